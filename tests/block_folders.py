@@ -195,7 +195,6 @@ def tensors(case):
     found['embed_tokens.weight'] = draw('own embed_tokens', (VOCAB, WIDTH))
     found['lm_head.weight'] = draw('own lm_head', (outputs, WIDTH))
     found['d2t'] = KEPT - np.arange(len(KEPT))
-    found['t2d'] = np.isin(np.arange(VOCAB), KEPT)
   if case == 'liquid':
     found |= {
       name: neighbours(array)

@@ -131,19 +131,6 @@ def usable_ids(
   return ()
 
 
-def order_of_rows(length: int, num_heads: int | None) -> np.ndarray:
-  """`[length]`, where each stored row of queries or keys goes.
-
-  `models.nn.rope` rotates `i` and `i + Dh / 2` of a head together. With a
-  number of heads, stored rows are in the order of those who rotate neighbours
-  `2 i` and `2 i + 1`, such as llama.cpp for Llama.
-  """
-  order = np.arange(length)
-  if num_heads is None:
-    return order
-  return order.reshape(num_heads, 2, -1).swapaxes(1, 2).reshape(-1)
-
-
 def resolve_dtype(
   dtype: jax.typing.DTypeLike,
   checkpoint: StoredTensors,

@@ -21,6 +21,7 @@ from models.checkpoints import gguf
 from models.checkpoints import hugging_face
 from models.checkpoints import rounded
 from models.nn import adapter
+from models.nn import block_drafter
 from models.nn import matrices as matrices_lib
 from models.nn import sharding as sharding_lib
 from specdec import memory
@@ -254,7 +255,8 @@ def read_parameters(
       message names it.
   """
   loaded, origin = dict[tuple, Any](), dict[tuple, str]()
-  heads = {config.embedding, 'lm_head'}
+  # Rows that are looked up cost little, so they have eight bits, too.
+  heads = {config.embedding, 'lm_head', *block_drafter.LOOKED_UP}
   read = _read(checkpoint, family, expected, form, heads)
   for path, name, host in whole_files.reading_each(checkpoint.path, read):
     tied = outputs is not None and config.tie_embeddings
@@ -303,7 +305,7 @@ def _read(
 ) -> Iterator[tuple[tuple, str, Any]]:
   """Yields paths in the module, stored names, and parameters on the host.
 
-  `heads` are the first parts of the paths of token embedding and head.
+  `heads` are parts of the paths of token embedding, head and the like.
   """
   expanded = list[str]()
   paths = {families.parameter_name(path): path for path in expected}
@@ -327,7 +329,7 @@ def _read(
       elif form.keeps_blocks:
         host = tensor.in_blocks()
         expanded += [tensor.name] * (host is None)
-      elif form.of_head is not None and path[0] in heads:
+      elif form.of_head is not None and heads.intersection(path):
         make = form.of_head
       if host is None:
         host = make(tensor.blocks(), leaf.shape)

@@ -16,6 +16,7 @@ from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import families
 from models.checkpoints import folder_tokenizer
 from models.nn import adapter
+from models.nn import rope as rope_lib
 from specdec.text import text_files
 
 CONFIG = 'config.json'
@@ -41,7 +42,7 @@ class _Tensor:
   rows: slice | None = None  # Set for a part of the stored rows.
   transposed: bool = False  # Whether it is stored `[in, out]`.
   convert: Callable[[np.ndarray], np.ndarray] = lambda rows: rows
-  num_heads: int | None = None  # See `checkpoint.order_of_rows`.
+  num_heads: int | None = None  # See `rope.order_of_rows`.
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -79,7 +80,7 @@ class _Tensor:
         block = stored[:, rows].T if self.transposed else stored[rows]
         index: Any = slice(start, end)
         if self.num_heads is not None:
-          index = checkpoint_lib.order_of_rows(length, self.num_heads)[index]
+          index = rope_lib.order_of_rows(length, self.num_heads)[index]
         yield index, self.convert(block)
 
   def in_blocks(self) -> None:

@@ -31,7 +31,6 @@ from specdec import cache as cache_lib
 from specdec.draft import block as block_lib
 
 VANILLA, GATED = 'vanilla', 'gated'
-MARKOV_KINDS = (VANILLA, GATED)
 
 LOOKED_UP = (
   *('markov_w1', 'markov_w2'),
@@ -58,7 +57,7 @@ class BlockDrafterConfig(nn_llama.LlamaConfig):
   # Whether windows begin so many tokens before the root, for all rows, and not
   # before the row.
   window_from_root: bool = False
-  markov: str | None = None  # One of `MARKOV_KINDS`,
+  markov: str | None = None  # `VANILLA` or `GATED`,
   markov_rank: int = 0  # and its rank.
   confidence: bool = False  # Whether the drafter rates its own tokens,
   confidence_with_markov: bool = False  # and whether by the token before, too.
@@ -76,17 +75,10 @@ class BlockDrafterConfig(nn_llama.LlamaConfig):
     super().__post_init__()
     if self.depth < 1:
       raise ValueError(f'block_size={self.block_size} drafts no token')
-    if not self.reads:
-      raise ValueError('a block drafter reads at least one state of the target')
     if not 0 <= self.mask_token < self.vocab_size:
       raise ValueError(
         f'mask_token_id={self.mask_token} is beyond the vocabulary of'
         f' {self.vocab_size} tokens'
-      )
-    if self.markov not in (None, *MARKOV_KINDS):
-      raise ValueError(
-        f'markov_head_type={self.markov!r} is not supported; choose from'
-        f' {MARKOV_KINDS}'
       )
     self._set_layers('causal', self.of_layers('causal'))
 
@@ -173,7 +165,7 @@ class _Table(nnx.Module):
 
 
 class _MarkovHead(nnx.Module):
-  """What DSpark adds to the scores of tokens, by the token before."""
+  """A term of DSpark that is added to scores, by the token before."""
 
   def __init__(
     self, config: BlockDrafterConfig, num_outputs: int, *, dtype, rngs
@@ -195,10 +187,6 @@ class _MarkovHead(nnx.Module):
       found *= jax.nn.sigmoid(gate)
     return found
 
-  def successors(self, rows: jax.Array) -> jax.Array:
-    """`[..., rank]`, for rows of the output matrix."""
-    return self.markov_w2.take(rows)
-
 
 class _Selector(nnx.Module):
   """The edge score of DFlash 2 between a token and the one before."""
@@ -213,13 +201,9 @@ class _Selector(nnx.Module):
     )
 
   def context(self, states: jax.Array, parents: jax.Array) -> jax.Array:
-    """`[B, W, rank]`, which is multiplied with rows of successors."""
+    """`[B, W, rank]`, which is multiplied with rows of `successor_codebook`."""
     found = self.predecessor_codebook.take(parents)
     return found * self.hidden_projection(states)
-
-  def successors(self, rows: jax.Array) -> jax.Array:
-    """`[..., rank]`, for tokens."""
-    return self.successor_codebook.take(rows)
 
 
 class _Confidence(nnx.Module):
@@ -296,7 +280,7 @@ class BlockDrafter(nnx.Module):
   def _masks(
     self, positions: jax.Array, mask: jax.Array, cache: cache_lib.KVCache
   ) -> list[jax.Array]:
-    """What the rows see in each layer."""
+    """The slots that the rows see, for each layer."""
     config, size = self.config, self.config.block_size
     slots = jnp.arange(mask.shape[2])[None]
     at = slots - cache.write_at[:, None]
@@ -360,13 +344,15 @@ class BlockDrafter(nnx.Module):
     self, states: jax.Array, parents: jax.Array, tokens: jax.Array, rows: Any
   ) -> jax.Array:
     """See `BlockSpec.edges`; `rows [V]` of the output matrix, None for all."""
-    if rows is not None:  # What has no row has no score either.
+    if rows is not None:  # A token without one has no score.
       tokens = jnp.maximum(rows[tokens], 0)
-    term = self.markov_head if self.config.markov else self.candidate_selector
+    markov = self.config.markov
+    term: Any = self.markov_head if markov else self.candidate_selector
+    table = term.markov_w2 if markov else term.successor_codebook
     return jnp.einsum(
       'bwr,bwcr->bwc',
       term.context(states, parents),
-      term.successors(tokens),
+      table.take(tokens),
       precision=jax.lax.Precision.HIGHEST,
     )
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints.gguf_parts import gguf_header
 from models.nn import blocks as blocks_lib
+from models.nn import rope as rope_lib
 
 _BLOCK_BYTES = 1 << 24  # Bytes of a tensor, as float32, converted at once.
 
@@ -39,7 +39,7 @@ class Tensor:
   file: pathlib.Path
   info: gguf_header.TensorInfo
   expert: int | None = None
-  num_heads: int | None = None  # See `checkpoint.order_of_rows`.
+  num_heads: int | None = None  # See `rope.order_of_rows`.
 
   @property
   def name(self) -> str:
@@ -102,7 +102,7 @@ class Tensor:
     self, read: Callable[[Any, int, int], np.ndarray]
   ) -> Iterator[tuple[Any, np.ndarray]]:
     gguf = quants()
-    order = checkpoint_lib.order_of_rows(self.shape[0], self.num_heads)
+    order = rope_lib.order_of_rows(self.shape[0], self.num_heads)
     step = max(1, _BLOCK_BYTES // (4 * self.shape[1]))
     for start in range(0, self.shape[0], step):
       end = min(start + step, self.shape[0])
@@ -124,7 +124,7 @@ class Tensor:
 
   def _expanded(self) -> Iterator[tuple[Any, np.ndarray]]:
     if len(self.shape) == 1:
-      order = checkpoint_lib.order_of_rows(self.shape[0], self.num_heads)
+      order = rope_lib.order_of_rows(self.shape[0], self.num_heads)
       yield order, self._block(quants(), 0, 1)[0]
     else:
       yield from self._by_rows(self._block)

@@ -35,7 +35,7 @@ _RENAMED = tuple(
     ),
   )
 )
-# Those of the target are the target's own.
+# The target has its own norm and output matrix.
 _BUFFERS = re.compile(r'.*rotary_emb\.inv_freq|verifier_(norm|lm_head)\.weight')
 _LAYER = re.compile(r'layers\.(\d+)\.(.*)')
 _ROTATED = re.compile(r'(.*self_attn\.[qk])_(?:proj|norm)\.(?:weight|bias)')

@@ -238,7 +238,7 @@ class StoredHead:
 
 
 Stored = StoredHead | block_drafters.StoredBlockDrafter
-"""What drafts with states of the target: a head or a block drafter."""
+"""A head or a block drafter, which draft with states of the target."""
 
 
 def _shapes(
@@ -309,7 +309,11 @@ def load(
     graph, expected = _shapes(head, jnp.dtype(form.float_dtype), size)
   loaded = hub.read_parameters(
     head.stored,
-    dataclasses.replace(families.FAMILIES[1], name=head.name),
+    dataclasses.replace(
+      families.FAMILIES[1],
+      name=head.name,
+      stays_float=lambda name: name.startswith('confidence_head.'),
+    ),
     expected,
     form,
     config,
