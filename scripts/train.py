@@ -3,6 +3,8 @@
 python scripts/train.py --workdir=/tmp/target --output=/tmp/target/model
 python scripts/train.py --head=eagle3 --target=FOLDER --workdir=/tmp/head \
     --output=/tmp/head/model
+python scripts/train.py --head=block --target=FOLDER --workdir=/tmp/block \
+    --output=/tmp/block/model
 """
 
 import functools
@@ -61,14 +63,15 @@ flags.DEFINE_integer(
 )
 _enum('family', 'gpt2', ['gpt2', 'llama', 'mixtral'], 'family of the model')
 _integer('width', 320, 'width of the residual stream')
-_integer('layers', 6, 'number of transformer blocks')
+_integer('layers', None, 'number of layers; default: 6, of --head=block 2')
 _integer('experts', 8, 'number of experts of --family=mixtral')
 _integer('experts_per_token', 2, 'number of experts per token')
 _enum(
   'head',
   None,
-  ['eagle3'],
-  'train a drafting head for --target instead of a model',
+  ['eagle3', 'block'],
+  'train a drafting head for --target instead of a model: EAGLE-3, or a block'
+  ' drafter (DSpark or DFlash)',
 )
 _string(
   'target', 'demo', 'of --head: demo, a model folder, a GGUF file or a hub id'
@@ -77,14 +80,31 @@ _string('target_dtype', 'auto', 'of --head, that the target computes in')
 _integer(
   'head_vocabulary',
   None,
-  'of --head, tokens that it may draft, the most frequent ones, with an output'
-  ' matrix of its own; default: all, with the matrix of the target',
+  'of --head=eagle3, tokens that it may draft, the most frequent ones, with an'
+  ' output matrix of its own; default: all, with the matrix of the target',
 )
 _integer(
   'head_depth',
   4,
-  'of --head, how many tokens ahead it learns to draft from its own states',
+  'of --head=eagle3, how many tokens ahead it learns to draft from its own'
+  ' states',
 )
+flags.DEFINE_integer(
+  'answer_tokens',
+  None,
+  'of --head, the last tokens of --context, which the target writes itself;'
+  ' default: 192 of --head=block, else 0',
+  lower_bound=0,
+)
+_integer('block_size', 8, 'of --head=block, rows of a block')
+flags.DEFINE_integer(
+  'markov_rank',
+  256,
+  'of --head=block, the rank of the term for the token before, which makes it a'
+  ' DSpark drafter; 0: none, a DFlash drafter',
+  lower_bound=0,
+)
+_integer('anchors', 64, 'of --head=block, blocks that a window is cut into')
 _float(
   'feature_gigabytes',
   10.0,
@@ -113,26 +133,37 @@ _OF_MODEL = {
   'num_experts': 'experts',
   'experts_per_token': 'experts_per_token',
 }
-_OF_HEAD = {
+_OF_TARGET = {
   'length': 'context',
+  'answer_tokens': 'answer_tokens',
   'target': 'target',
   'target_dtype': 'target_dtype',
-  'vocabulary': 'head_vocabulary',
-  'depth': 'head_depth',
   'feature_gigabytes': 'feature_gigabytes',
+}
+_OF_HEADS = {
+  'eagle3': _OF_TARGET
+  | {'vocabulary': 'head_vocabulary', 'depth': 'head_depth'},
+  'block': _OF_TARGET
+  | {
+    'block_size': 'block_size',
+    'num_layers': 'layers',
+    'markov_rank': 'markov_rank',
+    'num_anchors': 'anchors',
+  },
 }
 
 
 def _without_effect() -> dict[str, str]:
   """Flags that these flags make useless, and why."""
   found: dict[str, str] = {}
-  ours, others, why = _OF_MODEL, _OF_HEAD, 'without --head'
+  ours, why = _OF_MODEL, 'without --head'
   if _FLAGS.head is not None:
-    ours, others, why = _OF_HEAD, _OF_MODEL, f'with --head={_FLAGS.head}'
+    ours, why = _OF_HEADS[_FLAGS.head], f'with --head={_FLAGS.head}'
   elif _FLAGS.family != 'mixtral':
     family = f'with --family={_FLAGS.family}'
     found |= dict.fromkeys(('experts', 'experts_per_token'), family)
-  found |= dict.fromkeys({*others.values()} - {*ours.values()}, why)
+  every = {*_OF_MODEL.values()}.union(*map(dict.values, _OF_HEADS.values()))
+  found |= dict.fromkeys(every - {*ours.values()}, why)
   for given, useless in (
     ('tokenizer', ('vocab_size',)),
     ('teacher', ('vocab_size', 'tokenizer')),
@@ -150,18 +181,21 @@ def _check_flags() -> None:
 
 
 def main() -> None:
+  from models.lab.training import block_trainer
   from models.lab.training import corpus as corpus_lib
   from models.lab.training import head_trainer
   from models.lab.training import model_trainer
   from models.lab.training import trainer
 
-  kind: type[trainer.Training] = model_trainer.ModelTraining
-  fields = _SHARED | _OF_MODEL
-  if _FLAGS.head is not None:
-    kind, fields = head_trainer.HeadTraining, _SHARED | _OF_HEAD
+  kinds: dict[str | None, type[trainer.Training]] = {
+    None: model_trainer.ModelTraining,
+    'eagle3': head_trainer.HeadTraining,
+    'block': block_trainer.BlockTraining,
+  }
+  fields = _SHARED | _OF_HEADS.get(_FLAGS.head, _OF_MODEL)
   values = {field: _FLAGS[name].value for field, name in fields.items()}
   trainer.run(
-    kind(
+    kinds[_FLAGS.head](
       corpus=corpus_lib.Corpus(folder=_FLAGS.corpus, pattern=_FLAGS.pattern),
       **{name: value for name, value in values.items() if value is not None},
     ),

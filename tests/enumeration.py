@@ -16,6 +16,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import table_blocks
 import tiny_drafters
 
 from models.nn import table_model
@@ -149,19 +150,6 @@ def drafter(name: str, draft: np.ndarray) -> specdec.Drafter:
   }[name]
 
 
-def _states_of(params, tokens, positions, mask, cache):
-  logits = params['logits'][tokens]
-  return logits, cache_lib.write_hidden(cache, 0, logits)
-
-
-def _cache_of_states(width):
-  def init_cache(batch_size, num_slots):
-    empty = cache_lib.init_empty_cache(batch_size, num_slots)
-    return cache_lib.with_hidden(empty, {0: width}, jnp.float32)
-
-  return init_cache
-
-
 def _head_states(params, tokens, positions, mask, cache, states):
   return params['logits'][tokens] + 0.4 * states, cache
 
@@ -175,9 +163,6 @@ def with_head(
   token, so what it drafts depends on the path to a node.
   """
   size = len(draft)
-  spec = dataclasses.replace(
-    target.spec, apply=_states_of, init_cache=_cache_of_states(size)
-  )
   head = specdec.Head(
     params={'logits': jnp.float32(draft)},
     spec=head_lib.HeadSpec(
@@ -195,7 +180,15 @@ def with_head(
     ),
   )
   drafter = _GROWN.drafter(specdec.HeadScorer(head))
-  return target.replace(spec=spec), drafter
+  return table_blocks.keeping_states(target), drafter
+
+
+def with_block(
+  target: specdec.LanguageModel, draft: np.ndarray
+) -> tuple[specdec.LanguageModel, specdec.Drafter]:
+  """A table that keeps its logits as states, and a block drafter."""
+  scorer = table_blocks.of_table(draft, 3, num_candidates=2)
+  return table_blocks.keeping_states(target), _GROWN.drafter(scorer)
 
 
 def request(
@@ -486,9 +479,10 @@ def _try_children(worlds, states, mass, ranks, children):
   return arrived, bonus
 
 
-def tree_law(worlds: Worlds, topology, children: str, length: int):
+def tree_law(worlds: Worlds, topology, children: str, length: int, rooted=None):
   """By rejection with a fixed topology.
 
+  `rooted` has worlds for roots of each length, whose drafts differ.
   Returns the distribution of sequences of a length, `[W, V ** length]`, and the
   expected number of tokens that the first step emits, cut at the length, `[W]`.
   """
@@ -497,6 +491,7 @@ def tree_law(worlds: Worlds, topology, children: str, length: int):
   mass = worlds.begin()
   expected = np.zeros(len(worlds.names))
   for first in range(length):
+    here_worlds = rooted[first] if rooted else worlds
     arrived = {(): np.where(worlds.length == first, mass, 0.0)}
     for path in paths:  # a parent before its children
       here = arrived.get(path)
@@ -507,7 +502,7 @@ def tree_law(worlds: Worlds, topology, children: str, length: int):
         continue
       states = np.flatnonzero(here)
       of_children, bonus = _try_children(
-        worlds, states, here[states], ranks[path], children
+        *(here_worlds, states, here[states], ranks[path], children)
       )
       mass += bonus
       for rank, of_child in zip(ranks[path], of_children, strict=True):

@@ -32,12 +32,14 @@ from models.checkpoints.heads import heads
 from models.lab import machine
 from models.lab.bench import exactness
 from models.nn import adapter
+from models.nn import block_drafter
 from models.nn import eagle
 from models.nn import llama as nn_llama
 from models.nn import sharding as sharding_lib
 import specdec
 from specdec import loop
 from specdec import memory
+from specdec.draft import block as block_lib
 from specdec.tree import topology as topology_lib
 
 MESHES = {
@@ -372,25 +374,30 @@ def check_a_head_drafts_on_several_devices() -> None:
   target, config = adapter.as_model(module, layout, reads), module.config
   embedding, lm_head = heads.matrices_of(target, config)
   fields = dataclasses.asdict(config) | {'rope': config.rope, 'num_layers': 1}
+  matrices = {
+    'embedding': embedding,
+    'lm_head': lm_head,
+    'layout': dataclasses.replace(layout, divides_weights=False),
+  }
+  fields |= {'target_width': config.width, 'reads': reads}
   head = eagle.as_head(
-    eagle.Head(
-      eagle.HeadConfig(**fields, target_width=config.width, reads=reads),
-      rngs=nnx.Rngs(0),
-    ),
-    embedding=embedding,
-    lm_head=lm_head,
-    layout=dataclasses.replace(layout, divides_weights=False),
+    eagle.Head(eagle.HeadConfig(**fields), rngs=nnx.Rngs(0)), **matrices
   )
-  drafted = specdec.generate(
-    target,
-    **_arguments('llama', 4, 0.9),
-    max_new_tokens=_NEW_TOKENS,
-    drafter=specdec.fixed_drafter(
-      specdec.HeadScorer(head), topology_lib.k_ary(4, 2)
-    ),
+  block = block_drafter.BlockDrafterConfig(
+    **fields, block_size=4, markov='vanilla', markov_rank=4, conv_size=2
   )
-  assert drafted.tokens == _decode('2x4', 'llama', 4, 'plain', 0.9).tokens
-  assert drafted.stats.block_efficiency > 1
+  drafter = block_drafter.as_drafter(
+    block_drafter.BlockDrafter(block, rngs=nnx.Rngs(0)), **matrices
+  )
+  for scorer in specdec.HeadScorer(head), block_lib.BlockScorer(drafter):
+    drafted = specdec.generate(
+      target,
+      **_arguments('llama', 4, 0.9),
+      max_new_tokens=_NEW_TOKENS,
+      drafter=specdec.fixed_drafter(scorer, topology_lib.k_ary(4, 2)),
+    )
+    assert drafted.tokens == _decode('2x4', 'llama', 4, 'plain', 0.9).tokens
+    assert drafted.stats.block_efficiency > 1
 
 
 CHECKS = [

@@ -53,7 +53,7 @@ _LLAMA3: dict[str, Any] = {
 }
 
 
-def _rope_parameters(
+def rope_parameters(
   path: pathlib.Path, metadata: Mapping[str, Any], header: gguf_header.Header
 ) -> dict[str, Any]:
   """Makes the `rope_parameters` of transformers.
@@ -158,7 +158,7 @@ def config_keys(path: pathlib.Path) -> dict[str, Any]:
   if num_experts > 0:
     found |= {'norm_topk_prob': True, 'num_experts': num_experts}
   if kind.rotates:
-    found['rope_parameters'] = _rope_parameters(path, metadata, header)
+    found['rope_parameters'] = rope_parameters(path, metadata, header)
     found['attention_bias'] = 'blk.0.attn_q.bias' in header.tensors
     _add_heads(path, name, metadata, found)
     _add_windows(path, name, metadata, found)

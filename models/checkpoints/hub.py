@@ -21,6 +21,7 @@ from models.checkpoints import gguf
 from models.checkpoints import hugging_face
 from models.checkpoints import rounded
 from models.nn import adapter
+from models.nn import block_drafter
 from models.nn import matrices as matrices_lib
 from models.nn import sharding as sharding_lib
 from specdec import memory
@@ -44,6 +45,7 @@ _EMBEDDED = {
   'demo': _DEMO / 'target',
   'demo-draft': _DEMO / 'draft',
   'demo-head': _DEMO / 'head',
+  'demo-block': _DEMO / 'block',
 }
 
 _HUB_FILES = ('*.json', '*.jinja', '*.safetensors', '*.txt', '*.model')
@@ -56,10 +58,10 @@ def locate(
   """Finds a model by its name.
 
   Args:
-    name: `demo`, `demo-draft` or `demo-head` (embedded), a folder, a GGUF file
-      of whatever name, or the id of a model on the Hugging Face hub, which is
-      downloaded (weights in safetensors, config and tokenizer only). A
-      `pathlib.Path` is always a folder or a file.
+    name: `demo`, `demo-draft`, `demo-head` or `demo-block` (embedded), a
+      folder, a GGUF file of whatever name, or the id of a model on the Hugging
+      Face hub, which is downloaded (weights in safetensors, config and
+      tokenizer only). A `pathlib.Path` is always a folder or a file.
     revision: branch, tag or commit on the hub.
 
   Raises:
@@ -259,7 +261,8 @@ def read_parameters(
       message names it.
   """
   loaded, origin = dict[Path, matrices_lib.Weight](), dict[Path, str]()
-  heads = {config.embedding, 'lm_head'}
+  # Rows that are looked up cost little, so they have eight bits, too.
+  heads = {config.embedding, 'lm_head', *block_drafter.LOOKED_UP}
   read = _read(checkpoint, family, expected, form, heads)
   for path, name, host in whole_files.reading_each(checkpoint.path, read):
     tied = outputs is not None and config.tie_embeddings
@@ -306,7 +309,7 @@ def _read(
 ) -> Iterator[tuple[Path, str, Any]]:
   """Yields paths in the module, stored names, and parameters on the host.
 
-  `heads` are the first parts of the paths of token embedding and head.
+  `heads` are parts of the paths of token embedding, head and the like.
   """
   expanded = list[str]()
   paths = {families.parameter_name(path): path for path in expected}
@@ -330,7 +333,7 @@ def _read(
       elif form.keeps_blocks:
         host = tensor.in_blocks()
         expanded += [tensor.name] * (host is None)
-      elif form.of_head is not None and path[0] in heads:
+      elif form.of_head is not None and heads.intersection(path):
         make = form.of_head
       if host is None:
         host = make(tensor.blocks(), leaf.shape)

@@ -16,6 +16,7 @@ from models.checkpoints import families
 from models.checkpoints import folder_tokenizer
 from models.nn import adapter
 from models.nn import blocks as blocks_lib
+from models.nn import rope as rope_lib
 from specdec.text import text_files
 
 CONFIG = 'config.json'
@@ -41,6 +42,7 @@ class _Tensor:
   rows: slice | None = None  # Set for a part of the stored rows.
   transposed: bool = False  # Whether it is stored `[in, out]`.
   convert: Callable[[np.ndarray], np.ndarray] = lambda rows: rows
+  num_heads: int | None = None  # See `rope.order_of_rows`.
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -76,7 +78,10 @@ class _Tensor:
       with safetensors.safe_open(self.file, 'numpy') as mapped:
         stored = mapped.get_slice(self.name)
         block = stored[:, rows].T if self.transposed else stored[rows]
-        yield slice(start, end), self.convert(block)
+        index: np.ndarray | slice = slice(start, end)
+        if self.num_heads is not None:
+          index = rope_lib.order_of_rows(length, self.num_heads)[index]
+        yield index, self.convert(block)
 
   def in_blocks(self) -> None:
     """There are no blocks of few bits."""

@@ -269,6 +269,32 @@ def _spec(
   )
 
 
+def amounts(
+  own: dict[str, Any], lm_head: Any, looked_up: tuple[str, ...] = ()
+) -> tuple[int, int, bool]:
+  """The amounts that a forward of a head reads, without its embedding.
+
+  Args:
+    own: the parameters of the head.
+    lm_head: its output matrix.
+    looked_up: the names of its matrices of which a few rows are read.
+
+  Returns:
+    The bytes; the parameters that each position is multiplied with; whether
+    the kernels of `models.nn.cpu` compute.
+  """
+  by_path = traverse_util.flatten_dict(own)
+  read = [by_path[path] for path in by_path if not {*path} & {*looked_up}]
+  read.append(matrices_lib.computed(lm_head))
+  leaves = jax.tree.leaves(read)
+  matrices = [leaf for leaf in read if len(leaf.shape) == 2]
+  return (
+    sum(leaf.size * leaf.dtype.itemsize for leaf in leaves),
+    sum(matrix.shape[0] * matrix.shape[1] for matrix in matrices),
+    any(map(matrices_lib.uses_kernels, matrices)),
+  )
+
+
 def as_head(
   module: Head,
   *,
@@ -288,21 +314,13 @@ def as_head(
   graph, variables = nnx.split(module)
   own = nnx.to_pure_dict(variables)
   parameters = {'head': own, 'embedding': embedding, 'lm_head': lm_head}
-  # A forward reads a few rows of the embedding.
-  read = [*traverse_util.flatten_dict(own).values()]
-  read.append(matrices_lib.computed(lm_head))
-  leaves = jax.tree.leaves(read)
-  weight_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-  matrices = [leaf for leaf in read if len(leaf.shape) == 2]
   return head_lib.Head(
     params=parameters,
     spec=_spec(
       graph,
       module.config,
       module.dtype,
-      weight_bytes,
-      sum(matrix.shape[0] * matrix.shape[1] for matrix in matrices),
-      any(map(matrices_lib.uses_kernels, matrices)),
+      *amounts(own, lm_head),
       layout,
     ),
   )

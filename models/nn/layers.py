@@ -65,8 +65,13 @@ def check_config(config: Any) -> None:
 
 
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
-  """Values squeezed to between -cap and cap (arXiv 2408.00118, section 2)."""
-  return x if cap is None else cap * jnp.tanh(x / cap)
+  """Values squeezed to between -cap and cap (arXiv 2408.00118, section 2).
+
+  Minus infinity stays: it is of an output that is not computed.
+  """
+  if cap is None:
+    return x
+  return jnp.where(x == -jnp.inf, x, cap * jnp.tanh(x / cap))
 
 
 def residual_stddev(num_layers: int) -> float:

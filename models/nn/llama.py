@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 from typing import Any
+from typing import cast
 from typing import ClassVar
 
 from flax import nnx
@@ -188,12 +189,20 @@ class Attention(nnx.Module):
     cache: _Cache,
   ) -> _Attended:
     """With the kernels of `models.nn.cpu`, in two calls."""
-    config = self.config
     linears = self.q_proj, self.k_proj, self.v_proj
     projections = layers.project(
       x, [one.parameters for one in linears], norm=norm
     )
-    norms = None
+    return self._attend_projections(projections, rotation, mask, cache)
+
+  def _attend_projections(
+    self,
+    projections: jax.Array,
+    rotation: rope_lib.Rotation | None,
+    mask: jax.Array,
+    cache: _Cache,
+  ) -> _Attended:
+    config, norms = self.config, None
     if config.qk_norm and config.joint_qk_norm:
       width = config.num_heads * config.head_width
       ends = width, width + config.num_kv_heads * config.head_width
@@ -236,10 +245,8 @@ class Attention(nnx.Module):
   ) -> _Attended:
     rows = layers.normalize(x, norm, kernels=self.o_proj.is_packed)
     query = self._normalized_heads(self.q_proj(rows), 'q_norm')
-    key = self._normalized_heads(self.k_proj(rows), 'k_norm')
     query = rope_lib.rotate(query, rotation).astype(self.dtype)
-    key = rope_lib.rotate(key, rotation).astype(self.dtype)
-    value = self._heads(self.v_proj(rows)).astype(self.dtype)
+    key, value = self._entries(rows, rotation)
     out, cache = attention.self_attention(
       query,
       key,
@@ -251,6 +258,39 @@ class Attention(nnx.Module):
       cap=self.config.score_cap,
     )
     return out.swapaxes(1, 2).reshape(*x.shape[:-1], -1), cache
+
+  def _entries(
+    self, rows: jax.Array, rotation: rope_lib.Rotation | None
+  ) -> tuple[jax.Array, jax.Array]:
+    """Keys and values of normalised rows."""
+    key = self._normalized_heads(self.k_proj(rows), 'k_norm')
+    key = rope_lib.rotate(key, rotation).astype(self.dtype)
+    return key, self._heads(self.v_proj(rows)).astype(self.dtype)
+
+  def write(
+    self,
+    rows: jax.Array,
+    rotation: rope_lib.Rotation,
+    cache: cache_lib.KVCache,
+  ) -> cache_lib.KVCache:
+    """Writes keys and values of rows `[B, L, width]` that attend to nothing.
+
+    Returns:
+      The cache.
+    """
+    if not self.o_proj.is_packed:
+      key, value = self._entries(rows, rotation)
+      return cache_lib.write(cache, self.layer, key, value)
+    # The kernel that attends writes, so that bits do not depend on the caller.
+    linears = [self.k_proj.parameters, self.v_proj.parameters]
+    width = self.config.num_heads * self.config.head_width
+    queries = jnp.zeros((*rows.shape[:-1], width))
+    projections = [queries, layers.project(rows, linears)]
+    mask = jnp.zeros((*rows.shape[:-1], cache.num_slots), bool)
+    _, written = self._attend_projections(
+      jnp.concatenate(projections, axis=-1), rotation, mask, cache
+    )
+    return cast(cache_lib.KVCache, written)
 
 
 class FeedForward(nnx.Module):
@@ -337,6 +377,16 @@ class Layer(nnx.Module):
     return add(x, out, self.post_feedforward_layernorm), cache, routing
 
 
+def rotations(config: LlamaConfig, positions: jax.Array) -> list[Any]:
+  """The rotation of each layer, for `positions [B, L]` int32."""
+  ropes = config.of_layers('rope')
+  by_rope = {
+    rope: rope and rope.rotation(positions, config.head_width)
+    for rope in dict.fromkeys(ropes)
+  }
+  return [by_rope[rope] for rope in ropes]
+
+
 def of_layers(
   config: LlamaConfig, positions: jax.Array, mask: jax.Array
 ) -> list[tuple[rope_lib.Rotation | None, jax.Array]]:
@@ -347,18 +397,16 @@ def of_layers(
     positions: `[B, L]` int32.
     mask: `[B, L, S]` bool, what a layer without a window sees.
   """
-  ropes, windows = config.of_layers('rope'), config.of_layers('window')
-  rotations = {
-    rope: rope and rope.rotation(positions, config.head_width)
-    for rope in dict.fromkeys(ropes)
-  }
+  windows = config.of_layers('window')
   masks = {
     window: attention.within_window(mask, window)
     for window in dict.fromkeys(windows)
   }
   return [
-    (rotations[rope], masks[window])
-    for rope, window in zip(ropes, windows, strict=True)
+    (rotation, masks[window])
+    for rotation, window in zip(
+      rotations(config, positions), windows, strict=True
+    )
   ]
 
 

@@ -198,3 +198,15 @@ def rotate(heads: jax.Array, rotation: Rotation | None) -> jax.Array:
   return jnp.concatenate(
     [first * cos - second * sin, second * cos + first * sin, rest], axis=-1
   )
+
+
+def order_of_rows(length: int, num_heads: int | None) -> np.ndarray:
+  """`[length]`, where each stored row of queries or keys goes.
+
+  With a number of heads, stored rows are in the order of those who rotate
+  neighbours `2 i` and `2 i + 1` together, such as llama.cpp for Llama.
+  """
+  order = np.arange(length)
+  if num_heads is None:
+    return order
+  return order.reshape(num_heads, 2, -1).swapaxes(1, 2).reshape(-1)

@@ -8,6 +8,7 @@ import jax
 
 from models.text import pair as pair_lib
 from models.text import settings as settings_lib
+from specdec.draft import block as block_lib
 from specdec.draft import candidates
 from specdec.draft import drafter as drafter_lib
 from specdec.draft import head as head_lib
@@ -119,7 +120,9 @@ def _model_scorer(
         f'draft_prompt={draft_prompt} is for a draft model; a head reads hidden'
         ' states of the target at all tokens: leave it out'
       )
-    return head_lib.HeadScorer(pair.head)
+    if isinstance(pair.head, head_lib.Head):
+      return head_lib.HeadScorer(pair.head)
+    return block_lib.BlockScorer(pair.head)
   scorer = language_model.LanguageModelScorer(pair.draft)
   if draft_prompt is None:
     return scorer
@@ -163,6 +166,10 @@ def make_drafter(
   if method == 'chain':
     return drafter_lib.fixed_drafter(scorer, topology_lib.chain(length))
   tree, config = settings.tree, settings.stage
+  if isinstance(scorer, block_lib.BlockScorer):
+    # Rounds after the first are look-ups.
+    rounds = max(config.rounds, scorer.drafter.spec.depth)
+    config = dataclasses.replace(config, rounds=rounds, cost_ratio=0.0)
   if method == 'tree':
     return _one_stage(scorer, config, settings)
   if inner == 'none':

@@ -21,6 +21,7 @@ from models.text import token_bytes as token_bytes_lib
 from models.text import vocabulary as vocabulary_lib
 from specdec import arguments as arguments_lib
 from specdec import model as model_lib
+from specdec.draft import block as block_lib
 from specdec.draft import head as head_lib
 
 
@@ -37,7 +38,7 @@ class Pair:
   tokenizer: transformers.PreTrainedTokenizerBase
   eos_ids: tuple[int, ...]
   layout: sharding_lib.Layout = sharding_lib.Layout()
-  head: head_lib.Head | None = None
+  head: head_lib.Head | block_lib.BlockDrafter | None = None
 
   @property
   def drafting_model(self) -> model_lib.Network | None:

@@ -38,7 +38,7 @@ class Sources:
   choice: choice_lib.ModelChoice
   target: checkpoint_lib.Checkpoint
   draft: checkpoint_lib.Checkpoint | None
-  head: heads.StoredHead | None
+  head: heads.Stored | None
   layout: sharding_lib.Layout
   draft_layout: sharding_lib.Layout
   packed: bool

@@ -66,6 +66,8 @@ class BlockSpec(model_lib.NetworkSpec):
   depth: int  #: D, how many tokens it drafts: R, or R - 1.
   width: int  #: H.
   mask_token: int  #: The token in all rows of a block except the first.
+  #: The most tokens of a depth that it was trained to rate; None: all.
+  num_candidates: int | None = None
 
 
 class BlockDrafter(model_lib.Network):
@@ -156,7 +158,8 @@ class BlockScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
       texts,
       window_size=max(num_scored, spec.block_size),
     )
-    number = min(self.num_candidates, spec.vocab_size)
+    most = spec.num_candidates or spec.vocab_size
+    number = min(self.num_candidates, most, spec.vocab_size)
     return BlockState(
       model=model,
       tokens=jnp.zeros((rows, spec.depth, number), jnp.int32),

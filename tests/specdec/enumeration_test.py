@@ -727,10 +727,15 @@ def test_match_says_what_plain_decoding_does(name):
 
 
 def test_match_with_a_head_says_what_plain_decoding_does():
+  check_match_with_states(enumeration.with_head)
+
+
+def check_match_with_states(make):
+  """With a drafter that reads the target's states."""
   rng = np.random.default_rng(0)
   table = np.float32(1.3 * rng.normal(size=(_MATCH_VOCAB_SIZE,) * 2))
   draft = enumeration.draft_logits('similar', table, rng)
-  target, drafter = enumeration.with_head(
+  target, drafter = make(
     table_model.table_model(table, max_positions=1000), draft
   )
   run = enumeration.quick_jit(_decode_with_noise)

@@ -24,7 +24,7 @@ _FILES = {
 # Nothing imported under one source may be used under another.
 _HELPERS = ('enumeration', 'list_growth', 'list_trees', 'slow_walks')
 _HELPERS += ('slow_head', 'tiny_blocks', 'tiny_drafters', 'tiny_heads')
-_HELPERS += ('tiny', 'variants')
+_HELPERS += ('block_folders', 'by_heart', 'table_blocks', 'tiny', 'variants')
 
 # Tests that detect several bugs.
 _TESTS = {
@@ -33,11 +33,16 @@ _TESTS = {
   'BANNED': (
     'sampling.test_no_temperature_and_no_penalty_brings_a_banned_token_back()'
   ),
+  'BLOCK_DRAWS': "block_law.check_draws('without_replacement')",
+  'BOTH_WAYS': "block_drafter.check_forward('z-lab both ways')",
   'COMMIT': 'cache.test_keeping_nodes_by_hand()',
   'CONSTRAINED': "constraint.check_tokens('chain', 'match')",
   'CUTS': 'enumeration.check_cuts(True)',
   'DRAWS': "enumeration.check_draws('without_replacement')",
+  'FROM_ROOT': "block_drafter.check_forward('speculators both ways')",
+  'GATED': "block_drafter.check_forward('speculators gated')",
   'HEAD': "heads.check_logits('sglang')",
+  'IN_A_FILE': "block_drafter.check_layout('gguf', 'z-lab 2')",
   'LARGE_TOP_P': (
     'large_vocabulary.test_top_p_keeps_what_the_definition_says(50257, 400)'
   ),
@@ -45,6 +50,7 @@ _TESTS = {
   'MANY_KEPT': (
     'large_vocabulary.test_where_filters_keep_many_tokens_all_noise_is_drawn()'
   ),
+  'NEIGHBOURS': ("block_drafter.check_layout('liquid', 'speculators dspark')"),
   'NEXT_STEP': 'growth.test_growth_after_a_step_is_growth_after_a_prefill()',
   'RANDOMNESS': 'enumeration.test_the_randomness_of_a_step_is_of_these_keys()',
   'STEP': 'step.test_a_decode_of_all_that_a_step_does()',
@@ -428,6 +434,76 @@ weights of a norm are one less
 [models.nn.matrices: heads.check_logits('sglang norm')]
 rows of a reduced vocabulary are taken for ids
   index[ids] = => index[: len(ids)] =
+# Block drafters.
+[draft.block: BLOCK_DRAWS]
+all nodes have the children of the first depth
+  - pick(state.tokens, depth), pick(state.scores, depth)
+  + pick(state.tokens, 0 * depth), pick(state.scores, 0 * depth)
+children do not know their parent
+  (state.states, depth), parents, => (state.states, depth), 0 * parents,
+the bias of a candidate is that of its place
+  scores + pick(bias, tokens) => scores + bias[:, None, : tokens.shape[2]]
+[draft.block: block_law.check_draws('best_and_drawn')]
+the rule divides by what all candidates have
+  put(empty, tokens, drawn_from) => put(empty, tokens, jnp.exp(log_probs))
+[draft.block: block.test_tokens_are_those_of_plain_decoding('chain', True)]
+the text of a step is not read
+  (read(new, new, new, cache), missing) => (cache, missing)
+a block begins behind the root
+  positions = (ctx.length - 1)[:, None] => positions = ctx.length[:, None]
+all rows of a block are masks
+  jnp.where(is_root, root, spec.mask_token) => @ * 0 + spec.mask_token
+[draft.block: block.check_noise()]
+candidates are ranked with the noise of the next depth
+  noise.at(depth).of => noise.at(depth + 1).of
+[models.lab.training.block_trainer: block_training.check_loss()]
+a row sees the text up to the root
+  (length)[None, None] < roots => (length)[None, None] <= roots
+blocks of a window see each other
+  block[:, None] == block[None] => block[:, None] >= block[None]
+the term of a block is that of the root
+  at(tokens, before)), => at(tokens, anchors)),
+the target's distribution is that of a token later
+  *(at(batch['normed'], before) => *(at(batch['normed'], before + 1)
+# Block drafters, which change no output either.
+[models.nn.block_drafter: block_drafter.check_forward('z-lab windows')]
+rows of a block see later ones in layers with a window
+  keys <= rows => keys <= keys
+fused states of the target are not normalised
+  - self.hidden_norm,
+  + None,
+[models.nn.block_drafter: block_drafter.check_forward('z-lab 2')]
+a convolution reaches to later rows
+  (tap, 0), (0, 0), (0, 0)) => (0, tap), (0, 0), (0, 0))
+the last row of a block comes before its first
+  shifted[:, :, : self.block_size] => jnp.roll(blocks, tap, 2)
+both convolutions are the first
+  self._apply(1, rows => self._apply(0, rows
+[models.nn.block_drafter: GATED]
+the gate of a term is no probability
+  found *= jax.nn.sigmoid(gate) => found *= gate
+rows of a reduced term are taken for ids
+  jnp.maximum(rows[tokens], 0) => jnp.minimum(tokens, 9)
+the first row drafts
+  config.block_size - config.depth : => : config.depth
+[models.checkpoints.heads.head_tensors: GATED]
+ids of a reduced vocabulary are those behind
+  ids + np.arange(len(ids)) => ids + np.arange(1, len(ids) + 1)
+[models.checkpoints.keys.block_keys: block_drafter.check_forward('z-lab')]
+layers that write a state count as those that read it
+  layer + (name == _WRITTEN) => layer + (name != _WRITTEN)
+[models.checkpoints.keys.block_keys: FROM_ROOT]
+windows of speculators count from the row
+  'window_from_root': of_speculators => 'window_from_root': not of_speculators
+[models.nn.rope: NEIGHBOURS]
+halves of a head are rotated where neighbours are
+  order.reshape(num_heads, 2, -1).swapaxes(1, 2) => order
+[models.checkpoints.heads.gguf_head: IN_A_FILE]
+layers of a file of llama.cpp count two more
+  layer - 1 for layer in layers => layer - 2 for layer in layers
+[models.checkpoints.heads.block_drafters: BOTH_WAYS]
+layers with a window are causal whatever the key says
+  shape | block_keys.fields(keys, slides) => @ | {'causal': slides}
 # Broken models and short contexts.
 [cache: STEP]
 a node that is NaN spoils the tree
@@ -446,7 +522,7 @@ a window counts slots
   mask.astype(jnp.int32), axis=2 => jnp.ones(mask.shape, jnp.int32), axis=2
 [models.nn.llama: hub.check_logits('gemma3')]
 layers with a window rotate as those without
-  (rotations[rope], masks => (rotations[ropes[-1]], masks
+  [by_rope[rope] for rope in ropes] => [by_rope[ropes[-1]] for _ in ropes]
 [models.checkpoints.llama: hub.check_logits('gemma3')]
 scales of norms are taken as they are stored
   np.float32(by) if is_norm => np.float32(0) if is_norm
@@ -578,7 +654,7 @@ def _run(test):
 def test_every_bug_is_read():
   names = [line for line in _TABLE.splitlines() if re.match(r'[^\s#[]', line)]
   assert names == [bug.id for bug in _BUGS]
-  assert len(names) == len(set(names)) == 134
+  assert len(names) == len(set(names)) == 160
 
 
 @pytest.mark.parametrize(('module', 'old', 'new', 'test'), _BUGS)

@@ -78,11 +78,17 @@ _OTHER_KEYS = {
 }
 
 # Types of keys that are no integers; those of which a part is here are numbers.
-_LISTS = (PATTERN, 'extract_layers')
+_LISTS = (
+  *(PATTERN, 'extract_layers', 'target_layers'),
+  'rope.dimension_sections',
+)
 _TYPES: dict[str, Any] = {
   **{PATTERN: int | list[bool] | list[int], 'extract_layers': list[int]},
   **{'rope.scaling.type': str, 'tensor_data_layout': str},
   **{'rope.scaling.finetuned': bool, 'norm_before_residual': bool},
+  **{'target_layers': list[int], 'rope.dimension_sections': list[int]},
+  **{'attention.causal': bool, 'sample_from_anchor': bool},
+  'rope_is_neox_style': bool,
 }
 _NUMBERS = re.compile(r'epsilon|scale|softcapping|freq_base|factor|beta')
 

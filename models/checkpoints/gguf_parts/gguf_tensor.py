@@ -17,6 +17,7 @@ import numpy as np
 
 from models.checkpoints.gguf_parts import gguf_header
 from models.nn import blocks as blocks_lib
+from models.nn import rope as rope_lib
 
 _BLOCK_BYTES = 1 << 24  # Bytes of a tensor, as float32, converted at once.
 
@@ -39,9 +40,7 @@ class Tensor:
   file: pathlib.Path
   info: gguf_header.TensorInfo
   expert: int | None = None
-  num_heads: int | None = (
-    None  # Set if rows are in the order of llama.cpp's Llama.
-  )
+  num_heads: int | None = None  # See `rope.order_of_rows`.
 
   @property
   def name(self) -> str:
@@ -107,7 +106,8 @@ class Tensor:
   def _by_rows(
     self, read: Callable[[Any, int, int], np.ndarray]
   ) -> Iterator[blocks_lib.Rows]:
-    gguf, order = quants(), self._order(self.shape[0])
+    gguf = quants()
+    order = rope_lib.order_of_rows(self.shape[0], self.num_heads)
     step = max(1, _BLOCK_BYTES // (4 * self.shape[1]))
     for start in range(0, self.shape[0], step):
       end = min(start + step, self.shape[0])
@@ -129,7 +129,8 @@ class Tensor:
 
   def _expanded(self) -> Iterator[blocks_lib.Rows]:
     if len(self.shape) == 1:
-      yield self._order(self.shape[0]), self._block(quants(), 0, 1)[0]
+      order = rope_lib.order_of_rows(self.shape[0], self.num_heads)
+      yield order, self._block(quants(), 0, 1)[0]
     else:
       yield from self._by_rows(self._block)
 
@@ -139,14 +140,3 @@ class Tensor:
     if kind not in blocks_lib.KINDS:
       return None
     return blocks_lib.from_raw(self._by_rows(self._raw_rows), self.shape, kind)
-
-  def _order(self, length: int) -> np.ndarray:
-    """Where each stored row goes.
-
-    llama.cpp rotates neighbours `2 i` and `2 i + 1` of a head, transformers
-    and `models.nn.rope` rotate `i` and `i + Dh / 2`.
-    """
-    order = np.arange(length)
-    if self.num_heads is None:
-      return order
-    return order.reshape(self.num_heads, 2, -1).swapaxes(1, 2).reshape(-1)

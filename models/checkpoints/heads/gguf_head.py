@@ -1,4 +1,4 @@
-"""EAGLE-3 heads in GGUF files, as llama.cpp writes them.
+"""EAGLE-3 heads and block drafters in GGUF files, as llama.cpp writes them.
 
 It counts the layers that read a state, as `models.checkpoints.heads` does, and
 stores the ids of a reduced vocabulary where others store offsets.
@@ -7,7 +7,9 @@ stores the ids of a reduced vocabulary where others store offsets.
 from collections.abc import Iterator
 from collections.abc import Mapping
 import dataclasses
+import math
 import pathlib
+import re
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,8 @@ from models.checkpoints.gguf_parts import gguf_header
 from models.checkpoints.gguf_parts import gguf_tensor
 from models.nn import blocks as blocks_lib
 
-_ARCHITECTURE = 'eagle3'
+_EAGLE3, _BLOCK = 'eagle3', 'dflash'
+_MASK = 'tokenizer.ggml.mask_token_id'
 # Keys of the metadata, and those of config.json.
 _KEYS = {
   'embedding_length': 'hidden_size',
@@ -29,15 +32,35 @@ _KEYS = {
   'context_length': 'max_position_embeddings',
   'feed_forward_length': 'intermediate_size',
   'rope.freq_base': 'rope_theta',
-  'extract_layers': 'eagle_aux_hidden_state_layer_ids',
-  'norm_before_residual': 'norm_before_residual',
-  'target_hidden_size': 'target_hidden_size',
   'vocab_size': 'vocab_size',
+}
+_OWN_KEYS = {
+  _EAGLE3: {
+    'extract_layers': 'eagle_aux_hidden_state_layer_ids',
+    'norm_before_residual': 'norm_before_residual',
+    'target_hidden_size': 'target_hidden_size',
+  },
+  _BLOCK: {
+    'attention.causal': 'is_causal',
+    'attention.sliding_window': 'sliding_window',
+    'embedding_scale': 'input_embedding_scale',
+    'final_logit_softcapping': 'final_logit_softcapping',
+    'logit_scale': 'output_multiplier',
+    **{
+      key: key
+      for key in (
+        *('block_size', 'sample_from_anchor', 'rope_is_neox_style'),
+        *('conv_kernel_size', 'conv_group_size'),
+        *('selector_rank', 'selector_top_k'),
+      )
+    },
+  },
 }
 # Keys that the tensors say, and those that may say one thing only.
 _OTHER_KEYS = {'block_count', 'tensor_data_layout'}
 _OTHER_KEYS |= {'attention.value_length', 'rope.dimension_count'}
 _OTHER_KEYS |= {'rope.scaling.type'}
+_OF_BLOCK = {'target_layers', gguf_config.PATTERN, 'rope.dimension_sections'}
 _NAMES = {
   'fc': 'fc',
   'output_norm': 'norm',
@@ -49,11 +72,25 @@ _NAMES = {
   'attn_k': 'self_attn.k_proj',
   'attn_v': 'self_attn.v_proj',
   'attn_output': 'self_attn.o_proj',
+  'attn_q_norm': 'self_attn.q_norm',
+  'attn_k_norm': 'self_attn.k_norm',
   'ffn_norm': 'post_attention_layernorm',
   'ffn_gate': 'mlp.gate_proj',
   'ffn_up': 'mlp.up_proj',
   'ffn_down': 'mlp.down_proj',
+  'enc_output_norm': 'hidden_norm',
+  'markov_w1': 'markov_head.markov_w1',
+  'markov_w2': 'markov_head.markov_w2',
+  'conf_proj': 'confidence_head.proj',
+  'attn_conv_base': 'attention_conv.base_kernel',
+  'attn_conv_proj': 'attention_conv.kernel_projection',
+  'ffn_conv_base': 'mlp_conv.base_kernel',
+  'ffn_conv_proj': 'mlp_conv.kernel_projection',
+  'selector_predecessor': 'candidate_selector.predecessor_codebook',
+  'selector_successor': 'candidate_selector.successor_codebook',
+  'selector_hidden': 'candidate_selector.hidden_projection',
 }
+_TENSOR = re.compile(r'(?:blk\.(\d+)\.)?(\w+)(\.weight|\.bias)?')
 _INTEGERS = {26: np.int32, 27: np.int64}  # By their numbers in GGUF.
 
 
@@ -82,6 +119,32 @@ class _Ids:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Cube:
+  """A tensor with three axes; see `checkpoint.StoredTensor`."""
+
+  rows: gguf_tensor.Tensor  # Its matrices, one below the other.
+  shape: tuple[int, ...]
+
+  @property
+  def name(self) -> str:
+    return self.rows.name
+
+  def check(self, expected: tuple[int, ...]) -> None:
+    """Raises ValueError on another shape, or a type that cannot be read."""
+    if self.shape != expected:
+      raise ValueError(
+        f'{self.rows.file}: tensor {self.name} has shape {self.shape}, expected'
+        f' {expected}'
+      )
+    self.rows.check(self.rows.shape)
+
+  def blocks(self) -> Iterator[tuple[Any, np.ndarray]]:
+    """Yields all of it."""
+    parts = [part for _, part in self.rows.blocks()]
+    yield slice(0, self.shape[0]), np.concatenate(parts).reshape(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
 class GGUFHead:
   """A file with a head; see `models.checkpoints.heads`."""
 
@@ -99,30 +162,35 @@ class GGUFHead:
   def stored_dtypes(self) -> list[str]:
     return gguf.GGUFFile(self.path).stored_dtypes
 
+  @property
+  def _architecture(self) -> str:
+    header = gguf_header.read_header(self.path)
+    found = header.metadata.get('general.architecture')
+    if found not in _OWN_KEYS:
+      raise ValueError(
+        f'{self.path}: architecture {found!r} is no drafting head; expected one'
+        f' of {[*_OWN_KEYS]}'
+      )
+    return found
+
   def keys(self) -> Mapping[str, Any]:
     """The contents of the config.json that the same head would have.
 
     Raises:
       ValueError: the file holds no head, or one with a scaled rotation.
     """
-    header = gguf_header.read_header(self.path)
-    found = header.metadata.get('general.architecture')
-    if found != _ARCHITECTURE:
-      raise ValueError(
-        f'{self.path}: architecture {found!r} is no drafting head; expected'
-        f' {_ARCHITECTURE!r}'
-      )
-    metadata = gguf_config.own_keys(
-      self.path, header, _ARCHITECTURE, {*_KEYS, *_OTHER_KEYS}
-    )
-    where = f'{self.path}: {_ARCHITECTURE}'
+    name, header = self._architecture, gguf_header.read_header(self.path)
+    names = _KEYS | _OWN_KEYS[name]
+    others = _OTHER_KEYS | (_OF_BLOCK if name == _BLOCK else set())
+    metadata = gguf_config.own_keys(self.path, header, name, {*names, *others})
+    where = f'{self.path}: {name}'
     scaling = metadata.get('rope.scaling.type', 'none')
     if scaling != 'none':
       raise ValueError(
         f'{where}.rope.scaling.type={scaling!r} is not supported'
       )
     stated = {
-      theirs: metadata[key] for key, theirs in _KEYS.items() if key in metadata
+      theirs: metadata[key] for key, theirs in names.items() if key in metadata
     }
     head_width = metadata.get('attention.key_length')
     for key in ('attention.value_length', 'rope.dimension_count'):
@@ -131,7 +199,35 @@ class GGUFHead:
           f'{where}.{key}={metadata[key]} is not the width of a head,'
           f' {head_width}'
         )
-    return {'model_type': 'llama'} | stated
+    if name == _BLOCK:
+      stated |= self._of_block(header, metadata)
+    return {'model_type': 'qwen3' if name == _BLOCK else 'llama'} | stated
+
+  def _of_block(
+    self, header: gguf_header.Header, metadata: Mapping[str, Any]
+  ) -> dict[str, Any]:
+    """Keys of a block drafter that are written otherwise in config.json."""
+    found: dict[str, Any] = {'mask_token_id': header.metadata.get(_MASK)}
+    # It counts the layers that read a state.
+    layers = metadata.get('target_layers', [])
+    found['target_layer_ids'] = [layer - 1 for layer in layers]
+    if 'markov_w1.weight' in header.tensors:
+      found['markov_rank'] = header.tensors['markov_w1.weight'].shape[1]
+    if gguf_config.ROPE_FACTORS in header.tensors:
+      found['rope_parameters'] = gguf.rope_parameters(
+        self.path, metadata, header
+      )
+    if metadata.get('attention.sliding_window'):
+      pattern = metadata.get(gguf_config.PATTERN)
+      if not isinstance(pattern, list):
+        raise ValueError(
+          f'{self.path}: {_BLOCK}.{gguf_config.PATTERN} must say for each layer'
+          ' whether it has the window'
+        )
+      types = ('full_attention', 'sliding_attention')
+      found['layer_types'] = [types[bool(one)] for one in pattern]
+      found['use_sliding_window'] = True
+    return found
 
   def stored(self) -> Iterator[tuple[str, Any]]:
     """Yields the names of other formats, and the tensors.
@@ -139,19 +235,32 @@ class GGUFHead:
     Raises:
       ValueError: a tensor is not known; names it.
     """
-    keys = self.keys()
-    heads = {'attn_q': keys.get('num_attention_heads')}
-    heads['attn_k'] = keys.get('num_key_value_heads', heads['attn_q'])
+    keys, name_of_kind = self.keys(), self._architecture
+    heads: dict[str, Any] = {}
+    if name_of_kind == _EAGLE3:  # Neighbours of a head are rotated.
+      heads['attn_q'] = keys.get('num_attention_heads')
+      heads['attn_k'] = keys.get('num_key_value_heads', heads['attn_q'])
     for name, info in gguf_header.read_header(self.path).tensors.items():
       if name.removesuffix('.weight') == 'd2t':
         yield 'd2t', _Ids(self.path, info)
         continue
-      *layer, part = name.removesuffix('.weight').split('.')
-      if part not in _NAMES or len(layer) not in (0, 2):
+      if name == gguf_config.ROPE_FACTORS and name_of_kind == _BLOCK:
+        continue  # It is read with the keys.
+      known = name.replace('enc.output_norm', 'enc_output_norm')
+      found = _TENSOR.fullmatch(known)
+      if found is None or found[2] not in _NAMES:
         raise ValueError(
-          f'{self.path}: tensor {name} is not part of an {_ARCHITECTURE}'
+          f'{self.path}: tensor {name} is not part of an {name_of_kind}'
         )
-      prefix = f'layers.{layer[1]}.' if layer else ''
-      # llama.cpp rotates the neighbours of a head.
-      tensor = gguf_tensor.Tensor(self.path, info, num_heads=heads.get(part))
-      yield f'{prefix}{_NAMES[part]}.weight', tensor
+      prefix = f'layers.{found[1]}.' if found[1] else ''
+      ours = f'{prefix}{_NAMES[found[2]]}{found[3] or ""}'
+      tensor = gguf_tensor.Tensor(
+        self.path, info, num_heads=heads.get(found[2])
+      )
+      if len(info.shape) == 3:
+        flat = dataclasses.replace(
+          info, shape=(math.prod(info.shape[:2]), info.shape[2])
+        )
+        yield ours, _Cube(dataclasses.replace(tensor, info=flat), info.shape)
+      else:
+        yield ours, tensor

@@ -1,4 +1,4 @@
-"""The stored tensors of drafting heads, by the names of `models.nn.eagle`."""
+"""The stored tensors of drafting heads, by the names of their modules."""
 
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from models.checkpoints.heads import gguf_head
 from specdec.text import text_files
 
 _BLOCK = r'(?:model\.)?(?:layers\.\d+|mtp_layers\.0)\.'
-# Stored names and canonical ones, those of parameters of `models.nn.eagle`.
+# Stored names and canonical ones, those of parameters in `models.nn`.
 _RENAMED = tuple(
   (re.compile(pattern), new)
   for pattern, new in (
@@ -29,10 +29,16 @@ _RENAMED = tuple(
     (_BLOCK + r'embed_tokens\.', 'embed_tokens.'),
     (r'(?:model\.)?mtp_layers\.', 'layers.'),
     (r'model\.', ''),
+    *(
+      (rf'candidate_selector\.{one}$', f'candidate_selector.{one}.weight')
+      for one in ('predecessor_codebook', 'successor_codebook')
+    ),
   )
 )
-_BUFFERS = re.compile(r'.*rotary_emb\.inv_freq')
+# The target has its own norm and output matrix.
+_BUFFERS = re.compile(r'.*rotary_emb\.inv_freq|verifier_(norm|lm_head)\.weight')
 _LAYER = re.compile(r'layers\.(\d+)\.(.*)')
+_ROTATED = re.compile(r'(.*self_attn\.[qk])_(?:proj|norm)\.(?:weight|bias)')
 _PICKLED = 'pytorch_model.bin'
 # For a reduced vocabulary: offsets of its tokens, and whether a token is one.
 D2T, T2D = 'd2t', 't2d'
@@ -44,9 +50,12 @@ class HeadTensors:
 
   Attributes:
     path: the folder or file.
+    rotates_neighbours: whether neighbours of a head are rotated together; rows
+      are then put in the order of `models.nn.rope`.
   """
 
   path: pathlib.Path
+  rotates_neighbours: bool = False
 
   @property
   def _file(self) -> Any:
@@ -85,8 +94,13 @@ class HeadTensors:
   def tensors(self) -> Iterator[tuple[str, Any]]:
     """Yields canonical names and tensors, but for `d2t` and `t2d`."""
     for name, tensor in self.all.items():
-      if name not in (D2T, T2D):
-        yield name, tensor
+      if name in (D2T, T2D):
+        continue
+      if self.rotates_neighbours and (one := _ROTATED.fullmatch(name)):
+        width = self.shape(f'{one[1]}_norm.weight')[0]
+        number = tensor.shape[0] // width
+        tensor = dataclasses.replace(tensor, num_heads=number)
+      yield name, tensor
 
   def shape(self, name: str) -> tuple[int, ...]:
     """The shape of a tensor; ValueError if there is none of that name."""

@@ -25,19 +25,18 @@ import numpy as np
 
 from models.checkpoints import families
 from models.checkpoints import hub
-from models.checkpoints import hugging_face
-from models.checkpoints import llama as checkpoints_llama
+from models.checkpoints.heads import block_drafters
+from models.checkpoints.heads import head_files
 from models.checkpoints.heads import head_tensors
 from models.checkpoints.keys import head_keys
 from models.nn import eagle
 from models.nn import llama as nn_llama
 from models.nn import matrices as matrices_lib
-from models.nn import rope as rope_lib
 from models.nn import sharding as sharding_lib
 from specdec import cache as cache_lib
 from specdec import model as model_lib
+from specdec.draft import block as block_lib
 from specdec.draft import head as head_lib
-from specdec.text import text_files
 from specdec.text import whole_files
 
 _NAMES = {
@@ -70,6 +69,18 @@ class StoredHead:
 
   path: pathlib.Path
   target: Any
+
+  as_drafter = staticmethod(eagle.as_head)
+
+  @property
+  def name(self) -> str:
+    """A name for messages."""
+    return f'head of the kind {_NAMES[self.kind]}'
+
+  def make(self, num_outputs: int, dtype: jnp.dtype) -> nnx.Module:
+    """The module with random weights, whatever its output matrix is."""
+    del num_outputs
+    return eagle.Head(self.config, dtype=dtype, rngs=nnx.Rngs(0))
 
   @functools.cached_property
   def stored(self) -> head_tensors.HeadTensors:
@@ -226,13 +237,17 @@ class StoredHead:
     return tuple(stated)
 
 
+Stored = StoredHead | block_drafters.StoredBlockDrafter
+"""A head or a block drafter, which draft with states of the target."""
+
+
 def _shapes(
-  head: StoredHead, dtype: jnp.dtype, size: int
-) -> tuple[nnx.GraphDef[eagle.Head], dict[hub.Path, Any]]:
+  head: Stored, dtype: jnp.dtype, size: int
+) -> tuple[nnx.GraphDef[Any], dict[hub.Path, Any]]:
   """The graph of the module, and the shapes of all that is stored."""
   config = head.config
   graph, expected = hub.flat_params(
-    nnx.eval_shape(lambda: eagle.Head(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    nnx.eval_shape(lambda: head.make(size, dtype))
   )
   if 'embed_tokens.weight' in head.stored.all:
     shape = (config.vocab_size, config.width)
@@ -243,8 +258,8 @@ def _shapes(
   return graph, expected
 
 
-def locate(name: str | pathlib.Path, target: Any) -> StoredHead:
-  """Finds a head for a target of this shape, and reads its own shape.
+def locate(name: str | pathlib.Path, target: Any) -> Stored:
+  """Finds a head or block drafter for a target, and reads its own shape.
 
   Args:
     name: a folder, a GGUF file, an id on the Hugging Face hub, or `demo`, the
@@ -256,20 +271,25 @@ def locate(name: str | pathlib.Path, target: Any) -> StoredHead:
       target.
   """
   name = 'demo-head' if name == 'demo' else name
-  found = StoredHead(hub.locate(name).path, target)
-  with whole_files.reading(found.path):
+  path = hub.locate(name).path
+  with whole_files.reading(path):
+    is_block = block_drafters.StoredBlockDrafter.holds(
+      head_tensors.HeadTensors(path)
+    )
+    kind: Any = block_drafters.StoredBlockDrafter if is_block else StoredHead
+    found = kind(path, target)
     _ = found.config
   return found
 
 
 def load(
-  head: StoredHead,
+  head: Stored,
   target: model_lib.LanguageModel,
   *,
   dtype: jax.typing.DTypeLike = jnp.float32,
   packed: bool = False,
   layout: sharding_lib.Layout = sharding_lib.Layout(),
-) -> head_lib.Head:
+) -> head_lib.Head | block_lib.BlockDrafter:
   """Loads a head; embedding and output matrix it may have from the target.
 
   Args:
@@ -290,7 +310,9 @@ def load(
   loaded = hub.read_parameters(
     head.stored,
     dataclasses.replace(
-      families.LLAMA, name=f'head of the kind {_NAMES[config.kind]}'
+      families.LLAMA,
+      name=head.name,
+      stays_float=lambda name: name.startswith('confidence_head.'),
     ),
     expected,
     form,
@@ -313,7 +335,7 @@ def load(
   if ids is not None:
     index = jnp.asarray(matrices_lib.index_of(ids, config.vocab_size))
     lm_head = matrices_lib.FewOutputs(outputs=lm_head, index=index)
-  return eagle.as_head(
+  return head.as_drafter(
     nnx.merge(graph, traverse_util.unflatten_dict(loaded)),
     embedding=embedding,
     lm_head=lm_head,
@@ -340,22 +362,9 @@ def _described(
   config: eagle.HeadConfig, dtype: jnp.dtype, lm_head: Any
 ) -> dict[str, Any]:
   """The config.json of an EAGLE-3 head."""
-  if not isinstance(config.rope, rope_lib.Rope):
-    raise ValueError('a head without one rotation of all layers is not saved')
-  described = checkpoints_llama.to_hugging_face(
-    nn_llama.LlamaConfig(
-      **{
-        field.name: getattr(config, field.name)
-        for field in dataclasses.fields(nn_llama.LlamaConfig)
-      }
-    ),
-    dtype=dtype.name,
-    eos_token_id=None,
-  ).to_dict()
-  described |= {
+  described = head_files.keys_of_layers(config, dtype) | {
     'architectures': ['LlamaForCausalLMEagle3'],
     'target_hidden_size': config.target_width,
-    'rope_theta': config.rope.theta,
     head_keys.READS: list(config.reads),
     # SGLang counts the layers that write the states.
     'eagle_config': {
@@ -386,14 +395,10 @@ def save(
     dtype: of the matrices and norms.
   """
   config = module.config
-  _, params = hub.flat_params(module)
+  own = head_files.tensors_of(module, jnp.dtype(dtype))
   stored: dict[str, Any] = {
-    families.parameter_name(path): np.asarray(leaf, dtype=dtype)
-    for path, leaf in params.items()
-  }
-  stored = {
     re.sub(r'^layers\.0\.', 'midlayer.', name): array
-    for name, array in stored.items()
+    for name, array in own.items()
   }
   if lm_head is not None:
     stored['lm_head.weight'] = np.asarray(lm_head, dtype=dtype)
@@ -401,7 +406,4 @@ def save(
     stored[head_tensors.D2T] = np.asarray(ids - np.arange(len(ids)), np.int64)
     stored[head_tensors.T2D] = np.isin(np.arange(config.vocab_size), ids)
   described = _described(config, jnp.dtype(dtype), lm_head)
-  weights = folder / hugging_face.WEIGHTS
-  whole_files.write_tensors(weights, stored, {'format': 'pt'})
-  text = text_files.to_json(described, indent=2) + '\n'
-  whole_files.write_text(folder / hugging_face.CONFIG, text)
+  head_files.write(folder, stored, described)

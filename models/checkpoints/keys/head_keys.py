@@ -26,6 +26,32 @@ _TYPES: dict[str, Any] = {
 }
 
 
+def flat(
+  raw: Mapping[str, Any], nested_name: str, types: Mapping[str, Any]
+) -> dict[str, Any]:
+  """The keys of all objects as one.
+
+  Args:
+    raw: the keys of a config.json.
+    nested_name: the object of a drafter beside the keys of its layers.
+    types: the types of keys.
+
+  Raises:
+    ValueError: a key has another type, or two of them contradict each other.
+  """
+  objects = (nested_name, _LAYERS)
+  config_keys.check_types(raw, dict.fromkeys(objects, dict | None))
+  nested, layers = ({**(raw.get(key) or {})} for key in objects)
+  own = {key: raw[key] for key in raw if key not in objects}
+  for keys in (own, layers, nested):
+    config_keys.check_types(keys, types)
+  for key, value in nested.items():
+    config_keys.check_same(key, own.get(key), f'{nested_name}: {key}', value)
+  # Whether matrices are tied is not said of layers.
+  layers.pop('tie_word_embeddings', None)
+  return own | layers | {k: v for k, v in nested.items() if v is not None}
+
+
 def merged(raw: Mapping[str, Any]) -> dict[str, Any]:
   """The keys of all objects as one; `READS` counts the layers that read.
 
@@ -35,18 +61,12 @@ def merged(raw: Mapping[str, Any]) -> dict[str, Any]:
   Raises:
     ValueError: a key has another type, or two of them contradict each other.
   """
-  config_keys.check_types(raw, dict.fromkeys((_NESTED, _LAYERS), dict | None))
-  nested, layers = ({**(raw.get(key) or {})} for key in (_NESTED, _LAYERS))
-  own = {key: raw[key] for key in raw if key not in (_NESTED, _LAYERS)}
-  for keys in (own, layers, nested):
-    config_keys.check_types(keys, _TYPES)
+  config_keys.check_type(_NESTED, raw.get(_NESTED), dict | None)
+  nested = {**(raw.get(_NESTED) or {})}
+  config_keys.check_types(nested, _TYPES)
   if nested.get(READS):
     nested[READS] = [layer + 1 for layer in nested[READS]]
-  for key, value in nested.items():
-    config_keys.check_same(key, own.get(key), f'{_NESTED}: {key}', value)
-  # Whether matrices are tied is not said of layers.
-  layers.pop('tie_word_embeddings', None)
-  found = own | layers | {k: v for k, v in nested.items() if v is not None}
+  found = flat({**raw, _NESTED: nested}, _NESTED, _TYPES)
   if found.get('norm_output') is False and not found.get(_SPECULATORS):
     raise ValueError(
       'norm_output=False: a head without the norm before its output matrix is'

@@ -30,31 +30,9 @@ from models.lab.training import target_trainer
 from models.nn import adapter
 from models.nn import eagle
 from models.nn import matrices as matrices_lib
-from models.nn import rope as rope_lib
-from specdec import cache as cache_lib
 
 # The weight of the loss of a step, relative to that of the step before it.
 _DECAY = 0.8
-
-
-def _joined(slots: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-  del start
-  return jnp.concatenate([slots, new], axis=2)
-
-
-def _growing_cache(
-  config: eagle.HeadConfig, batch_size: int, dtype: Any
-) -> cache_lib.KVCache:
-  """A cache to which a write appends, so that gradients pass through it."""
-  cache = cache_lib.init_cache(
-    batch_size,
-    0,
-    num_layers=config.num_layers,
-    num_heads=config.num_kv_heads,
-    head_width=config.head_width,
-    dtype=dtype,
-  )
-  return cache.replace(ops=cache_lib.SlotOps(write=_joined))
 
 
 def _mask(length: int, step: int) -> np.ndarray:
@@ -129,7 +107,8 @@ def _loss_function(graph, config, num_steps, dtype):
     wanted = jax.nn.softmax(
       matrices_lib.matmul(batch['normed'][:, 1:], lm_head)
     )
-    cache, losses, accepted = _growing_cache(config, batch_size, dtype), [], []
+    cache = target_trainer.growing_cache(config, batch_size, dtype)
+    losses, accepted = [], []
     for step in range(num_steps):
       mask = jnp.asarray(_mask(length, step))[None]
       mask = jnp.broadcast_to(mask, (batch_size, *mask.shape[1:]))
@@ -150,58 +129,24 @@ def _loss_function(graph, config, num_steps, dtype):
   return loss
 
 
-def _rotation(target: adapter.Config) -> rope_lib.Rope:
-  """The rotation of a head: that of the last layer of the target with one."""
-  of_layers = getattr(target, 'of_layers', lambda field: ())
-  ropes = of_layers('rope')
-  return next((rope for rope in reversed(ropes) if rope), rope_lib.Rope())
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadTraining(target_trainer.TargetTraining):
-  """Settings of the training of a head; what is None is as in the target.
+  """Settings of the training of a head.
 
   Attributes:
     vocabulary: D, tokens that the head may draft, the most frequent ones, with
       an output matrix of its own; None: all, with the matrix of the target.
-    num_heads: attention heads.
-    num_kv_heads: heads of keys and values.
-    inner_width: of the feed-forward layer.
     depth: S, steps of training-time test.
   """
 
   vocabulary: int | None = None
-  num_heads: int | None = None
-  num_kv_heads: int | None = None
-  inner_width: int | None = None
   depth: int = 4
 
   def config(self, target: adapter.Config) -> eagle.HeadConfig:
     """The shape of a head for a target; see the base class."""
-    num_heads = self.num_heads or target.num_heads
-    kv_heads = self.num_kv_heads or (
-      num_heads if self.num_heads else target.num_kv_heads
-    )
-    if num_heads % kv_heads:
-      raise ValueError(f'--kv_heads={kv_heads} must divide --heads={num_heads}')
-    if target.width % (2 * num_heads):
-      raise ValueError(
-        f'--heads={num_heads} must divide the width {target.width} of the'
-        ' target into heads of even width'
-      )
     return eagle.HeadConfig(
-      vocab_size=target.vocab_size,
-      num_positions=target.num_positions,
-      width=target.width,
+      **self.of_layers(target),
       num_layers=1,
-      num_heads=num_heads,
-      num_kv_heads=kv_heads,
-      head_width=target.width // num_heads,
-      inner_width=self.inner_width
-      or getattr(target, 'inner_width', None)
-      or 8 * target.width // 3,
-      rope=_rotation(target),
-      target_width=target.width,
       reads=heads.default_reads(target.num_layers),
     )
 

@@ -1,8 +1,8 @@
 """Training of drafters that learn from the hidden states of a target.
 
-What the target computes for a corpus is kept on disk, in 16 bits. Files have
-some dozens of windows each, so that a run that is killed goes on with the next
-file, and a damaged file costs no more than its own windows.
+What the target writes and computes is kept on disk, states in 16 bits. Files
+have some dozens of windows each, so that a run that is killed goes on with the
+next file, and a damaged file costs no more than its own windows.
 """
 
 import abc
@@ -27,9 +27,12 @@ from models.lab.training import kept
 from models.lab.training import trainer
 from models.nn import adapter
 from models.nn import dtypes
+from models.nn import llama as nn_llama
 from models.nn import matrices as matrices_lib
+from models.nn import rope as rope_lib
 from models.nn.cpu import build
 from models.text import plan as plan_lib
+import specdec
 from specdec import cache as cache_lib
 from specdec import model as model_lib
 
@@ -74,7 +77,8 @@ def windows(tokens: np.ndarray, length: int, most: int) -> np.ndarray:
 class Features:
   """Windows of text with what the target computes.
 
-  A batch has `tokens` `[B, L + 1]` int32 and the fields of `token_dtype`.
+  A batch has `tokens` `[B, L + 1]` int32, the fields of `token_dtype`, and
+  `draw`, a seed of what is drawn for it.
 
   Attributes:
     tokens: `[N, L + 1]` int32.
@@ -84,29 +88,28 @@ class Features:
   tokens: np.ndarray
   parts: Sequence[np.ndarray]
 
-  def batch(self, index: np.ndarray) -> dict[str, np.ndarray]:
+  def batch(self, index: np.ndarray, draw: int) -> dict[str, Any]:
     """The windows of these numbers."""
     rows = [self.parts[one // _WINDOWS][one % _WINDOWS] for one in index]
     found = np.stack(rows)
     fields = {name: found[name] for name in found.dtype.names or ()}
-    return {'tokens': self.tokens[index]} | fields
+    return {'tokens': self.tokens[index], 'draw': np.uint32(draw)} | fields
 
-  def random_batch(
-    self, step: int, size: int, seed: int
-  ) -> dict[str, np.ndarray]:
+  def random_batch(self, step: int, size: int, seed: int) -> dict[str, Any]:
     """The batch of a step: windows in a new order for every epoch."""
     number, index = len(self.tokens), []
     for place in range(step * size, (step + 1) * size):
       epoch, within = divmod(place, number)
       order = np.random.default_rng([seed, epoch]).permutation(number)
       index.append(order[within])
-    return self.batch(np.array(index))
+    return self.batch(np.array(index), step)
 
-  def batches_of(self, size: int) -> Iterator[dict[str, np.ndarray]]:
+  def batches_of(self, size: int) -> Iterator[dict[str, Any]]:
     """All windows; the last batch is filled up with the first ones."""
     number = len(self.tokens)
     rows = np.arange(-(-number // size) * size) % number
-    yield from map(self.batch, rows.reshape(-1, size))
+    for draw, index in enumerate(rows.reshape(-1, size)):
+      yield self.batch(index, draw)
 
 
 @functools.partial(jax.jit, static_argnames='reads')
@@ -137,6 +140,40 @@ class Lesson:
   embedding: Any
   lm_head: Any
   reads: tuple[int, ...]
+  num_layers: int  # Of the target.
+
+  def answers(
+    self,
+    tokens: np.ndarray,
+    number: int,
+    folder: pathlib.Path,
+    report: trainer.Report = print,
+  ) -> np.ndarray:
+    """Windows whose last tokens the target writes, or those still missing.
+
+    The temperatures of the rows of a file are spread from 0 to 1.
+
+    Args:
+      tokens: `[N, L + 1]` int32.
+      number: how many tokens of each window it writes.
+      folder: of the files.
+      report: is called with a line for each damaged file.
+    """
+    temperature = np.linspace(0, 1, _WINDOWS, dtype=np.float32)
+
+    def write(rows: np.ndarray) -> np.ndarray:
+      begun = np.resize(rows[:, :-number], (_WINDOWS, rows.shape[1] - number))
+      written = specdec.generate(
+        self.target,
+        jax.random.key(int(rows.sum())),  # The same in a run that goes on.
+        begun.tolist(),
+        max_new_tokens=number,
+        sampling=specdec.Sampling(temperature=temperature),
+      )
+      whole = np.concatenate([begun, np.array(written.tokens)], axis=1)
+      return whole[: len(rows)].astype(np.int32)
+
+    return np.concatenate(_in_files(tokens, write, folder, report))
 
   def features(
     self,
@@ -153,23 +190,63 @@ class Lesson:
       folder: of the files.
       report: is called with a line for each damaged file.
     """
-    files = []
     size = min(max(1, 1024 // tokens.shape[1]), len(tokens))  # In a forward.
-    numbers = range(-(-len(tokens) // _WINDOWS))
-    for number in tqdm.tqdm(numbers, f'features for {folder.name}'):
-      files.append(folder / f'windows_{number:05d}.npy')
-      if kept.is_whole(files[-1], report):
-        continue
-      part = tokens[number * _WINDOWS :][:_WINDOWS]
-      padded = np.resize(part, (-(-len(part) // size) * size, part.shape[1]))
+
+    def compute(rows: np.ndarray) -> np.ndarray:
+      padded = np.resize(rows, (-(-len(rows) // size) * size, rows.shape[1]))
       found = np.empty(padded.shape, dtype)
       for first in range(0, len(padded), size):
-        rows = padded[first : first + size]
-        fields = _compute(self.target, self.lm_head, rows, self.reads)
+        some = slice(first, first + size)
+        fields = _compute(self.target, self.lm_head, padded[some], self.reads)
         for name, values in zip(dtype.names or (), fields, strict=True):
-          found[name][first : first + size] = values
-      kept.save(files[-1], functools.partial(np.save, arr=found[: len(part)]))
-    return Features(tokens, [np.load(file, mmap_mode='r') for file in files])
+          found[name][some] = values
+      return found[: len(rows)]
+
+    return Features(tokens, _in_files(tokens, compute, folder, report))
+
+
+def _in_files(
+  tokens: np.ndarray,
+  make: Callable[[np.ndarray], np.ndarray],
+  folder: pathlib.Path,
+  report: trainer.Report,
+) -> list[np.ndarray]:
+  """What `make` gives for `_WINDOWS` windows at a time, kept in files."""
+  files = []
+  what = f'{folder.parent.name} for {folder.name}'
+  for first in tqdm.tqdm(range(0, len(tokens), _WINDOWS), what):
+    files.append(folder / f'windows_{first // _WINDOWS:05d}.npy')
+    if not kept.is_whole(files[-1], report):
+      found = make(tokens[first : first + _WINDOWS])
+      kept.save(files[-1], functools.partial(np.save, arr=found))
+  return [np.load(file, mmap_mode='r') for file in files]
+
+
+def _joined(slots: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+  del start
+  return jnp.concatenate([slots, new], axis=2)
+
+
+def growing_cache(
+  config: nn_llama.LlamaConfig, batch_size: int, dtype: Any
+) -> cache_lib.KVCache:
+  """A cache to which a write appends, so that gradients pass through it."""
+  cache = cache_lib.init_cache(
+    batch_size,
+    0,
+    num_layers=config.num_layers,
+    num_heads=config.num_kv_heads,
+    head_width=config.head_width,
+    dtype=dtype,
+  )
+  return cache.replace(ops=cache_lib.SlotOps(write=_joined))
+
+
+def _rotation(target: adapter.Config) -> rope_lib.Rope:
+  """The rotation of a drafter: that of the target's last layer with one."""
+  of_layers = getattr(target, 'of_layers', lambda field: ())
+  ropes = of_layers('rope')
+  return next((rope for rope in reversed(ropes) if rope), rope_lib.Rope())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,6 +260,11 @@ class TargetTraining(trainer.Training):
   target: str = 'demo'  # See `models.load`.
   target_dtype: str = dtypes.AUTO  # That the target computes in.
   length: int = 256  # Tokens of a window.
+  answer_tokens: int = 0  # Its last ones, which the target writes itself.
+  # Of the drafter's layers; what is None is as in the target.
+  num_heads: int | None = None
+  num_kv_heads: int | None = None
+  inner_width: int | None = None
   feature_gigabytes: float = 10.0  # On disk, at most.
   eval_windows: int = 64  # At most.
   eval_every: int = 50
@@ -194,10 +276,42 @@ class TargetTraining(trainer.Training):
         f'--batch_tokens={self.batch_tokens} is less than a window,'
         f' --context={self.length}'
       )
+    if self.answer_tokens >= self.length:
+      raise ValueError(
+        f'--answer_tokens={self.answer_tokens} leaves no prompt in a window,'
+        f' --context={self.length}'
+      )
 
   @abc.abstractmethod
   def config(self, target: adapter.Config) -> Any:
     """The shape for a target; ValueError if a number does not fit."""
+
+  def of_layers(self, target: adapter.Config) -> dict[str, Any]:
+    """What the shape of every drafter has; ValueError as `config` raises it."""
+    num_heads = self.num_heads or target.num_heads
+    kv_heads = self.num_kv_heads or (
+      num_heads if self.num_heads else target.num_kv_heads
+    )
+    if num_heads % kv_heads:
+      raise ValueError(f'--kv_heads={kv_heads} must divide --heads={num_heads}')
+    if target.width % (2 * num_heads):
+      raise ValueError(
+        f'--heads={num_heads} must divide the width {target.width} of the'
+        ' target into heads of even width'
+      )
+    return {
+      'vocab_size': target.vocab_size,
+      'num_positions': target.num_positions,
+      'width': target.width,
+      'num_heads': num_heads,
+      'num_kv_heads': kv_heads,
+      'head_width': target.width // num_heads,
+      'inner_width': self.inner_width
+      or getattr(target, 'inner_width', None)
+      or 8 * target.width // 3,
+      'rope': _rotation(target),
+      'target_width': target.width,
+    }
 
   @abc.abstractmethod
   def begin(
@@ -225,7 +339,8 @@ class TargetTraining(trainer.Training):
     hidden = (*config.reads, cache_lib.AFTER_NORM)
     target = adapter.as_model(module, hidden=hidden)
     matrices = heads.matrices_of(target, checkpoint.config)
-    lesson = Lesson(target, *matrices, config.reads)
+    of_target = checkpoint.config.num_layers
+    lesson = Lesson(target, *matrices, config.reads, of_target)
     workdir = claim(target_blake2b=plan_lib.model_digest(checkpoint))
     splits = self.corpus.splits(workdir, checkpoint.tokenizer)
     token = token_dtype(len(config.reads), checkpoint.config.width)
@@ -237,11 +352,18 @@ class TargetTraining(trainer.Training):
       f' {number * each / 1e9:.2f} GB in {workdir}, of'
       f' {self.feature_gigabytes:.2f} GB that they may'
     )
-    chosen = windows(splits[0], self.length, number)
-    folder = workdir / 'features'
-    train_set = lesson.features(chosen, token, folder / 'train', report)
-    chosen = windows(splits[1], self.length, self.eval_windows)
-    held_out = lesson.features(chosen, token, folder / 'held_out', report)
+    sets = []
+    for name, tokens, most in zip(
+      ('train', 'held_out'), splits, (number, self.eval_windows), strict=True
+    ):
+      chosen = windows(tokens, self.length, most)
+      if self.answer_tokens:
+        chosen = lesson.answers(
+          chosen, self.answer_tokens, workdir / 'answers' / name, report
+        )
+      folder = workdir / 'features' / name
+      sets.append(lesson.features(chosen, token, folder, report))
+    train_set, held_out = sets
     params, loss, save = self.begin(config, lesson, train_set)
     size = self.batch_size(0)
     return trainer.Trainee(

@@ -11,12 +11,12 @@ import json
 import pathlib
 import tempfile
 
+import by_heart
 import command_lines
 from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from safetensors import numpy as safetensors_numpy
 import slow_head
@@ -35,16 +35,6 @@ from specdec import cache as cache_lib
 from specdec import step as step_lib
 from specdec.draft import head as head_lib
 from specdec.tree import topology as topology_lib
-
-
-@jax.jit
-def _hidden(tokens):
-  """The target's hidden states and logits of whole texts."""
-  target = tiny_heads.target()
-  cache = target.spec.init_cache(*tokens.shape)
-  logits, cache = target.causal(tokens, cache)
-  return logits, cache.hidden
-
 
 # How a head is stored, what it is and what the oracle is told. Keys of
 # config.json are among it, and some that change nothing there.
@@ -101,7 +91,7 @@ def _check_logits(name, folder):
   head = tiny_heads.load(folder)
   assert head.spec.reads == (tiny_heads.READS if kind == 'eagle3' else (-1,))
   text = tiny.prompts(3)[2][:9]
-  _, hidden = _hidden(np.array([text]))
+  _, hidden = by_heart.hidden(np.array([text]))
   slow = slow_head.SlowHead(
     values, heads=tiny_heads.HEADS, head_width=tiny_heads.HEAD_WIDTH, **flags
   )
@@ -688,42 +678,9 @@ def test_trees_of_every_step_with_plain_steps_and_turns(kind, tmp_path):
 
 # A head that knows some texts by heart.
 
-_NUM_TEXTS, _LENGTH, _NEW = 4, 8, 40
-
-
-@functools.cache
-def _texts():
-  """Texts that the target wrote, `[texts, tokens]`."""
-  rng = np.random.default_rng(3)
-  prompts = rng.integers(tiny.TABOO, size=(_NUM_TEXTS, _LENGTH)).tolist()
-  plain = _generate(specdec.PLAIN, prompts)
-  return np.array(
-    [prompt + new for prompt, new in zip(prompts, plain.tokens, strict=True)]
-  )
-
-
-def _generate(drafter, prompts, **options):
-  return specdec.generate(
-    tiny_heads.target(),
-    jax.random.key(0),
-    prompts,
-    drafter=drafter,
-    max_new_tokens=_NEW,
-    **options,
-  )
-
 
 def _trained(folder):
   """An EAGLE-3 head trained on the texts, written and read again."""
-  texts = _texts()
-  logits, hidden = _hidden(texts)
-  states = [hidden[one][:, 0] for one in tiny_heads.READS]
-  batch = {
-    'tokens': texts,
-    'states': np.concatenate(states, -1),
-    'normed': hidden[cache_lib.AFTER_NORM][:, 0],
-    'choice': np.argmax(logits, -1),
-  }
   config = eagle.HeadConfig(
     vocab_size=tiny.VOCAB_SIZE,
     num_positions=tiny.MAX_POSITIONS,
@@ -733,58 +690,34 @@ def _trained(folder):
     reads=tiny_heads.READS,
   )
   graph, variables = nnx.split(eagle.Head(config, rngs=nnx.Rngs(0)))
-  base = tiny_heads.target().params['gpt2']
-  loss = head_trainer.make_loss(
-    graph,
-    config,
-    embedding=base['wte']['embedding'],
-    lm_head=base['lm_head'],
-    ids=None,
-    num_steps=_DRAFTED,
-    dtype=jnp.dtype('float32'),
+  make_loss = functools.partial(
+    head_trainer.make_loss, graph, config, ids=None, num_steps=_DRAFTED
   )
-  steps = 1200
-  optimizer = optax.adam(optax.linear_schedule(1e-2, 0.0, steps))
-
-  @jax.jit
-  def fit(params):
-    def step(_, carry):
-      params, state = carry
-      grads = jax.grad(lambda params: loss(params, batch)[0])(params)
-      updates, state = optimizer.update(grads, state)
-      return optax.apply_updates(params, updates), state
-
-    return jax.lax.fori_loop(0, steps, step, (params, optimizer.init(params)))
-
-  params, _ = fit(nnx.to_pure_dict(variables))
+  params = by_heart.fitted(
+    *(make_loss, nnx.to_pure_dict(variables), config.reads), steps=1200
+  )
   heads.save(nnx.merge(graph, params), folder)
   return tiny_heads.load(folder)
 
 
-def _by_position(histogram):
-  """The fraction accepted at positions 1, 2 and 3, of what was reached."""
-  reached = np.cumsum(np.array(histogram)[::-1])[::-1]
-  return reached[1:] / reached[:-1]
-
-
 def test_an_overfitted_head_drafts_its_text(tmp_path):
   """Alone, and in slots whose rows come and go."""
-  texts, target = _texts(), tiny_heads.target()
+  texts, target = by_heart.texts(), tiny_heads.target()
   drafter = specdec.fixed_drafter(
     head_lib.HeadScorer(_trained(tmp_path)), topology_lib.chain(_DRAFTED)
   )
-  prompts = texts[:, :_LENGTH].tolist()
-  found = _generate(drafter, prompts)
-  assert found.tokens == texts[:, _LENGTH:].tolist()
-  assert (_by_position(found.stats.accepted_histogram) >= 0.95).all()
+  prompts = texts[:, : by_heart.PROMPT].tolist()
+  found = by_heart.generate(drafter, prompts)
+  assert found.tokens == texts[:, by_heart.PROMPT :].tolist()
+  assert (by_heart.by_position(found.stats.accepted_histogram) >= 0.95).all()
   slots = specdec.Slots(
-    target, num_slots=2, context=_LENGTH + _NEW, drafter=drafter
+    target, num_slots=2, context=by_heart.PROMPT + by_heart.NEW, drafter=drafter
   )
   ended = []
   for prompt in prompts:
     if not slots.free:
       ended += slots.advance().values()
-    slots.insert(prompt, jax.random.key(1), max_new_tokens=_NEW)
+    slots.insert(prompt, jax.random.key(1), max_new_tokens=by_heart.NEW)
   while len(ended) < len(prompts):
     ended += slots.advance().values()
   tokens = sorted(one.tokens[0] for one in ended)

@@ -4,16 +4,13 @@ The drafter of these tests is a table. It knows the target by heart if it has
 an edge term, and marginals that are wrong without it.
 """
 
-import dataclasses
-
-import jax.numpy as jnp
+import numpy as np
 import pytest
+import table_blocks
 import tiny
 
 from models.nn import table_model
 import specdec
-from specdec import cache as cache_lib
-from specdec.draft import block as block_lib
 from specdec.tree import topology as topology_lib
 
 _V, _DEPTH, _LIMIT = 12, 4, 21
@@ -22,81 +19,15 @@ _PROMPTS = [[2, 3, 4], [5], [6, 7]]
 _TEMPERATURES = [0.0, 1.0, 0.7]
 
 
-def _target_apply(params, tokens, positions, mask, cache):
-  logits = params['logits'][tokens]
-  return logits, cache_lib.write_hidden(cache, 0, logits)
-
-
 def _target():
-  """A table that keeps its logits as hidden states."""
   table = table_model.table_model(_TABLE, max_positions=96)
-
-  def init_cache(batch_size, num_slots):
-    empty = cache_lib.init_empty_cache(batch_size, num_slots)
-    return cache_lib.with_hidden(empty, {0: _V}, jnp.float32)
-
-  spec = dataclasses.replace(
-    table.spec, apply=_target_apply, init_cache=init_cache, hidden=(0,)
-  )
-  return table.replace(spec=spec)
+  return table_blocks.keeping_states(table)
 
 
-def _read(params, states, positions, cache):
-  """Keys of text are the states, so that a wrong position shows."""
-  del params, positions
-  new = states[0][:, None]
-  return cache_lib.write(cache, 0, new, new)
-
-
-def _propose(params, tokens, positions, mask, cache):
-  """The same marginals at every depth; `states` are zeros.
-
-  Where the last state of the text does not lead to the root, as it does in
-  greedy text, the marginals are turned around.
-  """
-  del mask
-  rows, root = len(tokens), tokens[:, :1]
-  last = jnp.maximum(positions[:, 0] - 1, 0)[:, None, None]
-  state = jnp.take_along_axis(cache.keys[0][:, 0], last, axis=1)[:, 0]
-  leads = jnp.argmax(state, axis=1, keepdims=True) == root
-  marginal = jnp.where(leads, params['marginal'], -4 * params['marginal'])
-  logits = jnp.broadcast_to(marginal[:, None], (rows, _DEPTH, _V))
-  fed = jnp.zeros((rows, 1, tokens.shape[1], _V))
-  cache = cache_lib.write(cache, 0, fed, fed)
-  return logits, jnp.zeros((rows, _DEPTH, 1)), cache
-
-
-def _edges(params, states, parents, tokens):
-  del states
-  rows = params['edges'][parents]
-  return jnp.take_along_axis(rows, tokens, axis=-1)
-
-
-def _drafter(*, edges=True, **changes):
-  spec = block_lib.BlockSpec(
-    init_cache=lambda rows, slots: cache_lib.init_cache(
-      rows, slots, num_layers=1, num_heads=1, head_width=_V, dtype=jnp.float32
-    ),
-    vocab_size=_V,
-    max_positions=96,
-    weight_bytes=_TABLE.nbytes,
-    cache_bytes_per_slot=4,
-    read=_read,
-    propose=_propose,
-    edges=_edges if edges else None,
-    reads=(0,),
-    block_size=_DEPTH + 1,
-    depth=_DEPTH,
-    width=1,
-    mask_token=0,
-  )
-  params = {
-    'marginal': jnp.asarray(_TABLE.mean(0, keepdims=True)),
-    'edges': jnp.asarray(_TABLE - _TABLE.mean(0)),
-  }
-  return block_lib.BlockScorer(
-    block_lib.BlockDrafter(params=params, spec=spec), **changes
-  )
+def _drafter(*, edges=True):
+  if edges:
+    return table_blocks.of_table(_TABLE, _DEPTH)
+  return table_blocks.scorer(np.tile(_TABLE.mean(0), (_DEPTH, 1)))
 
 
 def _shape(kind, scorer):
@@ -154,3 +85,16 @@ def test_greedy_rows_with_drawn_children(verify):
     found = _generate(_shape('k_ary', _drafter(edges=edges)), verify=verify)
     assert found.tokens[0] == plain.tokens[0]
     assert found.stats.block_efficiency > 1
+
+
+def test_with_the_targets_noise_all_that_is_known_is_right():
+  check_noise()
+
+
+def check_noise():
+  """The drafter has the target's distribution after every parent."""
+  scorer = table_blocks.scorer(np.zeros((_DEPTH, _V)), _TABLE, noise_weight=1.0)
+  sampling = specdec.Sampling(temperature=[0.5, 1.0, 2.0])
+  found = _generate(_shape('chain', scorer), sampling=sampling)
+  assert found.tokens == _generate(specdec.PLAIN, sampling=sampling).tokens
+  assert found.stats.block_efficiency > 4

@@ -16,6 +16,7 @@ import transformers
 
 import models
 from models.checkpoints import hub
+from models.lab.training import block_trainer
 from models.lab.training import corpus as corpus_lib
 from models.lab.training import head_trainer
 from models.lab.training import loss as loss_lib
@@ -182,6 +183,9 @@ def test_bad_input_is_refused(message, make, values):
   [
     ('--layers=2 --head=eagle3', '--layers has no effect with --head=eagle3;'),
     ('--head_depth=2', '--head_depth has no effect without --head;'),
+    ('--head_depth=2 --head=block', '--head_depth has no effect with --head=b'),
+    ('--head=eagle3 --anchors=2', '--anchors has no effect with --head=eagle3'),
+    ('--head=block --context=192', '--answer_tokens=192 leaves no prompt'),
     ('--experts=2 --family=llama', '--experts has no effect with --family='),
     ('--vocab_size=300 --tokenizer=x', '--vocab_size has no effect with --tok'),
     ('--tokenizer=x --teacher=y', '--tokenizer has no effect with --teacher;'),
@@ -396,6 +400,37 @@ def test_a_head_learns_from_a_model_and_drafts(trained, tmp_path):
   plain = dataclasses.replace(lm, drafter=specdec.PLAIN)
   assert generate().text == plain.generate('def f3(', max_new_tokens=20).text
   assert generate().stats.stage_forwards['head'] > 0
+
+
+def test_a_block_drafter_learns_from_answers_and_drafts(trained, tmp_path):
+  training, target = trained
+  block = block_trainer.BlockTraining(
+    **{'corpus': training.corpus, 'target': str(target), 'dtype': 'float32'},
+    **{'target_dtype': 'float32', 'length': 16, 'answer_tokens': 8},
+    **{'feature_gigabytes': 4e-5, 'num_steps': 4, 'batch_tokens': 32},
+    **{'eval_every': 2, 'eval_windows': 3, 'block_size': 3, 'num_layers': 1},
+    **{'markov_rank': 4, 'num_anchors': 5},
+  )
+  wide = dataclasses.replace(block, block_size=9)
+  with pytest.raises(ValueError, match='--block_size=9 does not fit behind'):
+    _train(wide, tmp_path / 'killed')
+  folder, lines = _train_killed(block, tmp_path / 'killed')
+  accepted = [line.accepted for line in lines if hasattr(line, 'accepted')]
+  assert np.shape(accepted) == (2, 3)
+  _same_weights(folder, _train(block, tmp_path / 'whole'))
+  lm = models.load(target, head=folder, method='tree', dtype='float32')
+  plain = dataclasses.replace(lm, drafter=specdec.PLAIN)
+  # The rows of a file have temperatures from 0 to 1.
+  file = tmp_path / 'whole/work/answers/train/windows_00000.npy'
+  greedy, *others = np.load(file).tolist()
+  found = plain.generate(greedy[:9], max_new_tokens=8)
+  assert found.tokens == [greedy[9:]]
+  *_, last = others
+  assert plain.generate(last[:9], max_new_tokens=8).tokens != [last[9:]]
+  drafted = lm.generate(greedy[:9], max_new_tokens=8)
+  assert drafted.tokens == found.tokens
+  forwards = drafted.stats.stage_forwards['block']
+  assert forwards == drafted.stats.target_forwards
 
 
 def test_a_head_has_one_rotation_whatever_the_layers_of_the_target_have():

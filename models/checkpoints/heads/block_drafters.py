@@ -1,0 +1,205 @@
+"""Block drafters in folders, as z-lab, DeepSpec, speculators and Liquid do.
+
+What a drafter is follows from its tensors, as for `heads`. Names of tensors:
+
+    DFlash    fc, hidden_norm, layers.*, norm; embedding and output matrix are
+              the target's, or embed_tokens, lm_head, d2t, t2d
+    DSpark    besides, markov_head.*, confidence_head.proj
+    DFlash 2  besides, layers.*.{attention,mlp}_conv, candidate_selector.*
+"""
+
+import dataclasses
+import functools
+import pathlib
+from typing import Any
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from models.checkpoints import families
+from models.checkpoints.heads import head_files
+from models.checkpoints.heads import head_tensors
+from models.checkpoints.keys import block_keys
+from models.checkpoints.keys import head_keys
+from models.nn import block_drafter
+from models.nn import llama as nn_llama
+
+_MARKOV = 'markov_head.markov_w1.weight'
+_CONFIDENCE = 'confidence_head.proj.weight'
+_CONVOLUTION = 'layers.0.attention_conv.base_kernel'
+_SELECTOR = 'candidate_selector.predecessor_codebook.weight'
+# The beginnings of names of tensors of other drafters.
+_OTHERS = {
+  'prefix_gru.': 'Domino (its tensor prefix_gru)',
+  'embed_proj.': 'Domino (its tensor embed_proj)',
+  'lm_head_query_in.': 'Weaver (its tensor lm_head_query_in)',
+  'markov_head.joint_proj.': "DSpark with markov_head_type='rnn'",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredBlockDrafter:
+  """A folder or GGUF file of a block drafter, for a target of a given shape.
+
+  Attributes:
+    path: the folder or file.
+    target: the shape of the target.
+  """
+
+  path: pathlib.Path
+  target: Any
+
+  name = 'block drafter'
+  as_drafter = staticmethod(block_drafter.as_drafter)
+
+  @staticmethod
+  def holds(stored: head_tensors.HeadTensors) -> bool:
+    """Whether the tensors are those of a block drafter."""
+    return 'hidden_norm.weight' in stored.all
+
+  @functools.cached_property
+  def stored(self) -> head_tensors.HeadTensors:
+    """The tensors; their rows are in the order of `models.nn.rope`."""
+    of_neighbours = self._keys.get('rope_is_neox_style') is False
+    return dataclasses.replace(self._found, rotates_neighbours=of_neighbours)
+
+  @functools.cached_property
+  def _found(self) -> head_tensors.HeadTensors:
+    return head_tensors.HeadTensors(self.path)
+
+  def _refuse(self, reason: Any) -> ValueError:
+    return ValueError(f'{self.path}: {reason}')
+
+  @functools.cached_property
+  def _facts(self) -> dict[str, Any]:
+    """Values by key that follow from the tensors and the target."""
+    shape, has = self._found.shape, self._found.all.keys()
+    width = shape('norm.weight')[0]
+    outputs = self.target.vocab_size
+    if 'lm_head.weight' in has:
+      outputs = shape('lm_head.weight')[0]
+    facts = {
+      'hidden_size': width,
+      'intermediate_size': shape('layers.0.mlp.gate_proj.weight')[0],
+      'num_hidden_layers': self._found.num_layers,
+      'head_dim': shape('layers.0.self_attn.q_norm.weight')[0],
+      'vocab_size': self.target.vocab_size,
+      'draft_vocab_size': outputs,
+      'target_hidden_size': self.target.width,
+      'num_target_layers': self.target.num_layers,
+      'markov_rank': shape(_MARKOV)[1] if _MARKOV in has else 0,
+      'enable_confidence_head': _CONFIDENCE in has,
+    }
+    if _CONFIDENCE in has:
+      inputs = shape(_CONFIDENCE)[1]
+      facts['confidence_head_with_markov'] = inputs != width
+    if _CONVOLUTION in has:
+      size = shape(_CONVOLUTION)[1]
+      projection = 'layers.0.attention_conv.kernel_projection.weight'
+      facts['conv_kernel_size'] = size
+      facts['conv_group_size'] = 2 * size * width // shape(projection)[0]
+    if _SELECTOR in has:
+      facts['selector_rank'] = shape(_SELECTOR)[1]
+    return facts
+
+  @functools.cached_property
+  def _keys(self) -> dict[str, Any]:
+    """The keys of config.json, which agree with the tensors."""
+    for prefix, name in _OTHERS.items():
+      if any(one.startswith(prefix) for one in self._found.all):
+        raise self._refuse(f'is a drafter of the kind {name}, not supported')
+    try:
+      keys = block_keys.merged(self._found.keys)
+      head_keys.check_claims(keys, self._facts)
+    except ValueError as error:
+      raise self._refuse(error) from error
+    return keys
+
+  @functools.cached_property
+  def config(self) -> block_drafter.BlockDrafterConfig:
+    """The shape; raises ValueError if it is no drafter for the target."""
+    keys, facts = self._keys, self._facts
+    layers = block_keys.of_layers(keys) | {
+      key: facts[key]
+      for key in ('hidden_size', 'intermediate_size', 'num_hidden_layers')
+    }
+    layers |= {key: facts[key] for key in ('head_dim', 'vocab_size')}
+    layer: Any = families.config_from_keys(layers, self.path)
+    slides = tuple(
+      one == 'sliding_attention' for one in keys.get('layer_types') or ()
+    ) or tuple(one is not None for one in layer.of_layers('window'))
+    shape = {
+      field.name: getattr(layer, field.name)
+      for field in dataclasses.fields(nn_llama.LlamaConfig)
+    }
+    kind = keys.get('markov_head_type') or block_drafter.VANILLA
+    try:
+      reads = block_keys.reads(keys, self.target.num_layers)
+      self._check_width(reads)
+      return block_drafter.BlockDrafterConfig(
+        **shape | block_keys.fields(keys, slides),
+        target_width=self.target.width,
+        reads=reads,
+        markov=kind if facts['markov_rank'] else None,
+        markov_rank=facts['markov_rank'],
+        confidence=facts['enable_confidence_head'],
+        confidence_with_markov=facts.get('confidence_head_with_markov', False),
+        conv_size=facts.get('conv_kernel_size', 0),
+        conv_group=facts.get('conv_group_size', 1),
+        selector_rank=facts.get('selector_rank', 0),
+      )
+    except ValueError as error:
+      raise self._refuse(error) from error
+
+  def _check_width(self, reads: tuple[int, ...]) -> None:
+    """Raises ValueError if it does not read such states of the target."""
+    inputs, width = self._found.shape('fc.weight')[1], self.target.width
+    if inputs != len(reads) * width:
+      raise ValueError(
+        f'fc.weight reads {inputs} numbers, but {len(reads)} states of a target'
+        f' of width {width} have {len(reads) * width}; is this a drafter for'
+        ' another target?'
+      )
+
+  def make(self, num_outputs: int, dtype: jnp.dtype) -> nnx.Module:
+    """The module with random weights; see `models.nn.block_drafter`."""
+    return block_drafter.BlockDrafter(
+      self.config, num_outputs, dtype=dtype, rngs=nnx.Rngs(0)
+    )
+
+
+def save(
+  module: block_drafter.BlockDrafter,
+  folder: pathlib.Path,
+  *,
+  num_target_layers: int,
+  dtype: jax.typing.DTypeLike = jnp.float32,
+) -> None:
+  """Writes a DSpark drafter as DeepSpec does, a DFlash drafter as z-lab does.
+
+  Args:
+    module: one without convolutions and edge scores, with all tokens.
+    folder: made if it does not exist.
+    num_target_layers: layers of the target.
+    dtype: of the matrices and norms.
+  """
+  config, dtype = module.config, jnp.dtype(dtype)
+  keys = head_files.keys_of_layers(config, dtype)
+  keys |= {'block_size': config.block_size}
+  keys |= {'num_target_layers': num_target_layers}
+  own = {
+    'mask_token_id': config.mask_token,
+    'target_layer_ids': [layer - 1 for layer in config.reads],
+  }
+  if config.markov:
+    keys |= own | {
+      'architectures': ['Qwen3DSparkModel'],
+      'markov_rank': config.markov_rank,
+      'markov_head_type': config.markov,
+      'enable_confidence_head': config.confidence,
+      'confidence_head_with_markov': config.confidence_with_markov,
+    }
+  else:
+    keys |= {'architectures': ['DFlashDraftModel'], 'dflash_config': own}
+  head_files.write(folder, head_files.tensors_of(module, dtype), keys)

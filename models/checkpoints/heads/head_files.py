@@ -1,0 +1,56 @@
+"""The files of drafting heads and block drafters, as they are written."""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+from flax import nnx
+import jax.numpy as jnp
+import numpy as np
+
+from models.checkpoints import families
+from models.checkpoints import hub
+from models.checkpoints import hugging_face
+from models.checkpoints import llama as checkpoints_llama
+from models.nn import llama as nn_llama
+from models.nn import rope as rope_lib
+from specdec.text import text_files
+from specdec.text import whole_files
+
+
+def keys_of_layers(
+  config: nn_llama.LlamaConfig, dtype: jnp.dtype
+) -> dict[str, Any]:
+  """The keys of config.json that the layers of a drafter have."""
+  if not isinstance(config.rope, rope_lib.Rope):
+    raise ValueError('a head without one rotation of all layers is not saved')
+  described = checkpoints_llama.to_hugging_face(
+    nn_llama.LlamaConfig(
+      **{
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(nn_llama.LlamaConfig)
+      }
+    ),
+    dtype=dtype.name,
+    eos_token_id=None,
+  ).to_dict()
+  return described | {'rope_theta': config.rope.theta}
+
+
+def tensors_of(module: nnx.Module, dtype: jnp.dtype) -> dict[str, Any]:
+  """The parameters of a module by the names of transformers."""
+  _, params = hub.flat_params(module)
+  return {
+    families.parameter_name(path): np.asarray(leaf, dtype=dtype)
+    for path, leaf in params.items()
+  }
+
+
+def write(
+  folder: pathlib.Path, tensors: dict[str, Any], keys: dict[str, Any]
+) -> None:
+  """Writes a folder, which is made if it does not exist."""
+  weights = folder / hugging_face.WEIGHTS
+  whole_files.write_tensors(weights, tensors, {'format': 'pt'})
+  text = text_files.to_json(keys, indent=2) + '\n'
+  whole_files.write_text(folder / hugging_face.CONFIG, text)

@@ -1,0 +1,154 @@
+"""The keys of the configurations of block drafters, by who writes them.
+
+    z-lab, SpecForge, Liquid  `dflash_config` beside the keys of the layers
+    DeepSpec, GGUF            all keys in one object
+    speculators               the layers in `transformer_layer_config`
+
+The lists of layers differ: `target_layer_ids` counts those that write a state,
+`aux_hidden_state_layer_ids` of speculators those that read it, each one more.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.checkpoints.keys import head_keys
+
+_NESTED = 'dflash_config'
+_SPECULATORS = 'speculators_model_type'
+_WRITTEN, _READ = 'target_layer_ids', 'aux_hidden_state_layer_ids'
+_NUMBERS = (
+  *('block_size', 'mask_token_id', 'markov_rank', 'draft_vocab_size'),
+  *('target_hidden_size', 'num_target_layers', 'conv_kernel_size'),
+  *('conv_group_size', 'selector_rank', 'selector_top_k', 'vocab_size'),
+)
+_FLAGS = (
+  *('sample_from_anchor', 'is_causal', 'causal', 'causal_head'),
+  *('sliding_window_non_causal', 'enable_confidence_head'),
+  *('confidence_head_with_markov', 'rope_is_neox_style', 'use_sliding_window'),
+)
+_FACTORS = (
+  *('output_multiplier', 'input_embedding_scale'),
+  'final_logit_softcapping',
+)
+_TEXTS = ('markov_head_type', 'projector_type', 'attention_mode', _SPECULATORS)
+_TYPES: dict[str, Any] = {
+  **dict.fromkeys(_NUMBERS, int | None),
+  **dict.fromkeys(_FLAGS, bool | None),
+  **dict.fromkeys(_FACTORS, float | None),
+  **dict.fromkeys(_TEXTS, str | None),
+  **dict.fromkeys((_WRITTEN, _READ), list[int] | None),
+}
+# Keys of the training, and of how others run a drafter.
+_IDLE = (
+  *('num_anchors', 'confidence_head_alpha', 'runtime_block_size'),
+  *('block_size_policy', 'prefer_requested_block_size', 'loss_decay_gamma'),
+)
+# Values of keys that name what is supported.
+_KNOWN = {
+  'projector_type': ('dflash', 'dflash2', 'dspark'),
+  'attention_mode': ('gqa', 'mha'),
+  _SPECULATORS: ('dflash', 'dflash2', 'dspark'),
+  'markov_head_type': ('vanilla', 'gated'),
+  'model_type': ('qwen3', 'qwen2', 'llama', 'mistral'),
+}
+_LAYERS = {'vocab_size', 'use_sliding_window'}  # Keys of layers, too.
+
+
+def merged(raw: Mapping[str, Any]) -> dict[str, Any]:
+  """The keys of all objects as one.
+
+  Args:
+    raw: the keys of a config.json.
+
+  Raises:
+    ValueError: a key has another type or a value that is not supported, lacks,
+      or contradicts another one.
+  """
+  keys = head_keys.flat(raw, _NESTED, _TYPES)
+  for key, known in _KNOWN.items():
+    if key == 'markov_head_type' and not keys.get('markov_rank'):
+      continue  # There is none, whatever its type is.
+    if keys.get(key) not in (None, *known):
+      raise ValueError(
+        f'{key}={keys[key]!r} is not supported; choose a block drafter with one'
+        f' of {known}'
+      )
+  for key in ('block_size', 'mask_token_id'):
+    if keys.get(key) is None:
+      raise ValueError(f'lacks the key {key}')
+  return keys
+
+
+def reads(keys: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+  """The states of a target of so many layers, keys of `KVCache.hidden`.
+
+  Raises:
+    ValueError: the keys do not say, or the target has no such layer.
+  """
+  name = _READ if keys.get(_SPECULATORS) else _WRITTEN
+  stated = keys.get(name)
+  if not stated:
+    raise ValueError(
+      f'lacks the key {name}, the layers of the target whose states are read;'
+      ' they cannot be guessed'
+    )
+  found = [layer + (name == _WRITTEN) for layer in stated]
+  if num_layers in found:
+    raise ValueError(
+      f'{name}={stated!r} has the last of {num_layers} layers of the target;'
+      ' some take its state before the final norm and some behind it, so it is'
+      ' not supported'
+    )
+  if not all(0 <= one < num_layers for one in found):
+    raise ValueError(
+      f'{name}={stated!r}: the target has {num_layers} layers; is this a'
+      ' drafter for another target?'
+    )
+  return tuple(found)
+
+
+def fields(keys: Mapping[str, Any], slides: tuple[bool, ...]) -> dict[str, Any]:
+  """Fields of a `BlockDrafterConfig` that the keys alone say.
+
+  Args:
+    keys: see `merged`.
+    slides: whether each layer has a window.
+  """
+  of_speculators = bool(keys.get(_SPECULATORS))
+  # Without a window, layers of speculators see the whole block.
+  causal: bool | tuple[bool, ...] = slides
+  if of_speculators:
+    all_see = keys.get('sliding_window_non_causal')
+    if all_see is None:
+      all_see = keys[_SPECULATORS] == 'dflash2'
+    if all_see or not keys.get('sliding_window'):
+      causal = False
+  for key in ('is_causal', 'causal', 'causal_head'):
+    if keys.get(key) is not None:
+      causal = keys[key]
+  from_root = keys.get('sample_from_anchor')
+  if from_root is None:
+    from_root = not of_speculators and bool(keys.get('markov_rank'))
+  return {
+    'block_size': keys['block_size'],
+    'mask_token': keys['mask_token_id'],
+    'samples_root': from_root,
+    'causal': causal,
+    'window_from_root': of_speculators,
+    'embedding_scale': keys.get('input_embedding_scale') or 1.0,
+    'logit_divisor': 1 / (keys.get('output_multiplier') or 1.0),
+    'logit_cap': keys.get('final_logit_softcapping') or None,
+    'num_candidates': keys.get('selector_top_k'),
+  }
+
+
+def of_layers(keys: Mapping[str, Any]) -> dict[str, Any]:
+  """The keys of a Qwen 3 of the layers of a drafter; see `families`.
+
+  They are such layers whatever `model_type` says, which may be the target's.
+  """
+  own = {*_TYPES, *_IDLE} - _LAYERS
+  found = {key: keys[key] for key in keys if key not in own}
+  if found.get('model_type') != 'qwen3' and found.get('sliding_window'):
+    found.setdefault('use_sliding_window', True)
+  return found | {'model_type': 'qwen3', 'tie_word_embeddings': False}

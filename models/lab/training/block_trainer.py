@@ -1,0 +1,262 @@
+"""Training of a block drafter for a target on its own states and answers.
+
+Every window of text has some *anchors*, each of which is the root of a block.
+All blocks of a window are one forward. With blocks of 3 rows at the anchors 1
+and 3, whose rows are for the positions 1 2 3 and 3 4 5, a row sees
+
+    keys of     text: 0 1 2 3 4 5      block of 1: 1 2 3    of 3: 3 4 5
+    rows of 1         x . . . . .                  x x x          . . .
+    rows of 3         x x x . . .                  . . .          x x x
+
+The drafter learns the target's distribution behind the true tokens, so that its
+Markov term learns what the token before says.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+import pathlib
+from typing import Any
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from models.checkpoints.heads import block_drafters
+from models.checkpoints.heads import heads
+from models.lab.training import loss as loss_lib
+from models.lab.training import target_trainer
+from models.nn import adapter
+from models.nn import block_drafter
+from models.nn import matrices as matrices_lib
+from specdec import cache as cache_lib
+
+# The weight of a token falls by e over so many positions of a block.
+_GAMMA = 4.0
+# The weights of cross entropy, total variation and confidence (arXiv
+# 2607.05147).
+_CROSS_ENTROPY, _VARIATION, _CONFIDENCE = 0.1, 0.9, 1.0
+
+
+def _masks(anchors: jax.Array, length: int, size: int) -> jax.Array:
+  """`[B, N R, L + N R]` bool, see the top of the file; `anchors [B, N]`."""
+  batch_size, number = anchors.shape
+  roots = jnp.repeat(anchors, size, axis=1)[:, :, None]
+  text = jnp.arange(length)[None, None] < roots
+  block = np.repeat(np.arange(number), size)
+  own = jnp.asarray(block[:, None] == block[None])[None]
+  own = jnp.broadcast_to(own, (batch_size, *own.shape[1:]))
+  return jnp.concatenate([text, own], axis=2)
+
+
+def _anchors(
+  draw: jax.Array, batch_size: int, number: int, first: int, last: int
+) -> jax.Array:
+  """`[B, N]`, at most N anchors of each window, from `first` to `last`."""
+  keys = jax.random.split(jax.random.key(draw), batch_size)
+  permute = lambda key: jax.random.permutation(key, last + 1 - first)[:number]
+  return first + jax.vmap(permute)(keys)
+
+
+def _markov_scores(
+  module: block_drafter.BlockDrafter, states: jax.Array, parents: jax.Array
+) -> jax.Array:
+  """What the tokens `parents [B, W]` add to the scores of all, `[B, W, V]`."""
+  head = module.markov_head
+  matrix = head.markov_w2.weight.get_value()
+  return matrices_lib.matmul(head.context(states, parents), matrix)
+
+
+def _judge(
+  module: block_drafter.BlockDrafter,
+  states: jax.Array,
+  parents: jax.Array,
+  wanted: jax.Array,
+  lm_head: Any,
+) -> tuple[jax.Array, jax.Array]:
+  """The loss of tokens, and which would be drafted first, `[B, W]` each.
+
+  They follow `parents [B, W]`; `states` and `wanted [B, W, H]` are those that
+  the output matrix multiplies, of the drafter and of the target.
+  """
+  logits = block_drafter.scores(module.config, states, lm_head)
+  if module.config.markov:
+    logits += _markov_scores(module, states, parents)
+  probs = jax.nn.softmax(matrices_lib.matmul(wanted, lm_head))
+  drafted = jax.nn.softmax(logits)
+  variation = 0.5 * jnp.sum(jnp.abs(drafted - probs), axis=-1)
+  loss = _CROSS_ENTROPY * optax.softmax_cross_entropy(logits, probs)
+  loss += 2 * _VARIATION * variation
+  if module.config.confidence:
+    accepted = jax.lax.stop_gradient(1.0 - variation)
+    confidence = module.confidence(states, parents)
+    rated = optax.sigmoid_binary_cross_entropy(confidence, accepted)
+    loss += _CONFIDENCE * rated
+  return loss, jnp.argmax(logits, axis=-1)
+
+
+def make_loss(
+  graph: nnx.GraphDef,
+  config: block_drafter.BlockDrafterConfig,
+  *,
+  embedding: Any,
+  lm_head: Any,
+  first: int,
+  num_anchors: int,
+  dtype: jnp.dtype,
+) -> jax.tree_util.Partial:
+  """Makes `(params, batch) -> (loss, accepted)`, of a batch of `Features`.
+
+  Args:
+    graph: of the module.
+    config: its shape.
+    embedding: `[V, H]`, which is not trained.
+    lm_head: `[V, H]`, the output matrix of the target, which is not trained.
+    first: the first position of a window that may be an anchor.
+    num_anchors: N, of a window, as far as it has so many.
+    dtype: of the matrices.
+
+  Returns:
+    A function of float32 params, those of the module by name; a pytree, as that
+    of `loss.make_loss`. `accepted [D]` is how often the token that would be
+    drafted first at each position, behind the true tokens, is the target's.
+  """
+  function = _loss_function(graph, config, first, num_anchors, dtype)
+  return jax.tree_util.Partial(function, (embedding, lm_head))
+
+
+@functools.cache  # Equal losses share their compiled programs.
+def _loss_function(graph, config, first, num_anchors, dtype):
+  size, depth = config.block_size, config.depth
+  weights = np.exp(-np.arange(depth) / _GAMMA)
+
+  def loss(frozen, params, batch):
+    embedding, lm_head = frozen
+    module = nnx.merge(graph, loss_lib.cast(params, dtype))
+    tokens = jnp.asarray(batch['tokens'])
+    batch_size, length = tokens.shape
+    at = jax.vmap(lambda row, index: row[index])
+    # The tokens that a block drafts are in the window.
+    last = length - 1 - depth
+    anchors = _anchors(batch['draw'], batch_size, num_anchors, first, last)
+    cache = target_trainer.growing_cache(config, batch_size, dtype)
+    positions = jnp.broadcast_to(jnp.arange(length)[None], tokens.shape)
+    states = jnp.split(batch['states'], len(config.reads), axis=-1)
+    cache = module.read(states, positions, cache)
+    cache = cache_lib.advance(cache, jnp.full(batch_size, length))
+    blocks = anchors[:, :, None] + jnp.arange(size)[None, None]
+    is_root = (jnp.arange(size) == 0)[None, None]
+    fed = jnp.where(is_root, at(tokens, anchors)[:, :, None], config.mask_token)
+    states, _ = module(
+      matrices_lib.take_rows(embedding, fed.reshape(batch_size, -1)),
+      blocks.reshape(batch_size, -1),
+      _masks(anchors, length, size),
+      cache,
+    )
+    states = states.reshape(*anchors.shape, depth, -1)
+    losses, accepted = [], []
+    for place in range(depth):
+      before = anchors + place
+      one, drafted = _judge(
+        *(module, states[:, :, place], at(tokens, before)),
+        *(at(batch['normed'], before).astype(jnp.float32), lm_head),
+      )
+      losses.append(one.mean())
+      accepted.append(jnp.mean(drafted == at(batch['choice'], before)))
+    weighted = jnp.sum(jnp.stack(losses) * weights) / weights.sum()
+    return weighted, jnp.stack(accepted)
+
+  return loss
+
+
+def _default_reads(num_layers: int) -> tuple[int, ...]:
+  """Three states of a target of so many layers, without that of the last.
+
+  Some mean by that one the state before the final norm, some that behind it.
+  """
+  last = num_layers - 1
+  return tuple(
+    sorted({*np.linspace(min(1, last), last, 3).round().astype(int).tolist()})
+  )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockTraining(target_trainer.TargetTraining):
+  """Settings of the training of a block drafter.
+
+  Attributes:
+    block_size: R, rows of a block.
+    num_layers: of the drafter.
+    markov_rank: of the term for the token before, and then of a DSpark drafter,
+      whose R rows draft R tokens and which rates them; 0: of a DFlash drafter,
+      whose R rows draft R - 1 tokens.
+    num_anchors: N, blocks of a window.
+  """
+
+  answer_tokens: int = 192
+  block_size: int = 8
+  num_layers: int = 2
+  markov_rank: int = 256
+  num_anchors: int = 64
+
+  def config(self, target: adapter.Config) -> block_drafter.BlockDrafterConfig:
+    """The shape of a drafter for a target; see the base class."""
+    has_term = self.markov_rank > 0
+    config = block_drafter.BlockDrafterConfig(
+      **self.of_layers(target),
+      num_layers=self.num_layers,
+      qk_norm=True,
+      reads=_default_reads(target.num_layers),
+      block_size=self.block_size,
+      # Tokenizers leave the last rows of a vocabulary unused, if any.
+      mask_token=target.vocab_size - 1,
+      samples_root=has_term,
+      markov=block_drafter.VANILLA if has_term else None,
+      markov_rank=self.markov_rank,
+      confidence=has_term,
+      confidence_with_markov=has_term,
+    )
+    if self._first + config.depth > self.length:
+      raise ValueError(
+        f'--block_size={self.block_size} does not fit behind the prompt in a'
+        f' window, --context={self.length}'
+      )
+    return config
+
+  @property
+  def _first(self) -> int:
+    """The first anchor of a window: the last token of its prompt."""
+    return self.length - self.answer_tokens if self.answer_tokens else 1
+
+  def begin(
+    self,
+    config: block_drafter.BlockDrafterConfig,
+    lesson: target_trainer.Lesson,
+    train_set: target_trainer.Features,
+  ) -> tuple[Any, jax.tree_util.Partial, Callable[..., None]]:
+    """Makes `params`, `loss` and `save` of `trainer.Trainee`."""
+    del train_set
+    graph, variables = nnx.split(
+      block_drafter.BlockDrafter(config, rngs=nnx.Rngs(self.seed))
+    )
+    # There are no gradients of matrices that are packed for kernels.
+    rows = heads.rows_of(lesson.lm_head, np.arange(config.vocab_size))
+    loss = make_loss(
+      graph,
+      config,
+      embedding=lesson.embedding,
+      lm_head=jnp.asarray(rows, self.dtype),
+      first=self._first,
+      num_anchors=self.num_anchors,
+      dtype=jnp.dtype(self.dtype),
+    )
+
+    def save(params: Any, folder: pathlib.Path, dtype: str) -> None:
+      module = nnx.merge(graph, params)
+      block_drafters.save(
+        module, folder, num_target_layers=lesson.num_layers, dtype=dtype
+      )
+
+    return nnx.to_pure_dict(variables), loss, save

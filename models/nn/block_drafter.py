@@ -1,0 +1,496 @@
+"""Block drafters in Flax NNX: DFlash, DFlash 2 and DSpark.
+
+A block drafter is a few Qwen 3 layers whose rows are a block, the root and mask
+tokens behind it. Keys and values of the text are made of hidden states of the
+target; `specdec.draft.block` says how such a drafter is used.
+
+    DFlash     the layers alone (arXiv 2602.06036)
+    DSpark     a term of low rank for the token before, and the probability that
+               a token is accepted (arXiv 2607.05147)
+    DFlash 2   convolutions within the block, and an edge score between tokens
+
+Embedding and output matrix may be the target's, so they are not part of the
+module.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from models.nn import adapter
+from models.nn import eagle
+from models.nn import layers
+from models.nn import llama as nn_llama
+from models.nn import matrices as matrices_lib
+from models.nn import rope as rope_lib
+from models.nn import sharding as sharding_lib
+from specdec import cache as cache_lib
+from specdec.draft import block as block_lib
+
+VANILLA, GATED = 'vanilla', 'gated'
+
+LOOKED_UP = (
+  *('markov_w1', 'markov_w2'),
+  *('predecessor_codebook', 'successor_codebook'),
+)
+"""Names of the matrices `[tokens, rank]` of which a few rows are read."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockDrafterConfig(nn_llama.LlamaConfig):
+  """Shape of a block drafter: that of its layers, and what surrounds them.
+
+  `vocab_size` is that of the target, `num_layers` that of the drafter.
+  """
+
+  target_width: int = dataclasses.field()  # The width of the target's states.
+  block_size: int = dataclasses.field()  # R, rows of a block.
+  mask_token: int = 0  # The token in all rows except the first.
+  reads: tuple[int, ...] = ()  # See `KVCache.hidden`.
+  # Whether row j gives the token that follows root + j, not the one there.
+  samples_root: bool = False
+  # Whether rows of a block see no later ones, for all layers or for each.
+  causal: bool | tuple[bool, ...] = False
+  # Whether windows begin so many tokens before the root, for all rows, and not
+  # before the row.
+  window_from_root: bool = False
+  markov: str | None = None  # `VANILLA` or `GATED`,
+  markov_rank: int = 0  # and its rank.
+  confidence: bool = False  # Whether the drafter rates its own tokens,
+  confidence_with_markov: bool = False  # and whether by the token before, too.
+  conv_size: int = 0  # Taps of the convolutions, 0 for none,
+  conv_group: int = 16  # and channels with the same dynamic part.
+  selector_rank: int = 0  # The rank of the edge score, 0 for none.
+  num_candidates: int | None = None  # Tokens that are rated per depth.
+
+  @property
+  def depth(self) -> int:
+    """How many tokens a block drafts."""
+    return self.block_size - (not self.samples_root)
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if self.depth < 1:
+      raise ValueError(f'block_size={self.block_size} drafts no token')
+    if not 0 <= self.mask_token < self.vocab_size:
+      raise ValueError(
+        f'mask_token_id={self.mask_token} is beyond the vocabulary of'
+        f' {self.vocab_size} tokens'
+      )
+    self._set_layers('causal', self.of_layers('causal'))
+
+
+class _Convolution(nnx.Module):
+  """Two causal convolutions within blocks, before and behind a layer's part.
+
+  Each tap of a channel is a constant plus a number of the row, shared by a
+  group of channels. The numbers of both follow from the part's input.
+  """
+
+  def __init__(
+    self,
+    config: BlockDrafterConfig,
+    *,
+    dtype: jax.typing.DTypeLike,
+    rngs: nnx.Rngs,
+  ):
+    self.block_size = config.block_size
+    self.shape = (2, config.conv_size, config.width // config.conv_group)
+    start = jnp.zeros((2, config.conv_size, config.width)).at[:, 0].set(1.0)
+    self.base_kernel = nnx.Param(start)
+    self.kernel_projection = layers.Linear(
+      config.width,
+      2 * config.conv_size * self.shape[2],
+      dtype=dtype,
+      rngs=rngs,
+      use_bias=False,
+    )
+
+  def before(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The input `[B, L, H]` of the part, and what `behind` takes."""
+    dynamic = self.kernel_projection(rows)
+    dynamic = dynamic.reshape(*rows.shape[:2], *self.shape)
+    return self._apply(0, rows, dynamic), dynamic
+
+  def behind(self, rows: jax.Array, dynamic: jax.Array) -> jax.Array:
+    """The output `[B, L, H]` of the part, convolved."""
+    return self._apply(1, rows, dynamic)
+
+  def _apply(
+    self, place: int, rows: jax.Array, dynamic: jax.Array
+  ) -> jax.Array:
+    _, size, groups = self.shape
+    batch, length, width = rows.shape
+    channels = (batch, -1, self.block_size, groups, width // groups)
+    blocks = rows.reshape(channels)
+    dynamic = dynamic[:, :, place].reshape(*channels[:3], size, groups, 1)
+    base = self.base_kernel[...][place].reshape(1, 1, 1, size, *channels[3:])
+    out = jnp.zeros_like(blocks)
+    for tap in range(size):
+      shifted = jnp.pad(blocks, ((0, 0), (0, 0), (tap, 0), (0, 0), (0, 0)))
+      factor = base[:, :, :, tap] + dynamic[:, :, :, tap]
+      out += factor * shifted[:, :, : self.block_size]
+    return out.reshape(batch, length, width)
+
+
+class _ConvolvedLayer(nn_llama.Layer):
+  """A layer of DFlash 2, with convolutions around both of its parts."""
+
+  def __init__(
+    self,
+    config: BlockDrafterConfig,
+    layer: int,
+    *,
+    dtype: jax.typing.DTypeLike,
+    rngs: nnx.Rngs,
+  ):
+    super().__init__(
+      config, layer, nn_llama.FeedForward, dtype=dtype, rngs=rngs
+    )
+    self.attention_conv = _Convolution(config, dtype=dtype, rngs=rngs)
+    self.mlp_conv = _Convolution(config, dtype=dtype, rngs=rngs)
+
+  def __call__(
+    self,
+    x: jax.Array,
+    rotation: rope_lib.Rotation | None,
+    mask: jax.Array,
+    cache: cache_lib.KVCache | None,
+  ) -> tuple[jax.Array, cache_lib.KVCache | None, Any]:
+    normalize = functools.partial(
+      layers.normalize, kernels=self.self_attn.o_proj.is_packed
+    )
+    rows = normalize(x, self.input_layernorm)
+    rows, dynamic = self.attention_conv.before(rows)
+    out, cache = self.self_attn(rows, None, rotation, mask, cache, None)
+    x = x + self.attention_conv.behind(out, dynamic)
+    rows = normalize(x, self.post_attention_layernorm)
+    rows, dynamic = self.mlp_conv.before(rows)
+    out, routing = self.mlp(rows, None, None)
+    return x + self.mlp_conv.behind(out, dynamic), cache, routing
+
+
+class _Table(nnx.Module):
+  """A matrix `[tokens, rank]` whose rows are looked up."""
+
+  def __init__(
+    self, tokens: int, rank: int, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
+  ):
+    init = jax.nn.initializers.normal(0.02)
+    self.weight = nnx.Param(init(rngs.params(), (tokens, rank), dtype))
+
+  def take(self, index: jax.Array) -> jax.Array:
+    """Rows `[..., rank]` float32 for `index [...]`."""
+    return matrices_lib.take_rows(self.weight.get_value(), index)
+
+
+class _MarkovHead(nnx.Module):
+  """A term of DSpark that is added to scores, by the token before."""
+
+  def __init__(
+    self,
+    config: BlockDrafterConfig,
+    num_outputs: int,
+    *,
+    dtype: jax.typing.DTypeLike,
+    rngs: nnx.Rngs,
+  ):
+    rank = config.markov_rank
+    make = functools.partial(_Table, dtype=dtype, rngs=rngs)
+    self.markov_w1 = make(config.vocab_size, rank)
+    self.markov_w2 = make(num_outputs, rank)
+    if config.markov == GATED:
+      self.gate_proj = layers.Linear(
+        config.width + rank, rank, dtype=dtype, rngs=rngs
+      )
+
+  def context(self, states: jax.Array, parents: jax.Array) -> jax.Array:
+    """`[B, W, rank]`, which is multiplied with rows of `markov_w2`."""
+    found = self.markov_w1.take(parents)
+    if hasattr(self, 'gate_proj'):
+      gate = self.gate_proj(jnp.concatenate([states, found], axis=-1))
+      found *= jax.nn.sigmoid(gate)
+    return found
+
+
+class _Selector(nnx.Module):
+  """The edge score of DFlash 2 between a token and the one before."""
+
+  def __init__(
+    self,
+    config: BlockDrafterConfig,
+    *,
+    dtype: jax.typing.DTypeLike,
+    rngs: nnx.Rngs,
+  ):
+    rank = config.selector_rank
+    make = functools.partial(_Table, dtype=dtype, rngs=rngs)
+    self.predecessor_codebook = make(config.vocab_size, rank)
+    self.successor_codebook = make(config.vocab_size, rank)
+    self.hidden_projection = layers.Linear(
+      config.width, rank, dtype=dtype, rngs=rngs, use_bias=False
+    )
+
+  def context(self, states: jax.Array, parents: jax.Array) -> jax.Array:
+    """`[B, W, rank]`, which is multiplied with rows of `successor_codebook`."""
+    found = self.predecessor_codebook.take(parents)
+    return found * self.hidden_projection(states)
+
+
+class _Confidence(nnx.Module):
+  """The probability that a token is accepted, before the sigmoid."""
+
+  def __init__(
+    self,
+    config: BlockDrafterConfig,
+    *,
+    dtype: jax.typing.DTypeLike,
+    rngs: nnx.Rngs,
+  ):
+    inputs = config.width
+    if config.confidence_with_markov:
+      inputs += config.markov_rank
+    self.proj = layers.Linear(inputs, 1, dtype=dtype, rngs=rngs)
+
+
+class BlockDrafter(nnx.Module):
+  """A block drafter without embedding and output matrix.
+
+  Args:
+    config: the shape.
+    num_outputs: rows of the output matrix, if it has not all tokens.
+    dtype: of the matrices.
+    rngs: of the random weights.
+  """
+
+  def __init__(
+    self,
+    config: BlockDrafterConfig,
+    num_outputs: int | None = None,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    rngs: nnx.Rngs,
+  ):
+    self.config = config
+    self.dtype = jnp.dtype(dtype)
+    make = functools.partial(layers.Linear, dtype=dtype, rngs=rngs)
+    inputs = len(config.reads) * config.target_width
+    self.fc = make(inputs, config.width, use_bias=False)
+    norm = functools.partial(layers.RMSNorm, config.width, config.norm_epsilon)
+    self.hidden_norm = norm()
+    plain = functools.partial(nn_llama.Layer, feed_forward=nn_llama.FeedForward)
+    layer: Any = _ConvolvedLayer if config.conv_size else plain
+    self.layers = nnx.List(
+      [
+        layer(config, number, dtype=dtype, rngs=rngs)
+        for number in range(config.num_layers)
+      ]
+    )
+    self.norm = norm()
+    if config.markov:
+      self.markov_head = _MarkovHead(
+        config, num_outputs or config.vocab_size, dtype=dtype, rngs=rngs
+      )
+    if config.selector_rank:
+      self.candidate_selector = _Selector(config, dtype=dtype, rngs=rngs)
+    if config.confidence:
+      self.confidence_head = _Confidence(config, dtype=dtype, rngs=rngs)
+
+  def read(
+    self,
+    states: tuple[jax.Array, ...],
+    positions: jax.Array,
+    cache: cache_lib.KVCache,
+  ) -> cache_lib.KVCache:
+    """See `specdec.draft.block.BlockSpec.read`."""
+    floats = [state.astype(jnp.float32) for state in states]
+    rows = layers.normalize(
+      self.fc(jnp.concatenate(floats, axis=-1)),
+      self.hidden_norm,
+      kernels=self.fc.is_packed,
+    )
+    rotations = nn_llama.rotations(self.config, positions)
+    for layer, rotation in zip(self.layers, rotations, strict=True):
+      cache = layer.self_attn.write(rows, rotation, cache)
+    return cache
+
+  def _masks(
+    self, positions: jax.Array, mask: jax.Array, cache: cache_lib.KVCache
+  ) -> list[jax.Array]:
+    """The slots that the rows see, for each layer."""
+    config, size = self.config, self.config.block_size
+    slots = jnp.arange(mask.shape[2])[None]
+    at = slots - cache.write_at[:, None]
+    in_blocks = (at >= 0) & (at < positions.shape[1])
+    at = jnp.clip(at, 0, positions.shape[1] - 1)
+    # The text has its positions in the order of its slots.
+    keys = jnp.take_along_axis(positions, at, axis=1)
+    keys = jnp.where(in_blocks, keys, slots)[:, None]
+    rows = positions[:, :, None]
+    roots = jnp.repeat(positions[:, ::size], size, axis=1)[:, :, None]
+
+    def seen(window: int | None, causal: bool) -> jax.Array:
+      found = mask
+      if causal:
+        found &= keys <= rows
+      if window and config.window_from_root:
+        found &= roots - keys <= window
+      elif window:
+        found &= jnp.abs(rows - keys) < window
+      return found
+
+    kinds = [*zip(*map(config.of_layers, ('window', 'causal')), strict=True)]
+    by_kind = {kind: seen(*kind) for kind in dict.fromkeys(kinds)}
+    return [by_kind[kind] for kind in kinds]
+
+  def __call__(
+    self,
+    embedded: jax.Array,
+    positions: jax.Array,
+    mask: jax.Array,
+    cache: cache_lib.KVCache,
+  ) -> tuple[jax.Array, cache_lib.KVCache]:
+    """States of the rows that draft tokens, and the cache.
+
+    Args:
+      embedded: `[B, N R, H]` float32, the embeddings of N blocks, one after the
+        other; N is 1 except in training.
+      positions: `[B, N R]` int32.
+      mask: `[B, N R, S]` bool: the text before the root, and the rows of the
+        same block. Windows and `causal` take away from it.
+      cache: holds the text, slot i the token at position i.
+
+    Returns:
+      `[B, N D, H]` float32, after the last norm; those of depth d are what the
+      output matrix multiplies for the tokens at root + d + 1.
+    """
+    config = self.config
+    x = embedded
+    if config.embedding_scale != 1.0:
+      x *= config.embedding_scale
+    rotations = nn_llama.rotations(config, positions)
+    masks = self._masks(positions, mask, cache)
+    for layer, *seen in zip(self.layers, rotations, masks, strict=True):
+      x, cache, _ = layer(x, *seen, cache)
+    x = layers.normalize(x, self.norm, kernels=self.fc.is_packed)
+    blocks = x.reshape(x.shape[0], -1, config.block_size, x.shape[-1])
+    drafts = blocks[:, :, config.block_size - config.depth :]
+    return drafts.reshape(x.shape[0], -1, x.shape[-1]), cache
+
+  def edges(
+    self, states: jax.Array, parents: jax.Array, tokens: jax.Array, rows: Any
+  ) -> jax.Array:
+    """See `BlockSpec.edges`; `rows [V]` of the output matrix, None for all."""
+    if rows is not None:  # A token without one has no score.
+      tokens = jnp.maximum(rows[tokens], 0)
+    markov = self.config.markov
+    term: Any = self.markov_head if markov else self.candidate_selector
+    table = term.markov_w2 if markov else term.successor_codebook
+    return jnp.einsum(
+      'bwr,bwcr->bwc',
+      term.context(states, parents),
+      table.take(tokens),
+      precision=jax.lax.Precision.HIGHEST,
+    )
+
+  def confidence(self, states: jax.Array, parents: jax.Array) -> jax.Array:
+    """See `BlockSpec.confidence`, before the sigmoid."""
+    if self.config.confidence_with_markov:
+      before = self.markov_head.markov_w1.take(parents)
+      states = jnp.concatenate([states, before], axis=-1)
+    return self.confidence_head.proj(states)[..., 0]
+
+
+def scores(
+  config: BlockDrafterConfig, states: jax.Array, lm_head: Any
+) -> jax.Array:
+  """Scores `[..., V]` float32 of tokens, for states `[..., H]`."""
+  found = matrices_lib.matmul(states, lm_head)
+  if config.logit_divisor != 1.0:
+    found /= config.logit_divisor
+  return layers.soft_cap(found, config.logit_cap)
+
+
+@functools.cache
+def _spec(
+  graph: nnx.GraphDef[BlockDrafter],
+  config: BlockDrafterConfig,
+  dtype: jnp.dtype,
+  weight_bytes: int,
+  parameters: int,
+  kernels: bool,
+  layout: sharding_lib.Layout,
+) -> block_lib.BlockSpec:
+  """The record of a shape; cached, so that loading it again does not recompile.
+
+  The arguments are those of `BlockSpec`, see `models.nn.adapter`.
+  """
+  module = lambda params: nnx.merge(graph, params['drafter'])
+
+  def propose(
+    params: Any,
+    tokens: jax.Array,
+    positions: jax.Array,
+    mask: jax.Array,
+    cache: cache_lib.KVCache,
+  ) -> tuple[jax.Array, jax.Array, cache_lib.KVCache]:
+    embedded = matrices_lib.take_rows(params['embedding'], tokens)
+    states, cache = module(params)(embedded, positions, mask, cache)
+    found = scores(config, states, params['lm_head'])
+    return layout.gather_vocabulary(found), states, cache
+
+  def edges(
+    params: Any, states: jax.Array, parents: jax.Array, tokens: jax.Array
+  ) -> jax.Array:
+    rows = getattr(params['lm_head'], 'index', None)
+    return module(params).edges(states, parents, tokens, rows)
+
+  def confidence(
+    params: Any, states: jax.Array, parents: jax.Array
+  ) -> jax.Array:
+    return jax.nn.sigmoid(module(params).confidence(states, parents))
+
+  return block_lib.BlockSpec(
+    read=lambda params, *args: module(params).read(*args),
+    propose=propose,
+    edges=edges if config.markov or config.selector_rank else None,
+    confidence=confidence if config.confidence else None,
+    weight_bytes=weight_bytes,
+    parameters=parameters,
+    reads=config.reads,
+    block_size=config.block_size,
+    depth=config.depth,
+    width=config.width,
+    mask_token=config.mask_token,
+    num_candidates=config.num_candidates,
+    **adapter.network_facts(config, dtype, layout, kernels=kernels),
+  )
+
+
+def as_drafter(
+  module: BlockDrafter,
+  *,
+  embedding: Any,
+  lm_head: Any,
+  layout: sharding_lib.Layout = sharding_lib.Layout(),
+) -> block_lib.BlockDrafter:
+  """Splits a module into the parameters and functions that `specdec` uses.
+
+  The arguments are those of `models.nn.eagle.as_head`.
+  """
+  graph, variables = nnx.split(module)
+  own = nnx.to_pure_dict(variables)
+  return block_lib.BlockDrafter(
+    params={'drafter': own, 'embedding': embedding, 'lm_head': lm_head},
+    spec=_spec(
+      graph,
+      module.config,
+      module.dtype,
+      *eagle.amounts(own, lm_head, LOOKED_UP),
+      layout,
+    ),
+  )

@@ -1,0 +1,103 @@
+"""Texts of the tiny target, and drafters that learn them by heart."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tiny
+import tiny_heads
+
+import specdec
+from specdec import cache as cache_lib
+
+NUM_TEXTS, PROMPT, NEW = 4, 8, 40
+
+
+def generate(drafter, prompts, **options):
+  """The new tokens of the target."""
+  return specdec.generate(
+    tiny_heads.target(),
+    jax.random.key(0),
+    prompts,
+    drafter=drafter,
+    max_new_tokens=NEW,
+    **options,
+  )
+
+
+@functools.cache
+def texts() -> np.ndarray:
+  """Texts that the target wrote, `[texts, tokens]`."""
+  rng = np.random.default_rng(3)
+  prompts = rng.integers(tiny.TABOO, size=(NUM_TEXTS, PROMPT)).tolist()
+  plain = generate(specdec.PLAIN, prompts)
+  return np.array(
+    [prompt + new for prompt, new in zip(prompts, plain.tokens, strict=True)]
+  )
+
+
+@jax.jit
+def hidden(tokens):
+  """The target's logits and hidden states of whole texts."""
+  target = tiny_heads.target()
+  cache = target.spec.init_cache(*tokens.shape)
+  logits, cache = target.causal(tokens, cache)
+  return logits, cache.hidden
+
+
+def _noisy(params, key, amount):
+  """Parameters with every entry changed by about this fraction of itself."""
+  leaves, structure = jax.tree.flatten(params)
+  keys = jax.random.split(key, len(leaves))
+  noisy = [
+    leaf * (1 + amount * jax.random.normal(key, leaf.shape))
+    for leaf, key in zip(leaves, keys, strict=True)
+  ]
+  return jax.tree.unflatten(structure, noisy)
+
+
+def fitted(make_loss, params, reads, *, steps, noise=0.0):
+  """Parameters after training on the texts; of `make_loss` see the trainers.
+
+  `reads` are the states that the drafter reads. What is trained with some noise
+  still knows the texts when its weights are rounded.
+  """
+  logits, of_layers = hidden(texts())
+  states = [of_layers[one][:, 0] for one in reads]
+  batch = {
+    'tokens': texts(),
+    'states': np.concatenate(states, -1),
+    'normed': of_layers[cache_lib.AFTER_NORM][:, 0],
+    'choice': np.argmax(logits, -1),
+  }
+  base = tiny_heads.target().params['gpt2']
+  loss = make_loss(
+    embedding=base['wte']['embedding'],
+    lm_head=base['lm_head'],
+    dtype=jnp.dtype('float32'),
+  )
+  optimizer = optax.adam(optax.linear_schedule(1e-2, 0.0, steps))
+
+  @jax.jit
+  def fit(params):
+    def step(number, carry):
+      params, state = carry
+      drawn = batch | {'draw': number.astype(jnp.uint32)}
+      near = params
+      if noise:
+        near = _noisy(params, jax.random.key(number), noise)
+      grads = jax.grad(lambda params: loss(params, drawn)[0])(near)
+      updates, state = optimizer.update(grads, state)
+      return optax.apply_updates(params, updates), state
+
+    return jax.lax.fori_loop(0, steps, step, (params, optimizer.init(params)))
+
+  return fit(params)[0]
+
+
+def by_position(histogram):
+  """The fraction accepted at each position, of what was reached."""
+  reached = np.cumsum(np.array(histogram)[::-1])[::-1]
+  return reached[1:] / reached[:-1]

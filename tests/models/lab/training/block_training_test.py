@@ -1,0 +1,167 @@
+"""Training of block drafters, and the drafters that it writes."""
+
+import functools
+
+import by_heart
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+import tiny_heads
+
+from models.checkpoints.heads import block_drafters
+from models.lab.training import block_trainer
+from models.nn import block_drafter
+import specdec
+from specdec import cache as cache_lib
+from specdec.draft import block as block_lib
+from specdec.tree import topology as topology_lib
+
+_ROWS = 4
+
+
+@functools.cache
+def _learned(markov_rank):
+  """A module that knows the texts by heart."""
+  training = block_trainer.BlockTraining(
+    **{'block_size': _ROWS, 'markov_rank': markov_rank, 'inner_width': 128},
+    **{'length': 47, 'answer_tokens': by_heart.NEW, 'num_heads': 2},
+  )
+  config = training.config(tiny_heads.TARGET)
+  graph, variables = nnx.split(
+    block_drafter.BlockDrafter(config, rngs=nnx.Rngs(0))
+  )
+  make_loss = functools.partial(
+    block_trainer.make_loss,
+    *(graph, config),
+    first=by_heart.PROMPT - 1,
+    num_anchors=12,
+  )
+  params = by_heart.fitted(
+    *(make_loss, nnx.to_pure_dict(variables), config.reads),
+    steps=2000,
+    noise=0.1,
+  )
+  return nnx.merge(graph, params)
+
+
+def _drafter(scorer, kind):
+  if kind == 'chain':
+    depth = scorer.drafter.spec.depth
+    return specdec.fixed_drafter(scorer, topology_lib.chain(depth))
+  config = specdec.StageConfig(
+    width=8, branching=3, rounds=4, cost_ratio=0, calibration=4.0
+  )
+  shape = topology_lib.TreeShape(num_nodes=12, capacity=48)
+  return specdec.Drafter((specdec.Stage(scorer, config),), shape)
+
+
+@pytest.mark.parametrize(
+  ('markov_rank', 'dtype', 'kind'),
+  [
+    *((8, 'float32', 'chain'), (8, 'float32', 'tree'), (8, 'int4', 'chain')),
+    *((8, 'int4', 'tree'), (0, 'float32', 'chain')),
+  ],
+)
+def test_a_drafter_drafts_what_it_knows_by_heart(
+  markov_rank, dtype, kind, tmp_path
+):
+  module = _learned(markov_rank)
+  block_drafters.save(module, tmp_path, num_target_layers=2)
+  drafter = tiny_heads.load(tmp_path, dtype=dtype)
+  assert drafter.spec.depth == _ROWS - (markov_rank == 0)
+  texts = by_heart.texts()
+  found = by_heart.generate(
+    _drafter(block_lib.BlockScorer(drafter), kind),
+    texts[:, : by_heart.PROMPT].tolist(),
+  )
+  assert found.tokens == texts[:, by_heart.PROMPT :].tolist()
+  accepted = by_heart.by_position(found.stats.accepted_histogram)
+  assert (accepted[: drafter.spec.depth] >= 0.95).all()
+  forwards = found.stats.stage_forwards['block']
+  assert forwards == found.stats.target_forwards
+
+
+_LENGTH, _DEPTH = 12, 3
+
+
+@jax.jit
+def _block(drafter, states, tokens, anchor):
+  """What a drafter gives at an anchor of a window, as when it decodes.
+
+  Log-probabilities `[D, V]` behind the true tokens, and how it rates these.
+  """
+  spec, params = drafter.spec, drafter.params
+  positions = jnp.arange(_LENGTH)[None]
+  cache = spec.init_cache(1, _LENGTH + spec.block_size)
+  cache = spec.read(params, (states[None],), positions, cache)
+  cache = cache_lib.advance(cache, anchor[None])
+  rows = jnp.arange(spec.block_size)[None]
+  fed = jnp.where(rows == 0, tokens[anchor], spec.mask_token)
+  slots = jnp.arange(cache.num_slots)[None, None]
+  mask = slots < anchor + spec.block_size
+  mask = jnp.broadcast_to(mask, (1, spec.block_size, cache.num_slots))
+  logits, found, _ = spec.propose(params, fed, anchor + rows, mask, cache)
+  parents = tokens[anchor + jnp.arange(_DEPTH)][None]
+  every = jnp.broadcast_to(jnp.arange(tiny.VOCAB_SIZE), logits.shape)
+  logits = logits + spec.edges(params, found, parents, every)
+  rated = spec.confidence(params, found, parents)
+  return jax.nn.log_softmax(logits)[0], rated[0]
+
+
+def check_loss():
+  """All blocks of a window in one forward are those of decoding."""
+  training = block_trainer.BlockTraining(
+    **{'block_size': _DEPTH, 'markov_rank': 4, 'inner_width': 24},
+    **{'length': _LENGTH - 1, 'answer_tokens': 8, 'num_heads': 2},
+  )
+  config = training.config(tiny_heads.TARGET)
+  graph, variables = nnx.split(
+    block_drafter.BlockDrafter(config, rngs=nnx.Rngs(0))
+  )
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+  params = jax.tree.map(
+    lambda leaf: leaf + 0.3 * draw(*leaf.shape), nnx.to_pure_dict(variables)
+  )
+  embedding, lm_head = (draw(tiny.VOCAB_SIZE, config.width) for _ in range(2))
+  drawn = lambda: rng.integers(tiny.VOCAB_SIZE, size=(2, _LENGTH))
+  batch = {'tokens': drawn(), 'choice': drawn(), 'draw': np.uint32(0)}
+  for name in ('states', 'normed'):
+    batch[name] = draw(2, _LENGTH, config.width)
+  drafter = block_drafter.as_drafter(
+    nnx.merge(graph, params), embedding=embedding, lm_head=lm_head
+  )
+  first, losses, hits = 3, [], []
+  for row, tokens in enumerate(batch['tokens']):
+    for anchor in range(first, _LENGTH - _DEPTH):
+      log_probs, rated = _block(
+        drafter, batch['states'][row], tokens, jnp.array(anchor)
+      )
+      before = slice(anchor, anchor + _DEPTH)
+      wanted = jax.nn.softmax(batch['normed'][row, before] @ lm_head.T)
+      variation = 0.5 * np.abs(np.exp(log_probs) - wanted).sum(1)
+      entropy = -(wanted * log_probs).sum(1)
+      accepted = 1 - variation
+      rating = accepted * np.log(rated) + variation * np.log(1 - rated)
+      losses.append(0.1 * entropy + 1.8 * variation - rating)
+      hits.append(log_probs.argmax(1) == batch['choice'][row, before])
+  weights = np.exp(-np.arange(_DEPTH) / 4)
+  expected = np.mean(losses, 0) @ weights / weights.sum()
+  loss = block_trainer.make_loss(
+    *(graph, config),
+    embedding=jnp.asarray(embedding),
+    lm_head=jnp.asarray(lm_head),
+    first=first,
+    num_anchors=100,
+    dtype=jnp.dtype('float32'),
+  )
+  found, accepted = jax.jit(lambda: loss(params, batch))()
+  np.testing.assert_allclose(found, expected, rtol=1e-4)
+  np.testing.assert_allclose(accepted, np.mean(hits, 0), atol=1e-6)
+
+
+def test_the_loss_is_that_of_blocks_as_they_are_decoded():
+  check_loss()

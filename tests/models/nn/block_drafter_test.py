@@ -1,0 +1,403 @@
+"""Block drafters: what the packages that define the formats compute."""
+
+import dataclasses
+import functools
+import pathlib
+import tempfile
+
+import block_folders
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_blocks
+
+from models.checkpoints import hub
+from models.checkpoints.heads import block_drafters
+from models.checkpoints.heads import heads
+from models.nn import adapter
+from models.nn.cpu import build
+import specdec
+from specdec import tracing
+from specdec.draft import block as block_lib
+from specdec.tree import topology as topology_lib
+
+_GOLDEN = np.load(block_folders.GOLDEN)
+_PACKAGES = [
+  one for one in block_folders.CONFIGS if f'{one}: scores' in _GOLDEN
+]
+_PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]  # As in `make_block_drafters.py`.
+_BEFORE = [3, 7, 2, 5]
+_BLOCK = block_folders.BLOCK
+
+
+@functools.cache
+def _target():
+  """The module of the target."""
+  with tempfile.TemporaryDirectory() as made:
+    return hub.load_module(block_folders.write_target(pathlib.Path(made)))
+
+
+def _load(path, **options):
+  found = heads.locate(path, _target().config)
+  assert found.config.reads == (1, 3)  # Layers 0 and 2 write them.
+  return heads.load(found, adapter.as_model(_target()), **options)
+
+
+@jax.jit
+def _block(drafter, text=0, block=0):
+  """Scores of a block behind a text, edges, and confidence.
+
+  `text` and `block` are added to positions.
+  """
+  spec, length = drafter.spec, block_folders.TEXT
+  states = tuple(jnp.asarray(one)[None] for one in block_folders.states())
+  positions = jnp.arange(length)[None]
+  cache = spec.init_cache(1, 24)
+  cache = spec.read(drafter.params, states, positions + text, cache)
+  cache = cache.replace(length=jnp.array([length]))
+  tokens = jnp.full((1, _BLOCK), spec.mask_token).at[0, 0].set(3)
+  positions = length + jnp.arange(_BLOCK)[None] + block
+  sees = jnp.ones((1, _BLOCK, _BLOCK), bool)
+  mask = cache.ops.mask(cache.length, sees, cache.num_slots)
+  scores, states, _ = spec.propose(
+    drafter.params, tokens, positions, mask, cache
+  )
+  before = jnp.array([_BEFORE[: spec.depth]])
+  every = jnp.arange(spec.vocab_size)[None, None]
+  every = jnp.broadcast_to(every, (*before.shape, spec.vocab_size))
+  found = {'scores': scores}
+  if spec.edges is not None:
+    found['edges'] = spec.edges(drafter.params, states, before, every)
+  if spec.confidence is not None:
+    found['confidence'] = spec.confidence(drafter.params, states, before)
+  return found
+
+
+def _difference(case, found):
+  """The largest difference from what a package computes."""
+  differences = []
+  for name, values in found.items():
+    expected, values = _GOLDEN[f'{case}: {name}'], np.asarray(values)
+    if expected.shape[-1] == len(block_folders.KEPT):
+      values = values[..., block_folders.KEPT]
+    depth = min(expected.shape[1], values.shape[1])
+    differences.append(np.abs(values[:, :depth] - expected[:, :depth]))
+  return max(one.max() for one in differences)
+
+
+def check_forward(case):
+  with tempfile.TemporaryDirectory() as made:
+    folder = block_folders.write(pathlib.Path(made), case)
+    found = _block(_load(folder))
+  names = {one.split(': ')[1] for one in _GOLDEN if one.startswith(f'{case}:')}
+  assert found.keys() == names - {'text', 'fed'}
+  for name, values in found.items():
+    assert values.shape[1] == _GOLDEN[f'{case}: {name}'].shape[1]
+  assert _difference(case, found) < 2e-4
+  if case == 'speculators gated':
+    others = np.delete(found['scores'], block_folders.KEPT, axis=-1)
+    assert np.isneginf(others).all()
+
+
+@pytest.mark.parametrize('case', _PACKAGES)
+def test_forwards_of_other_packages(case):
+  check_forward(case)
+
+
+# A trap of the formats: a case in which it shows, what another shape says, and
+# what is added to positions of the text and of the block.
+_TRAPS = {
+  'no trap': ('z-lab windows', {}, 0, 0),
+  'row j gives the token behind': ('z-lab', {'samples_root': True}, 0, 0),
+  'row j gives the token there': (
+    *('speculators dspark', {'samples_root': False}, 0, 0),
+  ),
+  'another mask token': ('z-lab', {'mask_token': 1}, 0, 0),
+  'a window sees the whole block': ('z-lab windows', {'causal': False}, 0, 0),
+  'all layers are causal': ('z-lab', {'causal': True}, 0, 0),
+  'a window counts from the root': (
+    *('z-lab windows', {'window_from_root': True}, 0, 0),
+  ),
+  'a window counts from the row': (
+    *('speculators both ways', {'window_from_root': False}, 0, 0),
+  ),
+  'no window': ('z-lab windows', {'window': None}, 0, 0),
+  'positions of the text': ('z-lab', {}, 1, 0),
+  'positions of the block': ('z-lab', {}, 0, 1),
+  'no cap': ('z-lab 2', {'logit_cap': None}, 0, 0),
+  'no factor of embeddings': ('z-lab 2', {'embedding_scale': 1.0}, 0, 0),
+}
+
+
+@pytest.mark.parametrize('trap', _TRAPS)
+def test_traps_show(trap, tmp_path, monkeypatch):
+  case, changes, text, block = _TRAPS[trap]
+  right = block_drafters.StoredBlockDrafter.config.func
+  wrong = property(lambda one: dataclasses.replace(right(one), **changes))
+  monkeypatch.setattr(block_drafters.StoredBlockDrafter, 'config', wrong)
+  drafter = _load(block_folders.write(tmp_path, case))
+  difference = _difference(case, _block(drafter, text, block))
+  assert (difference > 2e-3) == (trap != 'no trap')
+
+
+_GGUF = {
+  'hidden_norm.': 'enc.output_norm.',
+  'self_attn.q_proj': 'attn_q',
+  'self_attn.k_proj': 'attn_k',
+  'self_attn.v_proj': 'attn_v',
+  'self_attn.o_proj': 'attn_output',
+  'self_attn.q_norm': 'attn_q_norm',
+  'self_attn.k_norm': 'attn_k_norm',
+  'input_layernorm': 'attn_norm',
+  'post_attention_layernorm': 'ffn_norm',
+  'mlp.gate_proj': 'ffn_gate',
+  'mlp.up_proj': 'ffn_up',
+  'mlp.down_proj': 'ffn_down',
+  'markov_head.markov': 'markov',
+  'confidence_head.proj': 'conf_proj',
+  'attention_conv.base_kernel': 'attn_conv_base',
+  'attention_conv.kernel_projection': 'attn_conv_proj',
+  'mlp_conv.base_kernel': 'ffn_conv_base',
+  'mlp_conv.kernel_projection': 'ffn_conv_proj',
+  'candidate_selector.predecessor_codebook': 'selector_predecessor.weight',
+  'candidate_selector.successor_codebook': 'selector_successor.weight',
+  'candidate_selector.hidden_projection': 'selector_hidden',
+  'layers.': 'blk.',
+}
+_OF_FILES = {
+  'speculators dspark': {'sample_from_anchor': True},
+  'z-lab 2': {
+    **{'attention.causal': False, 'logit_scale': 0.5, 'embedding_scale': 2.0},
+    **{'final_logit_softcapping': 3.0, 'attention.sliding_window': 4},
+    **{'attention.sliding_window_pattern': [True, False], 'block_count': 2},
+    **{'conv_kernel_size': 2, 'conv_group_size': 8, 'selector_rank': 8},
+    'selector_top_k': 6,
+  },
+}
+
+
+def _write_gguf(path, case, keys=None, kind=None):
+  """Writes a drafter as llama.cpp does, with matrices in blocks of a kind."""
+  arch, writer = 'dflash', gguf.GGUFWriter(path, 'dflash')
+  writer.add_context_length(block_folders.CONTEXT)
+  writer.add_embedding_length(block_folders.WIDTH)
+  writer.add_feed_forward_length(block_folders.INNER)
+  writer.add_head_count(block_folders.HEADS)
+  writer.add_head_count_kv(block_folders.KV_HEADS)
+  writer.add_key_length(block_folders.HEAD_WIDTH)
+  writer.add_layer_norm_rms_eps(1e-6)
+  writer.add_array(f'{arch}.target_layers', [1, 3])
+  writer.add_uint32('tokenizer.ggml.mask_token_id', block_folders.MASK)
+  keys = {'block_size': _BLOCK, 'rope.freq_base': 100.0} | (keys or {})
+  tiny_blocks.set_keys(writer, arch, _OF_FILES.get(case, {}) | keys)
+  for name, array in block_folders.tensors(case).items():
+    for ours, theirs in _GGUF.items():
+      if name != 'norm.weight':
+        name = name.replace(ours, theirs)
+    name = 'output_norm.weight' if name == 'norm.weight' else name
+    if kind is not None and array.ndim == 2 and array.shape[1] == 32:
+      packed = gguf.quants.quantize(array, kind)
+      writer.add_tensor(name, packed, raw_dtype=kind)
+    else:
+      writer.add_tensor(name, array)
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+  return path
+
+
+def check_layout(layout, case):
+  """The same drafter as another one writes it."""
+  with tempfile.TemporaryDirectory() as made:
+    path = pathlib.Path(made)
+    if layout == 'gguf':
+      path = _write_gguf(path / 'drafter.gguf', case)
+    else:
+      path = block_folders.write(path, layout)
+    assert _difference(case, _block(_load(path))) < 2e-4
+
+
+@pytest.mark.parametrize(
+  ('layout', 'case'),
+  [
+    *(('deepspec', 'speculators dspark'), ('liquid', 'speculators dspark')),
+    *(('gguf', 'speculators dspark'), ('gguf', 'z-lab 2')),
+  ],
+)
+def test_other_layouts_of_the_same_drafter(layout, case):
+  check_layout(layout, case)
+
+
+def _decode(drafter, *, scorer_options=None, **options):
+  """A greedy decode of a chain, or a plain one."""
+  model, chosen = adapter.as_model(_target(), hidden=(1, 3)), specdec.PLAIN
+  if drafter is not None:
+    scorer = block_lib.BlockScorer(drafter, **scorer_options or {})
+    chain = topology_lib.chain(drafter.spec.depth)
+    chosen = specdec.fixed_drafter(scorer, chain)
+  arguments = {
+    'max_new_tokens': 24,
+    'sampling': specdec.Sampling(temperature=0.0),
+  }
+  return specdec.Decoding(
+    model,
+    jax.random.key(0),
+    **{'prompts': [_PROMPT]} | arguments | options,
+    drafter=chosen,
+  )
+
+
+@pytest.mark.parametrize('case', ['z-lab windows', 'z-lab causal', 'z-lab 2'])
+def test_chains_of_another_package(case, tmp_path):
+  text, fed = (_GOLDEN[f'{case}: {one}'].tolist() for one in ('text', 'fed'))
+  drafter = _load(block_folders.write(tmp_path, case))
+  # That package makes the first token with the prompt.
+  decoding = _decode(
+    drafter,
+    prompts=[[*_PROMPT, text[0]]],
+    max_new_tokens=len(text) - 1,
+  )
+  [trace] = tracing.record(decoding)
+  assert decoding.result().tokens[0] == text[1:]
+  drafted = [list(block.tokens) for block in trace.blocks]
+  assert drafted[: len(fed)] == fed  # Its last blocks are cut.
+  assert len(fed) < len(text) - _BLOCK + 1  # Some were accepted.
+
+
+@pytest.mark.parametrize(
+  ('dtype', 'packed'),
+  [
+    *(('int8', False), ('int4', False), ('bfloat16', True), ('int8', True)),
+    *(('int4', True), ('stored', True)),
+  ],
+)
+def test_few_bits_draft_and_change_no_token(dtype, packed, tmp_path):
+  if packed and not build.is_available():
+    pytest.skip('the kernels cannot be built here')
+  case = 'speculators dspark'
+  path = tmp_path / 'drafter.gguf'
+  if dtype == 'stored':
+    _write_gguf(path, case, kind=gguf.GGMLQuantizationType.Q4_0)
+  else:
+    path = block_folders.write(tmp_path / 'folder', case)
+  drafter = _load(path, dtype=dtype, packed=packed)
+  # The scores lie between -11 and 11.
+  assert 1e-4 < _difference(case, _block(drafter)) < 3
+  prompts = [_PROMPT, [2, 7, 1]]
+  plain, found = (
+    _result(_decode(one, prompts=prompts)) for one in (None, drafter)
+  )
+  assert found.tokens == plain.tokens
+  stats = found.stats
+  assert stats.stage_forwards['block'] == stats.target_forwards
+  if packed and dtype in ('int8', 'stored'):
+    _check_rows_are_alone(drafter)
+
+
+def _result(decoding):
+  decoding.run()
+  return decoding.result()
+
+
+def _check_rows_are_alone(drafter):
+  """Text that is read in two parts leaves the same bits as at once."""
+  spec, states = drafter.spec, block_folders.states()
+  length = states.shape[1]
+
+  def read(cache, start, end):
+    some = tuple(jnp.asarray(one[start:end])[None] for one in states)
+    positions = jnp.arange(start, end)[None]
+    cache = jax.jit(spec.read)(drafter.params, some, positions, cache)
+    return cache.replace(length=jnp.array([end]))
+
+  whole = read(spec.init_cache(1, 24), 0, length)
+  parts = read(read(spec.init_cache(1, 24), 0, 3), 3, length)
+  jax.tree.map(np.testing.assert_array_equal, whole, parts)
+
+
+_NO_MASK = {'target_layer_ids': [0, 2]}
+_OWN = _NO_MASK | {'mask_token_id': block_folders.MASK}
+_own = lambda **keys: {'dflash_config': _OWN | keys}
+# By the case: keys of config.json or tensors of other shapes, and messages.
+_REFUSED = {
+  'z-lab': [
+    ({'block_size': None}, 'lacks the key block_size'),
+    ({'dflash_config': _NO_MASK}, 'lacks the key mask_token_id'),
+    (_own(target_layer_ids=None), 'lacks the key target_layer_ids'),
+    (_own(target_layer_ids=[0, 9]), r'=\[0, 9\]: the target has 4 layers'),
+    (_own(target_layer_ids=[0, 3]), 'the last of 4 layers'),
+    (_own(target_layer_ids=[0]), 'fc.weight reads 64 numbers, but'),
+    (_own(mask_token_id=16), 'mask_token_id=16 is beyond the vocabulary'),
+    (_own(projector_type='domino'), "projector_type='domino' is not suppor"),
+    (_own(attention_mode='mla'), "attention_mode='mla' is not supported"),
+    (_own(new_key=1), 'new_key=1 is not supported'),
+    (_own(block_size=5), 'dflash_config: block_size=5 contradict'),
+    ({'new_key': 1}, 'new_key=1 is not supported'),
+    ({'model_type': 'gemma4'}, "model_type='gemma4' is not supported"),
+    ({'num_target_layers': 6}, 'num_target_layers=6 contradicts'),
+    ({'vocab_size': 17}, 'vocab_size=17 contradicts'),
+    ({'num_hidden_layers': 3}, 'num_hidden_layers=3 contradicts'),
+    ({'target_hidden_size': 9}, 'target_hidden_size=9 contradicts'),
+    ({'block_size': '4'}, "block_size='4' must be an integer"),
+    ({'block_size': 1}, 'block_size=1 drafts no token'),
+    ({'prefix_gru.weight': (4,)}, 'kind Domino'),
+    ({'lm_head_query_in.weight': (4,)}, 'kind Weaver'),
+    ({'other.weight': (4,)}, 'tensor other.weight is not part of a block'),
+    ({'layers.1.mlp.up_proj.weight': None}, 'lacks 1 tensors'),
+  ],
+  'z-lab 2': [({'layers.1.mlp_conv.base_kernel': None}, 'lacks 1 tensors')],
+  'speculators dspark': [
+    ({'markov_head_type': 'rnn'}, "markov_head_type='rnn' is not supported"),
+    ({'markov_head.joint_proj.weight': (4,)}, "markov_head_type='rnn'"),
+    ({'markov_rank': 4}, 'markov_rank=4 contradicts'),
+    ({'enable_confidence_head': False}, 'confidence_head=False contradicts'),
+    ({'speculators_model_type': 'xpress'}, "='xpress' is not supported"),
+    ({'aux_hidden_state_layer_ids': None}, 'lacks the key aux_hidden_state_'),
+  ],
+}
+
+
+@pytest.mark.parametrize(
+  ('case', 'changes', 'message'),
+  [(case, *one) for case, refused in _REFUSED.items() for one in refused],
+)
+def test_what_cannot_be_used_is_refused(case, changes, message, tmp_path):
+  is_tensor = lambda name: name.endswith(('.weight', '_kernel'))
+  keys = {name: changes[name] for name in changes if not is_tensor(name)}
+  tensors = {
+    name: changes[name] and np.ones(changes[name], np.float32)
+    for name in changes
+    if is_tensor(name)
+  }
+  folder = block_folders.write(tmp_path, case, keys=keys, **tensors)
+  with pytest.raises(ValueError, match=f'^{folder}.*{message}'):
+    _load(folder)
+
+
+@pytest.mark.parametrize(
+  ('keys', 'message'),
+  [
+    ({}, None),
+    ({'new_key': 1}, 'dflash.new_key is not supported'),
+    ({'target_layers': [1, 9]}, r'_ids=\[0, 8\]: the target has 4 layers'),
+    ({'attention.sliding_window': 4}, 'must say for each layer'),
+    ({'rope.scaling.type': 'yarn'}, "dflash.rope.scaling.type='yarn' is not"),
+  ],
+)
+def test_keys_of_a_gguf_file(keys, message, tmp_path):
+  path = _write_gguf(tmp_path / 'drafter.gguf', 'speculators dspark', keys)
+  if message is None:
+    assert heads.locate(path, _target().config).config.samples_root
+    return
+  with pytest.raises(ValueError, match=f'^{path}: .*{message}'):
+    heads.locate(path, _target().config)
+
+
+def test_a_target_of_another_width(tmp_path):
+  folder = block_folders.write(tmp_path, 'z-lab')
+  other = dataclasses.replace(_target().config, width=16)
+  with pytest.raises(ValueError, match=r'fc\.weight reads 64 numbers'):
+    _ = heads.locate(folder, other).config

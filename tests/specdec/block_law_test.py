@@ -1,0 +1,216 @@
+"""The distribution under block drafters with a term for the token before.
+
+The distributions that a compiled drafter draws children from depend on the
+root, the depth and the parent. They take the place of a draft's in the sums of
+`enumeration`; that children are drawn from them is compared draw by draw.
+"""
+
+import dataclasses
+import functools
+
+import enumeration
+import enumeration_test
+import jax
+import jax.numpy as jnp
+import list_trees
+import numpy as np
+import pytest
+import slow_walks
+import table_blocks
+
+import specdec
+from specdec import carried as carried_lib
+from specdec import hidden as hidden_lib
+from specdec import sampling as sampling_lib
+from specdec.draft import growth
+from specdec.draft import stages as stages_lib
+from specdec.tree import topology as topology_lib
+from specdec.verify import rejection
+
+_V, _DEPTH, _LENGTH = 3, 3, 4
+_ALL = topology_lib.k_ary(_V, _DEPTH)
+_SAMPLINGS = ('temperature 1', 'all filters', 'penalty, bias, filters')
+_SAMPLINGS += ('a banned token', 'greedy')
+
+
+def _tables(seed):
+  """Marginals `[D, V]` and an edge term `[V, V]`, both of some weight."""
+  rng = np.random.default_rng(seed)
+  return 1.5 * rng.normal(size=(_DEPTH, _V)), 1.5 * rng.normal(size=(_V, _V))
+
+
+@functools.partial(enumeration.quick_jit, static_argnames='children')
+def _grown(scorer, sampling, key, text, length, *, children):
+  """The tree below a text `[T]`, its proposals `[M, V]`, the candidates."""
+  drafter = specdec.fixed_drafter(scorer, _ALL)
+  in_text = (jnp.arange(text.shape[0]) < length)[:, None]
+  seen = jnp.any(jax.nn.one_hot(text, _V, dtype=bool) & in_text, axis=0)
+  # The states lead to the root, or do not, by the tokens of the text.
+  hidden = {0: jax.nn.one_hot(text, _V)[None, None]}
+  hidden = hidden_lib.HiddenStates(hidden, jnp.zeros(1, jnp.int32))
+  ctx = list_trees.match_context(
+    *(text[None], length[None], jnp.zeros((1, _DEPTH + 1, _V)), sampling),
+    shape=drafter.shape,
+    seen=seen[None],
+    rule=rejection.RejectionRule(children),
+    hidden=hidden,
+  )
+  randomness = ctx.randomness.replace(draft_keys=key[None])
+  ctx = ctx.replace(randomness=randomness)
+  texts = carried_lib.Texts(text[None], length[None], 40, hidden=hidden)
+  drawn_from = 0 if children == sampling_lib.BEST else _V
+  states = stages_lib.start(drafter, texts, drawn_from)
+  [state], tree = growth.grow(drafter.stages, states, ctx.root_trees(), ctx)
+  found = tree, state.proposals, state.scorer.tokens
+  return jax.tree.map(lambda array: array[0], found)
+
+
+def _all_grown(num_candidates, worlds, children):
+  """`_grown` below all contexts of all worlds."""
+  lengths = np.array([1 + len(context) for context in worlds.contexts])
+  texts = np.zeros((len(lengths), lengths.max()), np.int32)
+  for text, context in zip(texts, worlds.contexts, strict=True):
+    text[1 : 1 + len(context)] = context
+  grow = jax.vmap(
+    functools.partial(_grown, children=children), (None, None, 0, 0, 0)
+  )
+  keys = jax.random.split(jax.random.key(1), len(texts))
+  params = [
+    enumeration.full_sampling(enumeration.SAMPLINGS[name], _V)
+    for name in _SAMPLINGS
+  ]
+  scorers = [
+    table_blocks.scorer(*_tables(seed), num_candidates=num_candidates)
+    for seed in range(2)
+  ]
+  grown = [
+    grow(scorer, sampling, keys, texts, lengths)
+    for scorer in scorers
+    for sampling in params
+  ]
+  return jax.device_get(grown), keys
+
+
+def _nodes(worlds, grown):
+  """World, root, node and state of all nodes above the last level."""
+  number = len(worlds.contexts)
+  for world, (trees, *_) in enumerate(grown):
+    for root, context in enumerate(worlds.contexts):
+      states = {0: world * number + root}
+      token, parent = trees.token[root], trees.parent[root]
+      for node in range(_ALL.num_nodes - _V**_DEPTH):
+        if node and parent[node] in states:
+          above = np.array([states[parent[node]]])
+          if worlds.length[above] < _LENGTH:
+            states[node] = worlds.after(above, token[node : node + 1])[0]
+        if node in states and len(context) < _LENGTH:
+          yield world, root, node, states[node]
+
+
+@functools.cache
+def _rooted(num_candidates):
+  """Worlds, and for roots of each length those with the drafts below them."""
+  worlds = enumeration.make_worlds(
+    *(_V, _LENGTH), drafts=('similar', 'uniform'), samplings=_SAMPLINGS, seed=3
+  )
+  grown, _ = _all_grown(
+    num_candidates, worlds, sampling_lib.WITHOUT_REPLACEMENT
+  )
+  draft = np.zeros((_LENGTH, *worlds.draft.shape), np.float32)
+  ranked = np.full((_LENGTH, *worlds.ranked.shape), -1)
+  for world, root, node, state in _nodes(worlds, grown):
+    trees, proposals, _ = grown[world]
+    at, law = (len(worlds.contexts[root]), state), proposals[root, node]
+    order = np.argsort(-law, kind='stable')
+    if not worlds.stochastic[state]:
+      order = trees.token[root, trees.parent[root] == node]
+    number = np.sum(law > 0)
+    draft[at], ranked[at][:number] = law, order[:number]
+  return worlds, [
+    dataclasses.replace(worlds, draft=one, ranked=best)
+    for one, best in zip(draft, ranked, strict=True)
+  ]
+
+
+@pytest.mark.parametrize('num_candidates', [2, 64])
+@pytest.mark.parametrize('children', sampling_lib.CHILDREN)
+@pytest.mark.parametrize('rule', ['rejection', 'traversal'])
+def test_sequences_have_the_targets_law(rule, children, num_candidates):
+  worlds, rooted = _rooted(num_candidates)
+  for topology in enumeration.TOPOLOGIES.values():
+    length = _LENGTH
+    if rule == 'rejection':
+      law, _ = enumeration.tree_law(worlds, topology, children, length, rooted)
+    else:
+      law, _ = enumeration.traversal_law(rooted[0], topology, children)
+      length = topology.max_depth + 1
+    distances = enumeration.distance(law, worlds.exact_law(length))
+    assert distances.max() < 1e-6, worlds.names[distances.argmax()]
+  # It was no poor example: the same token after other roots or parents.
+  is_drawn = worlds.stochastic & (worlds.length == 2)
+  assert np.any(rooted[0].draft[is_drawn] != rooted[1].draft[is_drawn])
+
+
+def _expected(world, depth, root, text, num_candidates):
+  """The distribution below a root after some text, by definition."""
+  marginals, edges = _tables(world // len(_SAMPLINGS))
+  leads = len(root) > 1 and root[-1] == root[-2]
+  scores = marginals[depth] * (1 if leads else -4)
+  candidates = np.argsort(-scores, kind='stable')[:num_candidates]
+  logits = np.full(_V, -np.inf)
+  logits[candidates] = (scores + edges[text[-1]])[candidates]
+  values = enumeration.SAMPLINGS[_SAMPLINGS[world % len(_SAMPLINGS)]]
+  # A few candidates are not penalised, and greedy rows have a distribution.
+  plain = {'repetition_penalty': 1.0}
+  plain |= {} if values.get('temperature') else {'temperature': 1.0}
+  nothing = np.zeros((1, _V), bool)
+  return enumeration.exact_probs(logits[None], nothing, values | plain)[0]
+
+
+def check_draws(children, num_candidates=2):
+  """Children are drawn from the candidates of their depth, by the parent."""
+  worlds, rooted = _rooted(num_candidates)
+  grown, keys = _all_grown(num_candidates, worlds, children)
+  few = min(num_candidates, _V)
+  replacement = children == sampling_lib.WITH_REPLACEMENT
+  shape = (few, few) if replacement else (few,)
+  noise = np.float64(slow_walks.child_noise(keys, _ALL.num_nodes, shape))
+  num_close, checked = 0, set()
+  for world, root, node, state in _nodes(worlds, grown):
+    trees, proposals, candidates = (one for one in grown[world])
+    context = worlds.contexts[root]
+    depth, text = trees.depth[root, node], (enumeration.PROMPT, *context)
+    path = (
+      *text,
+      *worlds.contexts[state % len(worlds.contexts)][len(context) :],
+    )
+    probs = np.float64(rooted[len(context)].draft[state])
+    if context:
+      law = _expected(world, depth, text, path, num_candidates)
+      np.testing.assert_allclose(probs, law, atol=1e-6)
+    stochastic, tokens = worlds.stochastic[state], candidates[root, depth]
+    if stochastic and children != sampling_lib.BEST:
+      law = slow_walks.drawn_from(probs, few, children)
+      np.testing.assert_allclose(proposals[root, node], law, atol=1e-6)
+    expected, margin = slow_walks.pick_children(
+      *(probs[tokens], noise[root, node], few, stochastic, children, few)
+    )
+    if margin < slow_walks.ENOUGH:
+      num_close += 1
+      continue
+    found = trees.token[root, trees.parent[root] == node]
+    assert found.tolist() == tokens[expected].tolist()
+    checked.add((world, root, node))
+  assert num_close < 20
+  assert len(checked) > 1000
+
+
+@pytest.mark.parametrize('num_candidates', [2, 64])
+@pytest.mark.parametrize('children', sampling_lib.CHILDREN)
+def test_children_are_drawn_from_what_is_said(children, num_candidates):
+  check_draws(children, num_candidates)
+
+
+def test_match_says_what_plain_decoding_does():
+  """All sequences that are possible, with noises that lead to them."""
+  enumeration_test.check_match_with_states(enumeration.with_block)
