@@ -16,6 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 import numpy as np
 import transformers
 
+from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import gpt2 as checkpoints_gpt2
 from models.checkpoints import llama as checkpoints_llama
 from models.checkpoints.keys import config_keys
@@ -42,8 +43,8 @@ class Family:
     canonical_name: maps `(stored name, config)` to a canonical name, or to None
       for a tensor that is not needed.
     parts: maps `(canonical name, config)` to the canonical names of tensors
-      that are stored as one under it, and their rows; to {} by default, for a
-      tensor by itself.
+      that are stored as one under it, and their parts of it; to {} by default,
+      for a tensor by itself.
     stored_name: maps `(canonical name, config)` to the name that transformers
       writes.
     is_transposed: whether the matrix of a canonical name is stored `[in, out]`.
@@ -62,7 +63,9 @@ class Family:
   to_hugging_face: Callable[..., transformers.PreTrainedConfig]
   canonical_name: Callable[[str, Any], str | None]
   stored_name: Callable[[str, Any], str]
-  parts: Callable[[str, Any], Mapping[str, slice]] = lambda name, config: {}
+  parts: Callable[[str, Any], Mapping[str, checkpoint_lib.Part]] = (
+    lambda name, config: {}
+  )
   is_transposed: Callable[[str], bool] = lambda name: False
   convert: Callable[[str, np.ndarray], np.ndarray] = lambda name, rows: rows
   to_stored: Callable[[str, np.ndarray], np.ndarray] = lambda name, rows: rows
@@ -109,7 +112,6 @@ FAMILIES = (
     name='Gemma',
     model_types=checkpoints_llama.model_types(gemma_lib.GemmaConfig),
     config=gemma_lib.GemmaConfig,
-    canonical_name=checkpoints_llama.gemma_name,
     convert=functools.partial(checkpoints_llama.shift_norms, 1.0),
     to_stored=functools.partial(checkpoints_llama.shift_norms, -1.0),
   ),

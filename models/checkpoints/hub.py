@@ -1,6 +1,7 @@
 """Finds models by name; loads and saves them, one tensor at a time."""
 
 from collections.abc import Iterator
+from collections.abc import Mapping
 import functools
 import pathlib
 from typing import Any
@@ -344,6 +345,23 @@ def _read(
     )
 
 
+def _joined(
+  arrays: Mapping[str, np.ndarray],
+  parts: Mapping[str, checkpoint_lib.Part | None],
+) -> np.ndarray:
+  """The tensor that holds all of some arrays, each at its part."""
+  first, part = next((arrays[name], part) for name, part in parts.items())
+  if part is None:
+    return first
+  experts = part.experts or 1
+  rows = sum(len(arrays[name]) for name in parts) // experts
+  whole = np.empty((experts, rows, *first.shape[1:]), first.dtype)
+  for name, one in parts.items():
+    assert one is not None
+    whole[one.expert or 0, one.rows] = arrays[name]
+  return whole if part.experts else whole[0]
+
+
 def save_pretrained(
   module: adapter.Module,
   folder: str | pathlib.Path,
@@ -383,17 +401,16 @@ def save_pretrained(
     name = families.parameter_name(path)
     values = family.to_stored(name, np.asarray(matrices_lib.unpack(leaf)))
     array = np.asarray(values, dtype=dtype or values.dtype)
-    if family.is_transposed(name):
-      array = array.T
     own = family.stored_name(name, module.config)
     stored.setdefault(own, {})[name] = array
   tensors = {}
   for own, arrays in stored.items():
     known = family.canonical_name(own, module.config) or own
-    order = family.parts(known, module.config) or arrays
-    # A transposed array stays so when it is joined, and would be written so.
-    joined = np.concatenate([arrays[name] for name in order])
-    tensors[own] = np.ascontiguousarray(joined)
+    parts = family.parts(known, module.config)
+    whole = _joined(arrays, parts or {name: None for name in arrays})
+    if family.is_transposed(next(iter(arrays))):
+      whole = whole.swapaxes(-1, -2)
+    tensors[own] = np.ascontiguousarray(whole)
   whole_files.write_tensors(
     folder / hugging_face.WEIGHTS, tensors, {'format': 'pt'}
   )

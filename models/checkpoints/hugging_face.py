@@ -38,23 +38,28 @@ class _Tensor:
   name: str
   dtype: str
   stored_shape: tuple[int, ...]
-  rows: slice | None = None  # Set for a part of the stored rows.
+  part: checkpoint_lib.Part = checkpoint_lib.Part()
   transposed: bool = False  # Whether it is stored `[in, out]`.
   convert: Callable[[np.ndarray], np.ndarray] = lambda rows: rows
 
   @property
   def shape(self) -> tuple[int, ...]:
     """The shape, as it is stored."""
-    if self.rows is None:
-      return self.stored_shape
-    within = range(*self.rows.indices(self.stored_shape[0]))
-    return (len(within), *self.stored_shape[1:])
+    shape = self.stored_shape[self.part.expert is not None :]
+    *rest, outputs = shape if self.transposed else shape[::-1]
+    own = (*rest, len(range(outputs)[self.part.rows]))
+    return own if self.transposed else own[::-1]
 
   def check(self, expected: tuple[int, ...]) -> None:
     where = f'{self.file.parent}: tensor {self.name}'
     expected = expected[::-1] if self.transposed else expected
     if self.shape != expected:
       raise ValueError(f'{where} has shape {self.shape}, expected {expected}')
+    if self.part.expert == 0 and self.stored_shape[0] != self.part.experts:
+      raise ValueError(
+        f'{where} has {self.stored_shape[0]} experts, expected'
+        f' {self.part.experts}'
+      )
     if self.dtype not in _FLOATS:
       raise ValueError(
         f'{where} has dtype {self.dtype}, expected one of {sorted(_FLOATS)}'
@@ -69,13 +74,17 @@ class _Tensor:
     length = self.shape[-1 if self.transposed else 0]
     row_bytes = 4 * math.prod(self.shape) // max(length, 1)
     step = max(1, _BLOCK_BYTES // max(row_bytes, 1))
-    first = self.rows.start if self.rows else 0
+    first, by = self.part.rows.start or 0, self.part.rows.step or 1
+    stack = () if self.part.expert is None else (self.part.expert,)
     for start in range(0, length, step):
       end = min(start + step, length)
-      rows = slice(first + start, first + end)
+      rows = slice(first + by * start, first + by * (end - 1) + 1, by)
       with safetensors.safe_open(self.file, 'numpy') as mapped:
         stored = mapped.get_slice(self.name)
-        block = stored[:, rows].T if self.transposed else stored[rows]
+        if self.transposed:
+          block = stored[*stack, :, rows].T
+        else:
+          block = stored[*stack, rows]
         yield slice(start, end), self.convert(block)
 
   def in_blocks(self) -> None:
@@ -139,13 +148,13 @@ class HuggingFaceFolder:
       known = family.canonical_name(tensor.name, config)
       if known is None:
         continue
-      parts = dict[str, slice | None](family.parts(known, config))
-      for name, rows in (parts or {known: None}).items():
+      parts = family.parts(known, config) or {known: checkpoint_lib.Part()}
+      for name, part in parts.items():
         yield (
           name,
           dataclasses.replace(
             tensor,
-            rows=rows,
+            part=part,
             transposed=family.is_transposed(name),
             convert=functools.partial(family.convert, name),
           ),

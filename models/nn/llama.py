@@ -99,6 +99,10 @@ class LlamaConfig:
     slides = lambda size: size is not None and size < self.num_positions
     self._set_layers('window', tuple(w if slides(w) else None for w in windows))
     self._set_layers('rope', self.of_layers('rope'))
+    for rope in filter(None, self.of_layers('rope')):
+      rope.frequencies(self.head_width)  # Factors of each pair must be as many.
+      if rope.query_growth and self.qk_norm:
+        raise ValueError('qk_norm with queries that grow is not supported')
 
   def _set(self, field: str, value: Any) -> None:
     object.__setattr__(self, field, value)
@@ -177,6 +181,12 @@ class Attention(nnx.Module):
       x, [one.parameters for one in linears], norm=norm
     )
     norms = None
+    if rotation is not None and rotation.query_scale is not None:
+      # A rotation keeps factors; norms, which would not, are refused.
+      factors = jnp.ones(projections.shape[-1], jnp.float32)
+      queries = jnp.arange(len(factors)) < config.num_heads * config.head_width
+      scale = rotation.query_scale[..., None]
+      projections *= jnp.where(queries[None, None], scale, factors[None, None])
     if config.qk_norm and config.joint_qk_norm:
       width = config.num_heads * config.head_width
       ends = width, width + config.num_kv_heads * config.head_width
@@ -195,7 +205,7 @@ class Attention(nnx.Module):
       dtype=self.dtype,
       scale=self.scale,
       norms=norms,
-      rotation=rotation,
+      rotation=rotation and rotation[:2],
     )
 
   def _normalized_heads(self, x, name: str) -> jax.Array:
@@ -213,7 +223,10 @@ class Attention(nnx.Module):
     rows = layers.normalize(x, norm, kernels=self.o_proj.is_packed)
     query = self._normalized_heads(self.q_proj(rows), 'q_norm')
     key = self._normalized_heads(self.k_proj(rows), 'k_norm')
-    query = rope_lib.rotate(query, rotation).astype(self.dtype)
+    query = rope_lib.rotate(query, rotation)
+    if rotation is not None and rotation.query_scale is not None:
+      query *= rotation.query_scale[:, None, :, None]
+    query = query.astype(self.dtype)
     key = rope_lib.rotate(key, rotation).astype(self.dtype)
     value = self._heads(self.v_proj(rows)).astype(self.dtype)
     out, cache = attention.self_attention(

@@ -1,6 +1,6 @@
 """Mixtral and related models: Llamas with experts as feed-forward layers.
 
-One module serves Mixtral (arXiv 2401.04088) and Qwen's mixtures. A forward
+One module serves Mixtral (arXiv 2401.04088), Qwen's mixtures and Granite's. A forward
 computes only the experts that its tokens are routed to (`models.nn.experts`).
 """
 
@@ -24,7 +24,8 @@ class MixtralConfig(nn_llama.LlamaConfig):
   num_experts: int = dataclasses.field()  # E, in every layer.
   experts_per_token: int = dataclasses.field()  # k.
   renormalize: bool = True  # Whether the weights of the k experts sum to 1.
-  shared_width: int | None = None  # The shared expert's width (Qwen2-MoE).
+  shared_width: int | None = None  # The shared expert's width (Qwen2-MoE),
+  shared_gate: bool = True  # and whether that has a gate (not in Granite 4).
 
   def __post_init__(self):
     super().__post_init__()
@@ -61,9 +62,10 @@ class Experts(nnx.Module):
     if config.shared_width:
       shape = dataclasses.replace(config, inner_width=config.shared_width)
       self.shared_expert = nn_llama.FeedForward(shape, dtype=dtype, rngs=rngs)
-      self.shared_expert_gate = layers.Linear(
-        width, 1, dtype=dtype, rngs=rngs, use_bias=False
-      )
+      if config.shared_gate:
+        self.shared_expert_gate = layers.Linear(
+          width, 1, dtype=dtype, rngs=rngs, use_bias=False
+        )
 
   def __call__(self, x, norm, residual):
     kernels = self.gate.is_packed
@@ -92,8 +94,10 @@ class Experts(nnx.Module):
     )
     out = out.reshape(x.shape)
     if self.config.shared_width:
-      share = jax.nn.sigmoid(self.shared_expert_gate(rows))
-      out += share * self.shared_expert(rows, None, None)[0]
+      shared = self.shared_expert(rows, None, None)[0]
+      if self.config.shared_gate:
+        shared *= jax.nn.sigmoid(self.shared_expert_gate(rows))
+      out += shared
     return out if residual is None else residual + out, routing
 
 
