@@ -118,8 +118,11 @@ FAMILIES = (
 )
 
 # Models that have more than a language model, by the `model_type` of the whole.
-_WITH_TEXT = {'gemma3'}
-_WITH_PICTURES = ('vision_config', 'mm_tokens_per_image')
+_WITH_TEXT = {'gemma3', 'mistral3'}
+_WITH_PICTURES = (
+  *('vision_config', 'mm_tokens_per_image', 'vision_feature_layer'),
+  *('multimodal_projector_bias', 'projector_hidden_act', 'spatial_merge_size'),
+)
 
 # Errors of transformers and the families on values of another type.
 _WRONG_VALUES = (

@@ -155,6 +155,9 @@ _GRANITE_4: dict[str, Any] = {
   ),
 }
 
+# The multipliers of a MiniCPM (arXiv 2404.06395), which is saved as a Granite.
+_MINICPM = ('scale_emb', 'scale_depth', 'dim_model_base')
+
 # A shape is saved as the first type that can state it.
 _MODEL_TYPES = {
   'llama': _ModelType(
@@ -372,14 +375,34 @@ def _read_shape(config: Any, kind: _ModelType) -> nn_llama.LlamaConfig:
 def model_types(shape: type[nn_llama.LlamaConfig]) -> frozenset[str]:
   """Values of `model_type` whose shapes are of a class."""
   has = lambda kind: kind is not None and kind.shape is shape
-  types = _MODEL_TYPES.items()
+  types = {**_MODEL_TYPES, 'minicpm': _MODEL_TYPES['granite']}
   return frozenset(
-    name for name, kind in types if has(kind) or has(kind.mixture)
+    name for name, kind in types.items() if has(kind) or has(kind.mixture)
   )
+
+
+def _as_granite(raw: Mapping[str, Any]) -> dict[str, Any]:
+  """The keys of a MiniCPM as those of the Granite that computes the same."""
+  config_keys.check_types(raw, dict.fromkeys(_MINICPM, float))
+  if missing := [key for key in _MINICPM if key not in raw]:
+    raise ValueError(f'the key {missing[0]} is missing, which a MiniCPM needs')
+  width = raw['hidden_size']
+  head_width = raw.get('head_dim') or width // raw['num_attention_heads']
+  own = {key: raw[key] for key in raw if key not in _MINICPM}
+  own['model_type'] = 'granite'
+  own['embedding_multiplier'] = raw['scale_emb']
+  own['residual_multiplier'] = (
+    raw['scale_depth'] / raw['num_hidden_layers'] ** 0.5
+  )
+  own['logits_scaling'] = width / raw['dim_model_base']
+  own['attention_multiplier'] = 1 / math.sqrt(head_width)
+  return {'tie_word_embeddings': True} | own
 
 
 def read_config(raw: Mapping[str, Any]) -> nn_llama.LlamaConfig:
   """Reads the keys of a `config.json`; raises ValueError."""
+  if raw['model_type'] == 'minicpm':
+    raw = _as_granite(raw)
   kind = _MODEL_TYPES[raw['model_type']]
   if kind.mixture and raw.get('num_local_experts') != 0:  # None: the default
     kind = kind.mixture
@@ -515,7 +538,7 @@ def parts(
   elif own not in _FUSED:
     return {}
   elif parents[-1:] == ['shared_expert']:
-    sizes['gate_proj'] = getattr(config, 'shared_width')
+    sizes['gate_proj'] = config.shared_width
   for expert in experts:
     start, path = 0, parents if expert is None else [*parents, str(expert)]
     for one in _FUSED.get(own, (own,)):

@@ -1,7 +1,8 @@
 """Mixtral and related models: Llamas with experts as feed-forward layers.
 
-One module serves Mixtral (arXiv 2401.04088), Qwen's mixtures and Granite's. A forward
-computes only the experts that its tokens are routed to (`models.nn.experts`).
+One module serves Mixtral (arXiv 2401.04088), Qwen's mixtures and Granite's. A
+forward computes only the experts that its tokens are routed to
+(`models.nn.experts`).
 """
 
 import dataclasses

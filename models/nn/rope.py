@@ -222,9 +222,7 @@ class Rope:
       return plain
     return self.scaling.scale(plain, self.theta)
 
-  def rotation(
-    self, positions: jax.Array, head_width: int
-  ) -> Rotation:
+  def rotation(self, positions: jax.Array, head_width: int) -> Rotation:
     """Cosines and sines of positions, for `rotate`.
 
     Args:

@@ -24,6 +24,7 @@ _TYPES: dict[str, Any] = {
   **{'partial_rotary_factor': float, 'mrope_section': list[int]},
   'mrope_interleaved': bool,
 }
+_GROWTH = 'llama_4_scaling_beta'
 _LISTS = ('short_factor', 'long_factor')
 _NOT_NUMBERS = {'truncate': bool, **dict.fromkeys(_LISTS, list[float])}
 # Fields of scalings, and keys that these follow from.
@@ -31,7 +32,7 @@ _SCALING_TYPES = {
   field.name: _NOT_NUMBERS.get(field.name, float)
   for kind in rope_lib.SCALINGS.values()
   for field in dataclasses.fields(kind)
-} | dict.fromkeys(('mscale', 'mscale_all_dim', 'llama_4_scaling_beta'), float)
+} | dict.fromkeys(('mscale', 'mscale_all_dim', _GROWTH), float)
 
 
 def _normalized(rope: Mapping[str, Any], context: Any) -> dict[str, Any]:
@@ -143,8 +144,11 @@ def _read(
   values = {key: raw[key] for key in raw if key not in _TYPES}
   if kind == 'linear':  # Some checkpoints have it; it has no effect.
     values.pop('original_max_position_embeddings', None)
-  growth = values.pop('llama_4_scaling_beta') if ropes == 'growing' else 0.0
+  growth = 0.0
   if ropes == 'growing':
+    if _GROWTH not in values:
+      raise ValueError(f'rope_parameters of such a model must have {_GROWTH}')
+    growth = values.pop(_GROWTH)
     whole = values.pop('max_position_embeddings', None)
     key = 'max_position_embeddings'
     config_keys.check_same(f'rope_parameters: {key}', whole, key, context)
@@ -215,5 +219,5 @@ def write(rope: rope_lib.Rope) -> dict[str, Any]:
     keys |= dataclasses.asdict(rope.scaling)
     keys |= {key: [*keys[key]] for key in _LISTS if key in keys}
   if rope.query_growth:
-    keys['llama_4_scaling_beta'] = rope.query_growth
+    keys[_GROWTH] = rope.query_growth
   return keys
