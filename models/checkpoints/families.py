@@ -18,6 +18,7 @@ import transformers
 
 from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import gpt2 as checkpoints_gpt2
+from models.checkpoints import gpt_oss as checkpoints_gpt_oss
 from models.checkpoints import llama as checkpoints_llama
 from models.checkpoints.keys import config_keys
 from models.nn import adapter
@@ -105,6 +106,18 @@ FAMILIES = (
     module=mixtral_lib.Mixtral,
     config=mixtral_lib.MixtralConfig,
     # A router in eight bits would route tokens to other experts.
+    stays_float=lambda name: 'gate.' in name,
+  ),
+  dataclasses.replace(
+    _LLAMA,
+    name='gpt-oss',
+    model_types=checkpoints_llama.model_types(mixtral_lib.GptOssConfig),
+    module=mixtral_lib.Mixtral,
+    config=mixtral_lib.GptOssConfig,
+    canonical_name=checkpoints_gpt_oss.canonical_name,
+    parts=checkpoints_gpt_oss.parts,
+    stored_name=checkpoints_gpt_oss.stored_name,
+    is_transposed=checkpoints_gpt_oss.is_transposed,
     stays_float=lambda name: 'gate.' in name,
   ),
   dataclasses.replace(

@@ -1,6 +1,7 @@
 """Folders of models as Hugging Face has them: JSON and safetensors."""
 
 from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Iterator
 import dataclasses
 import functools
@@ -16,6 +17,8 @@ from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import families
 from models.checkpoints import folder_tokenizer
 from models.nn import adapter
+from models.nn import blocks as blocks_lib
+from models.nn import matrices as matrices_lib
 from specdec.text import text_files
 
 CONFIG = 'config.json'
@@ -50,7 +53,11 @@ class _Tensor:
     own = (*rest, len(range(outputs)[self.part.rows]))
     return own if self.transposed else own[::-1]
 
-  def check(self, expected: tuple[int, ...]) -> None:
+  def check(
+    self,
+    expected: tuple[int, ...],
+    dtypes: Collection[str] = frozenset(_FLOATS),
+  ) -> None:
     where = f'{self.file.parent}: tensor {self.name}'
     expected = expected[::-1] if self.transposed else expected
     if self.shape != expected:
@@ -60,9 +67,9 @@ class _Tensor:
         f'{where} has {self.stored_shape[0]} experts, expected'
         f' {self.part.experts}'
       )
-    if self.dtype not in _FLOATS:
+    if self.dtype not in dtypes:
       raise ValueError(
-        f'{where} has dtype {self.dtype}, expected one of {sorted(_FLOATS)}'
+        f'{where} has dtype {self.dtype}, expected one of {sorted(dtypes)}'
       )
 
   def blocks(self) -> Iterator[tuple[Any, np.ndarray]]:
@@ -89,6 +96,51 @@ class _Tensor:
 
   def in_blocks(self) -> None:
     """There are no blocks of few bits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+  """A matrix in MXFP4, whose blocks and exponents are two tensors.
+
+  A block has 32 inputs, neighbours in the halves of a byte; in a GGUF file it
+  is the exponent, and then inputs 16 apart in the halves of a byte.
+  """
+
+  blocks_of: _Tensor  # `[out, groups, 16]`
+  exponents: _Tensor  # `[out, groups]`
+
+  @property
+  def name(self) -> str:
+    return self.blocks_of.name
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    outputs, groups = self.exponents.shape
+    return outputs, 32 * groups
+
+  def check(self, expected: tuple[int, ...]) -> None:
+    outputs, inputs = expected
+    if inputs % 32:
+      raise ValueError(
+        f'{self.blocks_of.file.parent}: tensor {self.name} has blocks of 32'
+        f' inputs, which do not divide {inputs}'
+      )
+    self.blocks_of.check((outputs, inputs // 32, 16), ('U8',))
+    self.exponents.check((outputs, inputs // 32), ('U8',))
+
+  def in_blocks(self) -> blocks_lib.BlockMatrix:
+    read = lambda one: np.concatenate([rows for _, rows in one.blocks()])
+    pairs = read(self.blocks_of)
+    codes = np.stack([pairs & 15, pairs >> 4], axis=-1)
+    low, high = np.split(codes.reshape(*pairs.shape[:-1], 32), 2, axis=-1)
+    raw = [read(self.exponents)[..., None], low | high << 4]
+    raw = np.concatenate(raw, axis=-1).reshape(len(pairs), -1)
+    return blocks_lib.from_raw([(slice(None), raw)], self.shape, 'MXFP4')
+
+  def blocks(self) -> Iterator[tuple[Any, np.ndarray]]:
+    """Yields indices of n rows and their values, `[n, in]`."""
+    words, width = self.in_blocks().words, self.shape[1]
+    yield slice(None), blocks_lib.expand(words, 'MXFP4', width, np)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +182,8 @@ class HuggingFaceFolder:
   @checkpoint_lib.named
   def stored_dtypes(self) -> list[str]:
     kinds = [one.dtype for one in self.stored() if len(one.stored_shape) > 1]
-    return list(dict.fromkeys(_FLOATS.get(kind, kind) for kind in kinds))
+    names = _FLOATS | {'U8': matrices_lib.STORED}  # Others are refused.
+    return list(dict.fromkeys(names.get(kind, kind) for kind in kinds))
 
   @property
   def files(self) -> list[pathlib.Path]:
@@ -140,16 +193,24 @@ class HuggingFaceFolder:
   def size(self) -> int:
     return sum(file.stat().st_size for file in self._weights())
 
-  def tensors(self) -> Iterator[tuple[str, _Tensor]]:
+  def tensors(self) -> Iterator[tuple[str, _Tensor | _Blocks]]:
     """Yields canonical names and tensors, in the order of the files."""
     config = self.config
     family = families.family_of(config)
-    for tensor in self.stored():
+    stored = {tensor.name: tensor for tensor in self.stored()}
+    for tensor in stored.values():
       known = family.canonical_name(tensor.name, config)
       if known is None:
         continue
       parts = family.parts(known, config) or {known: checkpoint_lib.Part()}
+      stem = tensor.name.removesuffix(checkpoint_lib.BLOCKS)
+      exponents = stored.get(stem + checkpoint_lib.SCALES)
       for name, part in parts.items():
+        if exponents is not None:
+          both = (tensor, exponents)
+          own = (dataclasses.replace(one, part=part) for one in both)
+          yield name, _Blocks(*own)
+          continue
         yield (
           name,
           dataclasses.replace(

@@ -65,6 +65,8 @@ class _ModelType:
     extra: keys that transformers reads besides the fields of its class, and
       their types.
     idle: keys that change nothing.
+    constants: keys, and the only values of them that are computed.
+    rounded: ways in which weights may be rounded, see quantization_config.
     given: keys that the class is made with, of what no model here has.
     mixture: the same for models with experts, by the key num_local_experts.
   """
@@ -78,6 +80,8 @@ class _ModelType:
   is_partial: bool = False
   extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   idle: tuple[str, ...] = ()
+  constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  rounded: tuple[str, ...] = ()
   given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   mixture: '_ModelType | None' = None
 
@@ -90,7 +94,8 @@ class _ModelType:
   def reads(self) -> frozenset[str]:
     """The keys that are read."""
     own = {one.name for one in dataclasses.fields(self.config)}
-    read = {*{**_KEYS, **self.keys}.values(), *_ALWAYS, *self.extra}
+    read = {*{**_KEYS, **self.keys}.values(), *_ALWAYS}
+    read |= {*self.extra, *self.constants}
     windows = () if self.windows == 'none' else _WINDOWS
     return frozenset(read | own & {*windows, *_SOMETIMES})
 
@@ -241,6 +246,16 @@ _MODEL_TYPES = {
     keys=_EXPERTS | {'num_experts': 'num_local_experts'},
     windows='all',
   ),
+  'gpt_oss': _ModelType(
+    config=transformers.GptOssConfig,
+    shape=mixtral_lib.GptOssConfig,
+    keys=_BIASES | _EXPERTS | {'num_experts': 'num_local_experts'},
+    fixed={'mlp_bias': True, 'sinks': True, 'clamped': True},
+    windows='some',
+    constants={'swiglu_limit': 7.0, 'swiglu_alpha': 1.702},
+    idle=('initial_context_length',),
+    rounded=('mxfp4',),
+  ),
   'qwen3_moe': _ModelType(
     config=transformers.Qwen3MoeConfig,
     shape=mixtral_lib.MixtralConfig,
@@ -273,6 +288,7 @@ _KEYS = {
   'norm_epsilon': 'rms_norm_eps',
   'tie_embeddings': 'tie_word_embeddings',
 }
+_ROUNDED = 'quantization_config'
 # Further keys that all read, and their types where a class has no such field.
 _TYPES = {
   'head_dim': int | None,
@@ -281,12 +297,13 @@ _TYPES = {
   **{'rope_parameters': dict | None, 'rope_scaling': dict | None},
   **{'sliding_window': int | None, 'use_sliding_window': bool | None},
   **{'max_window_layers': int | None, 'layer_types': list[str] | None},
+  _ROUNDED: dict | None,
 }
 _WINDOWS = (
   *('sliding_window', 'use_sliding_window', 'max_window_layers'),
   'layer_types',
 )
-_ALWAYS = {'max_position_embeddings', *_TYPES} - {*_WINDOWS}
+_ALWAYS = {'max_position_embeddings', *_TYPES} - {*_WINDOWS, _ROUNDED}
 _ALWAYS |= {'bos_token_id', 'eos_token_id', 'pad_token_id'}
 _ORIGINAL = 'original_max_position_embeddings'
 # Keys that are read if the class has such a field.
@@ -358,6 +375,11 @@ def _read_shape(config: Any, kind: _ModelType) -> nn_llama.LlamaConfig:
       f'{config.decoder_sparse_step!r}: layers without experts are not'
       ' supported'
     )
+  for key, value in kind.constants.items():
+    if getattr(config, key) != value:
+      raise ValueError(
+        f'{key}={getattr(config, key)!r} is not supported, only {value}'
+      )
   fields = {ours: getattr(config, key) for ours, key in keys.items()}
   ropes = rope_keys.read_all(config, kind.ropes, is_partial=kind.is_partial)
   if _SCALAR in keys.values():
@@ -415,8 +437,11 @@ def read_config(raw: Mapping[str, Any]) -> nn_llama.LlamaConfig:
   rope_keys.check_read(read, config.rope_parameters)
   shape = _read_shape(config, kind)
   _check_windows(raw, shape, kind)
+  unread = dict(raw)
+  if raw.get(_ROUNDED) and raw[_ROUNDED].get('quant_method') in kind.rounded:
+    del unread[_ROUNDED]
   config_keys.refuse_unread(
-    raw, {*kind.reads, *read}, idle=(*kind.idle, *_WINDOWS), resolved=config
+    unread, {*kind.reads, *read}, idle=(*kind.idle, *_WINDOWS), resolved=config
   )
   return shape
 
@@ -442,8 +467,10 @@ def _layer_keys(
   types = [_SLIDING if one else _FULL for one in slides]
   window = next((one for one in windows if one is not None), None)
   keys: dict[str, Any] = {}
-  if kind.windows != 'none':
-    keys['sliding_window'] = window
+  if 'sliding_window' in kind.reads:
+    # Where layers say whether they have it, transformers needs one.
+    whole = config.num_positions if kind.windows == 'some' else None
+    keys['sliding_window'] = window or whole
   if kind.windows in ('some', 'switched'):
     keys['layer_types'] = types
   if kind.windows == 'switched':
@@ -521,11 +548,16 @@ def canonical_name(stored: str, config: nn_llama.LlamaConfig) -> str | None:
 
 
 def parts(
-  name: str, config: nn_llama.LlamaConfig
+  name: str, config: nn_llama.LlamaConfig, *, interleaved: bool = False
 ) -> Mapping[str, checkpoint_lib.Part]:
   """The tensors that are stored as one, and their parts; {} if it is but one.
 
   The last has all rows that are left, so that too many do not pass.
+
+  Args:
+    name: canonical name of the one.
+    config: the shape.
+    interleaved: whether the rows of several lie in turn.
   """
   sizes = {'gate_proj': config.inner_width}
   sizes['q_proj'] = config.num_heads * config.head_width
@@ -541,11 +573,15 @@ def parts(
     sizes['gate_proj'] = config.shared_width
   for expert in experts:
     start, path = 0, parents if expert is None else [*parents, str(expert)]
-    for one in _FUSED.get(own, (own,)):
+    together = _FUSED.get(own, (own,))
+    for one in together:
       end = start + sizes[one] if one in sizes else None
-      found['.'.join([*path, one, leaf])] = checkpoint_lib.Part(
-        slice(start, end), expert, len(experts) if expert is not None else None
-      )
+      rows = slice(start, end)
+      if interleaved:
+        rows = slice(together.index(one), None, len(together))
+      count = None if expert is None else len(experts)
+      key = '.'.join([*path, one, leaf])
+      found[key] = checkpoint_lib.Part(rows, expert, count)
       start = end or 0
   return found
 

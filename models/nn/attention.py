@@ -44,11 +44,18 @@ def within_window(mask: jax.Array, window: int | None) -> jax.Array:
   return mask & (counted <= window)
 
 
-def _attend(query, key, value, mask, *, scale, cap=None):
+def _attend(query, key, value, mask, *, scale, cap=None, sinks=None):
   scores = layers.soft_cap(scale * _batched_matmul(query, key, 3), cap)
   scores = jnp.where(mask[:, None], scores, _MASKED_SCORE)
-  probs = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-  return _batched_matmul(probs, value, 2)
+  if sinks is None:
+    probs = jax.nn.softmax(scores, axis=-1)
+  else:
+    sinks = sinks.reshape(1, *scores.shape[1:2], -1, 1)
+    largest = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sinks)
+    powers = jnp.exp(scores - largest)
+    rest = jnp.exp(sinks - largest)
+    probs = powers / (jnp.sum(powers, axis=-1, keepdims=True) + rest)
+  return _batched_matmul(probs.astype(value.dtype), value, 2)
 
 
 def _attend_padded(num_queries, query, key, value, mask, **options):
@@ -66,6 +73,7 @@ def attend(
   *,
   scale: float,
   cap: float | None = None,
+  sinks: jax.Array | None = None,
 ) -> jax.Array:
   """Softmax attention `[B, Hq, L, Dh]`, computed in float32.
 
@@ -78,9 +86,11 @@ def attend(
     # read once.
     rows = query.reshape(*key.shape[:2], -1, query.shape[3])
     mask = jnp.tile(mask, (1, group, 1))
-    out = attend(rows, key, value, mask, scale=scale, cap=cap)
+    if sinks is not None:
+      sinks = jnp.repeat(sinks, query.shape[2])
+    out = attend(rows, key, value, mask, scale=scale, cap=cap, sinks=sinks)
     return out.reshape(query.shape)
-  options = {'scale': scale, 'cap': cap}
+  options = {'scale': scale, 'cap': cap, 'sinks': sinks}
   if query.shape[2] > 1 or value.dtype == jnp.float32:
     return _attend(query, key, value, mask, **options)
   # A bfloat16 product of a single row misses the fast CPU kernel
@@ -105,6 +115,7 @@ def self_attention(
   *,
   scale: float,
   cap: float | None = None,
+  sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, cache_lib.KVCache | None]:
   """Writes the keys and values of L positions to a cache, then attends to it.
 
@@ -120,6 +131,8 @@ def self_attention(
     layer: index of the layer in the cache.
     scale: factor of the scores.
     cap: see `layers.soft_cap`, of the scores (Gemma 2).
+    sinks: `[Hq]` float32, for each head the score of a slot without a value,
+      which every query sees (gpt-oss).
 
   Returns:
     `[B, Hq, L, Dh]` float32, and the cache with the new entries.
@@ -127,7 +140,8 @@ def self_attention(
   if cache is not None:
     cache = cache_lib.write(cache, layer, key, value)
     key, value = cache.keys[layer], cache.values[layer]
-  return attend(query, key, value, mask, scale=scale, cap=cap), cache
+  out = attend(query, key, value, mask, scale=scale, cap=cap, sinks=sinks)
+  return out, cache
 
 
 def attend_projections(

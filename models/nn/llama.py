@@ -72,6 +72,7 @@ class LlamaConfig:
   logit_divisor: float = 1.0  # Divides the logits (Granite).
   score_cap: float | None = None  # See `layers.soft_cap` (Gemma 2).
   logit_cap: float | None = None
+  sinks: bool = False  # Whether heads have them, see `self_attention`.
   tie_embeddings: bool = False  # Use the token embedding as the head.
 
   def __post_init__(self):
@@ -151,6 +152,8 @@ class Attention(nnx.Module):
       stddev=layers.residual_stddev(config.num_layers),
       use_bias=config.output_bias,
     )
+    if config.sinks:
+      self.sinks = nnx.Param(jnp.zeros(config.num_heads, jnp.float32))
     if config.qk_norm:
       make_norm = functools.partial(layers.RMSNorm, epsilon=config.norm_epsilon)
       joint = config.joint_qk_norm
@@ -166,8 +169,9 @@ class Attention(nnx.Module):
     return x.reshape(heads).swapaxes(1, 2)
 
   def __call__(self, x, norm, rotation, mask, cache, residual):
-    # No kernel caps scores.
-    fused = self.o_proj.is_packed and self.config.score_cap is None
+    # No kernel caps scores or has sinks.
+    plain = self.config.score_cap is None and not self.config.sinks
+    fused = self.o_proj.is_packed and plain
     attend = self._fused if fused else self._composed
     out, cache = attend(x, norm, rotation, mask, cache)
     out = layers.project(out, [self.o_proj.parameters], residual=residual)
@@ -238,6 +242,7 @@ class Attention(nnx.Module):
       self.layer,
       scale=self.scale,
       cap=self.config.score_cap,
+      sinks=self.sinks[...] if self.config.sinks else None,
     )
     return out.swapaxes(1, 2).reshape(*x.shape[:-1], -1), cache
 

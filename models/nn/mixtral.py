@@ -1,7 +1,7 @@
 """Mixtral and related models: Llamas with experts as feed-forward layers.
 
-One module serves Mixtral (arXiv 2401.04088), Qwen's mixtures and Granite's. A
-forward computes only the experts that its tokens are routed to
+One module serves Mixtral (arXiv 2401.04088), gpt-oss, Qwen's mixtures and
+Granite's. A forward computes only the experts that its tokens are routed to
 (`models.nn.experts`).
 """
 
@@ -10,6 +10,7 @@ import functools
 
 from flax import nnx
 import jax
+import jax.numpy as jnp
 
 from models.nn import experts as experts_lib
 from models.nn import layers
@@ -26,6 +27,7 @@ class MixtralConfig(nn_llama.LlamaConfig):
   experts_per_token: int = dataclasses.field()  # k.
   renormalize: bool = True  # Whether the weights of the k experts sum to 1.
   shared_width: int | None = None  # The shared expert's width (Qwen2-MoE),
+  clamped: bool = False  # Whether experts have the gate of gpt-oss.
   shared_gate: bool = True  # and whether that has a gate (not in Granite 4).
 
   def __post_init__(self):
@@ -35,12 +37,18 @@ class MixtralConfig(nn_llama.LlamaConfig):
         'experts_per_token must lie between 1 and'
         f' num_experts={self.num_experts}, got {self.experts_per_token}'
       )
-    if self.mlp_bias:
-      raise ValueError('mlp_bias=True: experts have no biases')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GptOssConfig(MixtralConfig):
+  """Shape of a gpt-oss (arXiv 2508.10925), whose router has biases as well.
+
+  A class of its own, because checkpoints store experts in another layout.
+  """
 
 
 def _swiglu(activation, weights, x):
-  gate, up, down = ((weight, None) for weight in weights)
+  gate, up, down = weights
   inner = layers.project(x, [gate, up], activation=activation, gated=True)
   return layers.project(inner, [down])
 
@@ -52,7 +60,7 @@ class Experts(nnx.Module):
     self.config = config
     width, count = config.width, config.num_experts
     self.gate = layers.Linear(
-      width, count, dtype=dtype, rngs=rngs, use_bias=False
+      width, count, dtype=dtype, rngs=rngs, use_bias=config.mlp_bias
     )
     self.experts = nnx.List(
       [
@@ -77,14 +85,18 @@ class Experts(nnx.Module):
       renormalize=self.config.renormalize,
       kernels=kernels,
     )
+    # The last biases are added once, not by each device.
     weights = [
-      tuple(
-        layer.weight.get_value()
-        for layer in (expert.gate_proj, expert.up_proj, expert.down_proj)
+      (
+        *(expert.gate_proj.parameters, expert.up_proj.parameters),
+        (expert.down_proj.weight.get_value(), None),
       )
       for expert in self.experts
     ]
-    expert = functools.partial(_swiglu, self.experts[0].activation)
+    activation = 'clamped_swiglu' if self.config.clamped else None
+    expert = functools.partial(
+      _swiglu, activation or self.experts[0].activation
+    )
     flat = lambda array: array.reshape(-1, array.shape[-1])
     out = sharding_lib.sum_of_experts(
       functools.partial(experts_lib.mix, expert, kernels=kernels),
@@ -93,6 +105,11 @@ class Experts(nnx.Module):
       flat(rows),
       jax.tree.map(flat, routing),
     )
+    if self.config.mlp_bias:
+      biases = [expert.down_proj.bias[...] for expert in self.experts]
+      rows_of = jnp.stack(biases).astype(jnp.float32)
+      chosen = map(flat, (routing.experts, routing.weights))
+      out += experts_lib.weighted_sum(rows_of, *chosen, kernels=kernels)
     out = out.reshape(x.shape)
     if self.config.shared_width:
       shared = self.shared_expert(rows, None, None)[0]

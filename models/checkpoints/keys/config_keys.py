@@ -65,6 +65,7 @@ _SYNONYMS = {
   **{'hidden_act': 'hidden_activation', 'hidden_activation': 'hidden_act'},
   **{'num_local_experts': 'num_experts', 'n_ctx': 'n_positions'},
   'moe_intermediate_size': 'intermediate_size',
+  'experts_per_token': 'num_experts_per_tok',
 }
 _NAMES: dict[Any, str] = {
   **{bool: 'true or false', int: 'an integer', float: 'a finite number'},
