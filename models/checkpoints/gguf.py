@@ -72,12 +72,9 @@ def _rope_parameters(
   parameters = {'rope_theta': metadata.get('rope.freq_base', 10000.0)}
   default = 'linear' if 'rope.scaling.factor' in metadata else 'none'
   kind = metadata.get('rope.scaling.type', default)
-  factors = {
-    key: name
-    for key, name in gguf_config.LONGROPE.items()
-    if name in header.tensors
-  }
-  if factors or kind == 'longrope':
+  if kind == 'longrope' or header.tensors.keys() & {
+    *gguf_config.LONGROPE.values()
+  }:
     return _longrope(path, metadata, header) | parameters
   if metadata.get('rope.scaling.attn_factor', 1.0) != 1.0:
     raise ValueError(
@@ -198,6 +195,8 @@ def config_keys(path: pathlib.Path) -> dict[str, Any]:
     _add_windows(path, name, metadata, found)
     if name in ('granite', 'granitemoe'):
       _add_rotation(metadata, found)
+    if name == 'gpt-oss':  # No file says that pairs are not rounded.
+      found['rope_parameters']['truncate'] = False
     if name == 'minicpm':
       found['attention_multiplier'] = 1 / math.sqrt(found['head_dim'])
   return found
@@ -304,7 +303,11 @@ def _canonical(name: str, kind: gguf_config.Architecture) -> str | None:
   prefix = '' if layer is None else f'{kind.layers}.{layer}.'
   if part in _EXPERT_NAMES:
     return f'{prefix}mlp.experts.{{}}.{_EXPERT_NAMES[part]}.{leaf}'
-  return f'{prefix}{kind.names[part]}.{leaf}' if part in kind.names else None
+  if part not in kind.names:
+    return None
+  if part == 'attn_sinks':  # They are a parameter by themselves.
+    return prefix + kind.names[part]
+  return f'{prefix}{kind.names[part]}.{leaf}'
 
 
 @dataclasses.dataclass(frozen=True)

@@ -346,18 +346,17 @@ def _read(
 
 
 def _joined(
-  arrays: Mapping[str, np.ndarray],
-  parts: Mapping[str, checkpoint_lib.Part | None],
+  arrays: Mapping[str, np.ndarray], parts: Mapping[str, checkpoint_lib.Part]
 ) -> np.ndarray:
-  """The tensor that holds all of some arrays, each at its part."""
-  first, part = next((arrays[name], part) for name, part in parts.items())
-  if part is None:
+  """The tensor that holds all of some arrays, each at its part; {} of one."""
+  first = next(iter(arrays.values()))
+  if not parts:
     return first
+  part = next(iter(parts.values()))
   experts = part.experts or 1
   rows = sum(len(arrays[name]) for name in parts) // experts
   whole = np.empty((experts, rows, *first.shape[1:]), first.dtype)
   for name, one in parts.items():
-    assert one is not None
     whole[one.expert or 0, one.rows] = arrays[name]
   return whole if part.experts else whole[0]
 
@@ -406,8 +405,7 @@ def save_pretrained(
   tensors = {}
   for own, arrays in stored.items():
     known = family.canonical_name(own, module.config) or own
-    parts = family.parts(known, module.config)
-    whole = _joined(arrays, parts or {name: None for name in arrays})
+    whole = _joined(arrays, family.parts(known, module.config))
     if family.is_transposed(next(iter(arrays))):
       whole = whole.swapaxes(-1, -2)
     tensors[own] = np.ascontiguousarray(whole)

@@ -133,8 +133,8 @@ class _Blocks:
     pairs = read(self.blocks_of)
     codes = np.stack([pairs & 15, pairs >> 4], axis=-1)
     low, high = np.split(codes.reshape(*pairs.shape[:-1], 32), 2, axis=-1)
-    raw = [read(self.exponents)[..., None], low | high << 4]
-    raw = np.concatenate(raw, axis=-1).reshape(len(pairs), -1)
+    parts = [read(self.exponents)[..., None], low | high << 4]
+    raw = np.concatenate(parts, axis=-1).reshape(len(pairs), -1)
     return blocks_lib.from_raw([(slice(None), raw)], self.shape, 'MXFP4')
 
   def blocks(self) -> Iterator[tuple[Any, np.ndarray]]:

@@ -569,8 +569,10 @@ def parts(
     experts = tuple(range(config.num_experts))
   elif own not in _FUSED:
     return {}
-  elif parents[-1:] == ['shared_expert']:
-    sizes['gate_proj'] = config.shared_width
+  elif parents[-1] == 'shared_expert' and isinstance(
+    config, mixtral_lib.MixtralConfig
+  ):
+    sizes['gate_proj'] = config.shared_width or 0
   for expert in experts:
     start, path = 0, parents if expert is None else [*parents, str(expert)]
     together = _FUSED.get(own, (own,))

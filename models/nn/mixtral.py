@@ -105,8 +105,8 @@ class Experts(nnx.Module):
       flat(rows),
       jax.tree.map(flat, routing),
     )
-    if self.config.mlp_bias:
-      biases = [expert.down_proj.bias[...] for expert in self.experts]
+    biases = [expert.down_proj.parameters[1] for expert in self.experts]
+    if biases := [bias for bias in biases if bias is not None]:
       rows_of = jnp.stack(biases).astype(jnp.float32)
       chosen = map(flat, (routing.experts, routing.weights))
       out += experts_lib.weighted_sum(rows_of, *chosen, kernels=kernels)

@@ -133,6 +133,10 @@ _SHARED_NAMES = _LLAMA_NAMES | {
   'ffn_up_shexp': 'mlp.shared_expert.up_proj',
   'ffn_down_shexp': 'mlp.shared_expert.down_proj',
 }
+_GPT_OSS_NAMES = _LLAMA_NAMES | {
+  'attn_sinks': 'self_attn.sinks',
+  'post_attention_norm': 'post_attention_layernorm',
+}
 # Several matrices as one, see `models.checkpoints.llama.parts`.
 _FUSED_NAMES = _LLAMA_NAMES | {
   'attn_qkv': 'self_attn.qkv_proj',
@@ -198,6 +202,7 @@ ARCHITECTURES = {
     local_rope=True,
     head_from_width=62,
   ),
+  'gpt-oss': Architecture(None, 'gpt_oss', names=_GPT_OSS_NAMES, pattern=2),
   'granite': Architecture('granite', keys=_GRANITE_KEYS, swaps_rows=True),
   'granitemoe': Architecture(
     None,

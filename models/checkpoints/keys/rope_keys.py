@@ -112,13 +112,13 @@ def _attention_factor(
   kind: str, values: dict[str, Any], context: int
 ) -> float | None:
   """Takes the keys that only it follows from; None if it is stated."""
-  factor = values.get('factor')
+  log = lambda factor: math.log(max(factor, 1))
   if kind == 'longrope':
     original = values['original_max_position_embeddings']
     factor = values.pop('factor', context / original)
-    result = math.sqrt(1 + math.log(max(factor, 1)) / math.log(original))
+    result = math.sqrt(1 + log(factor) / math.log(original))
   elif values.get('mscale') and values.get('mscale_all_dim'):
-    scale = lambda key: 0.1 * values.pop(key) * math.log(max(factor, 1)) + 1
+    scale = lambda key: 0.1 * values.pop(key) * log(values['factor']) + 1
     result = scale('mscale') / scale('mscale_all_dim')
   else:
     return None
