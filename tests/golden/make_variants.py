@@ -188,7 +188,8 @@ def _describe(kind, changes, files=None) -> variants.Variant:
 def describe(config: dict[str, Any], **files: Any) -> variants.Variant:
   """A config, and the tensors that transformers stores of it."""
   kind = config['model_type']
-  made = transformers.AutoConfig.for_model(**config)
+  # It changes objects within.
+  made = transformers.AutoConfig.for_model(**json.loads(json.dumps(config)))
   with tempfile.TemporaryDirectory() as folder:
     model = transformers.AutoModelForCausalLM.from_config(made)
     model.save_pretrained(folder)
