@@ -4,7 +4,6 @@ Also that drafted text equals plain text, and that chat templates render.
 """
 
 import functools
-import string
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +11,11 @@ import numpy as np
 import pytest
 import tiny
 import tiny_drafters
-import tokenizers
-import transformers
 import variants
 
 from models.checkpoints import hub
 from models.nn import adapter
 from models.nn.cpu import build
-from models.text import chat_template
 import specdec
 
 _LENGTH = len(variants.LONG)

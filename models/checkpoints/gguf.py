@@ -195,6 +195,9 @@ def config_keys(path: pathlib.Path) -> dict[str, Any]:
     _add_windows(path, name, metadata, found)
     if name in ('granite', 'granitemoe'):
       _add_rotation(metadata, found)
+    original = 'original_max_position_embeddings'
+    if name == 'phi3' and original in found['rope_parameters']:
+      found[original] = found['rope_parameters'][original]
     if name == 'gpt-oss':  # No file says that pairs are not rounded.
       found['rope_parameters']['truncate'] = False
     if name == 'minicpm':

@@ -252,7 +252,9 @@ _MODEL_TYPES = {
     keys=_BIASES | _EXPERTS | {'num_experts': 'num_local_experts'},
     fixed={'mlp_bias': True, 'sinks': True, 'clamped': True},
     windows='some',
-    constants={'swiglu_limit': 7.0, 'swiglu_alpha': 1.702},
+    constants={
+      **{'swiglu_limit': 7.0, 'swiglu_alpha': 1.702, 'hidden_act': 'silu'}
+    },
     idle=('initial_context_length',),
     rounded=('mxfp4',),
   ),
@@ -406,8 +408,9 @@ def model_types(shape: type[nn_llama.LlamaConfig]) -> frozenset[str]:
 def _as_granite(raw: Mapping[str, Any]) -> dict[str, Any]:
   """The keys of a MiniCPM as those of the Granite that computes the same."""
   config_keys.check_types(raw, dict.fromkeys(_MINICPM, float))
-  if missing := [key for key in _MINICPM if key not in raw]:
-    raise ValueError(f'the key {missing[0]} is missing, which a MiniCPM needs')
+  for key in _MINICPM:
+    if not raw.get(key, 0) > 0:
+      raise ValueError(f'{key}={raw.get(key)!r}: a MiniCPM needs one above 0')
   width = raw['hidden_size']
   head_width = raw.get('head_dim') or width // raw['num_attention_heads']
   own = {key: raw[key] for key in raw if key not in _MINICPM}

@@ -63,7 +63,7 @@ def _granite(rng: random.Random) -> Config:
     'model_type': 'granitemoehybrid',
     'layer_types': ['attention'] * 2,
     'shared_intermediate_size': rng.choice([12, 20]),
-    'num_local_experts': rng.choice([3, 0]),
+    'num_local_experts': rng.choice([0, 3]),
     'num_experts_per_tok': 2,
     'position_embedding_type': rng.choice(['rope', 'rope', 'nope']),
     'embedding_multiplier': rng.choice([1.0, 3.0]),
