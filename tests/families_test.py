@@ -81,6 +81,19 @@ def test_logits_are_those_of_transformers_and_shapes_are_saved(name, tmp_path):
   np.testing.assert_allclose(found[branch], expected[one], rtol=0, atol=2e-4)
 
 
+def test_longrope_has_the_context_of_the_training(tmp_path, caplog):
+  variant = variants.FAMILIES['phi4_mini_0']
+  known = variant['config']['original_max_position_embeddings']
+  target = adapter.as_model(
+    hub.load_module(variants.write(variant, tmp_path / 'a'))
+  )
+  assert f'context is {known} tokens, so --context may' in caplog.text
+  with pytest.raises(
+    ValueError, match=f'context of the target, {known} tokens'
+  ):
+    specdec.generate(target, jax.random.key(0), [[1] * 9], max_new_tokens=known)
+
+
 @pytest.mark.parametrize('name', _FIRST)
 def test_kernels_and_few_bits(name, tmp_path):
   folder = variants.write(variants.FAMILIES[name], tmp_path / name)
@@ -111,86 +124,52 @@ def test_greedy_trees_equal_plain_text(name, tmp_path):
   assert drafted.stats.block_efficiency > 1.2
 
 
-# The usual features of published templates, in few lines: tools that are not
-# there, a system message or a default one, dates, thinking that is off.
+# The features of published templates, in few lines: tools that are not there,
+# system messages, dates, thinking that is off, and what the text is by them.
 _TEMPLATES = {
   'granite4': (
-    "{%- set sys = namespace(text='') %}{%- if tools %}TOOLS{% endif %}"
-    '{%- if documents is defined and documents %}DOCUMENTS{% endif %}'
-    "{%- if messages[0].role == 'system' %}"
-    '{%- set sys.text = messages[0].content %}{%- endif %}'
-    "{{- '<|start_of_role|>system<|end_of_role|>' + (sys.text or 'Hi')"
-    " + '<|end_of_text|>\\n' }}"
-    "{%- for message in messages if message.role != 'system' %}"
-    "{{- '<|start_of_role|>' + message.role + '<|end_of_role|>' +"
-    " message.content + '<|end_of_text|>\\n' }}{%- endfor %}"
-    '{%- if add_generation_prompt %}'
-    "{{- '<|start_of_role|>assistant<|end_of_role|>' }}{%- endif %}",
-    '<|start_of_role|>system<|end_of_role|>S<|end_of_text|>\n'
-    '<|start_of_role|>user<|end_of_role|>U<|end_of_text|>\n'
-    '<|start_of_role|>assistant<|end_of_role|>',
+    """{%- set all = namespace(text='') %}{%- if tools %}TOOLS{% endif %}
+{%- if messages[0].role == 'system' %}
+{%- set all.text = messages[0].content %}{%- endif %}
+{{- '<|role|>system<|end|>' + (all.text or 'Hi') }}
+{%- for message in messages if message.role != 'system' %}
+{{- '<|role|>' + message.role + '<|end|>' + message.content }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|role|>assistant<|end|>' }}{%- endif %}""",
+    '<|role|>system<|end|>S<|role|>user<|end|>U<|role|>assistant<|end|>',
   ),
   'ministral3': (
-    "{%- set today = strftime_now('%Y') %}{{- bos_token }}"
-    "{%- if messages[0]['role'] == 'system' %}"
-    "{{- '[SYSTEM_PROMPT]' + messages[0]['content'] + '[/SYSTEM_PROMPT]' }}"
-    '{%- set loop_messages = messages[1:] %}'
-    '{%- else %}{{- today }}{%- set loop_messages = messages %}{%- endif %}'
-    '{%- if tools is defined and tools is not none %}[AVAILABLE_TOOLS]{%- endif %}'
-    '{%- for message in loop_messages %}'
-    "{%- if message['role'] == 'user' %}"
-    "{{- '[INST]' }}{%- if message['content'] is string %}"
-    "{{- message['content'] }}{%- else %}"
-    "{%- for block in message['content'] %}{{- block['text'] }}{%- endfor %}"
-    "{%- endif %}{{- '[/INST]' }}"
-    "{%- elif message['role'] == 'assistant' %}"
-    "{{- message['content'] + eos_token }}"
-    "{%- else %}{{- raise_exception('Only user and assistant') }}{%- endif %}"
-    '{%- endfor %}',
-    '<s>[SYSTEM_PROMPT]S[/SYSTEM_PROMPT][INST]U[/INST]',
+    """{%- set year = strftime_now('%Y') %}{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+{{- '[SYSTEM]' + messages[0]['content'] }}{%- set rest = messages[1:] %}
+{%- else %}{{- year }}{%- set rest = messages %}{%- endif %}
+{%- if tools is defined and tools is not none %}[TOOLS]{%- endif %}
+{%- for message in rest %}{%- if message['role'] != 'user' %}
+{{- raise_exception('Only users') }}{%- elif message['content'] is string %}
+{{- '[INST]' + message['content'] + '[/INST]' }}{%- endif %}{%- endfor %}""",
+    '<s>[SYSTEM]S[INST]U[/INST]',
   ),
-  'phi4_mini': (
-    "{% for message in messages %}{% if message['role'] == 'system' and"
-    " 'tools' in message and message['tools'] is not none %}"
-    "{{ '<|tool|>' + message['tools'] }}{% else %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
-    '{% endif %}{% endfor %}{% if add_generation_prompt %}'
-    "{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}",
+  'minicpm, phi4_mini': (
+    """{%- for message in messages %}
+{%- if 'tools' in message and message['tools'] is not none %}[TOOLS]{% endif %}
+{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|assistant|>' }}
+{%- if enable_thinking is defined and not enable_thinking %}OFF{%- endif %}
+{%- else %}{{- eos_token }}{%- endif %}""",
     '<|system|>S<|end|><|user|>U<|end|><|assistant|>',
   ),
-  'minicpm': (
-    "{%- if tools %}{{- '<|im_start|>system\\n# Tools' }}{%- endif %}"
-    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' +"
-    " message.content + '<|im_end|>\\n' }}{%- endfor %}"
-    '{%- if add_generation_prompt %}'
-    "{{- '<|im_start|>assistant\\n' }}{%- if enable_thinking is defined and"
-    " enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}"
-    '{%- endif %}{%- endif %}',
-    '<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n'
-    '<|im_start|>assistant\n',
-  ),
   'gpt_oss': (
-    "{%- macro channels() -%}{{- '# Valid channels: final.' }}{%- endmacro -%}"
-    '{%- if reasoning_effort is not defined %}'
-    "{%- set reasoning_effort = 'low' %}{%- endif %}"
-    "{{- '<|start|>system<|message|>Reasoning: ' + reasoning_effort + '\\n' +"
-    " channels() + '<|end|>' }}"
-    "{%- if messages[0].role in ('developer', 'system') %}"
-    "{{- '<|start|>developer<|message|>' + messages[0].content + '<|end|>' }}"
-    '{%- set loop_messages = messages[1:] %}'
-    '{%- else %}{%- set loop_messages = messages %}{%- endif %}'
-    '{%- if tools -%}TOOLS{%- endif -%}'
-    '{%- for message in loop_messages -%}'
-    "{{- '<|start|>' + message.role + '<|message|>' + message.content"
-    " + ('<|return|>' if loop.last and not add_generation_prompt"
-    " else '<|end|>') }}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|start|>assistant' }}{%- endif -%}",
-    '<|start|>system<|message|>Reasoning: low\n# Valid channels: final.<|end|>'
-    '<|start|>developer<|message|>S<|end|><|start|>user<|message|>U<|end|>'
-    '<|start|>assistant',
+    """{%- macro channels() -%}{{- '# Channels' }}{%- endmacro -%}
+{%- if reasoning_effort is not defined %}{%- set reasoning_effort = 'low' %}
+{%- endif %}{{- '<|start|>' + reasoning_effort + channels() + '<|end|>' }}
+{%- for message in messages -%}
+{{- '<|start|>' + message.role + '<|message|>' + message.content }}
+{{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}
+{%- endfor -%}{%- if add_generation_prompt %}<|start|>assistant{%- endif -%}""",
+    '<|start|>low# Channels<|end|><|start|>system<|message|>S<|end|>'
+    '<|start|>user<|message|>U<|end|><|start|>assistant',
   ),
 }
-_SPECIAL = re.compile(r'<\|\w+\|>|<s>|\[/?[A-Z_]+\]')
+_SPECIAL = re.compile(r'<\|\w+\|>|<s>|\[/?[A-Z]+\]')
 
 
 @pytest.mark.parametrize('family', _TEMPLATES)
@@ -202,13 +181,13 @@ def test_chat_templates_render_without_tools_and_thoughts(family):
   backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
     add_prefix_space=False, use_regex=False
   )
-  backend.add_special_tokens([*dict.fromkeys(_SPECIAL.findall(expected))])
+  special = [*dict.fromkeys(_SPECIAL.findall(expected))]
+  backend.add_special_tokens(special)
   tokenizer = transformers.PreTrainedTokenizerFast(
     tokenizer_object=backend, bos_token='<s>', chat_template=template
   )
   messages = chat_template.first_messages('U', 'S')
   ids = chat_template.conversation_ids(tokenizer, messages)
   assert ids == tokenizer(expected)['input_ids']
-  special = {*_SPECIAL.findall(expected)}
-  assert special <= {*tokenizer.convert_ids_to_tokens(ids)}
+  assert {*special} <= {*tokenizer.convert_ids_to_tokens(ids)}
   assert chat_template.conversation_ids(tokenizer, messages[1:])

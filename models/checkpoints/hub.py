@@ -22,6 +22,7 @@ from models.checkpoints import gguf
 from models.checkpoints import hugging_face
 from models.checkpoints import rounded
 from models.nn import adapter
+from models.nn import llama as nn_llama
 from models.nn import matrices as matrices_lib
 from models.nn import sharding as sharding_lib
 from specdec import memory
@@ -216,6 +217,12 @@ def read_module(
     logging.warning(
       '%s: every device has all of %s, which %d devices cannot divide',
       *(checkpoint.path.name, ', '.join(whole), layout.parts('heads')),
+    )
+  if isinstance(config, nn_llama.LlamaConfig) and config.ends_with_training:
+    logging.warning(
+      '%s: the context is %d tokens, so --context may not be larger: a longer'
+      ' text would rotate what is cached by other factors (longrope)',
+      *(checkpoint.path.name, config.num_positions),
     )
   loaded = read_parameters(
     *(checkpoint, family, expected, form, config),

@@ -105,6 +105,12 @@ class LlamaConfig:
       if rope.query_growth and self.qk_norm:
         raise ValueError('qk_norm with queries that grow is not supported')
 
+  @property
+  def ends_with_training(self) -> bool:
+    """Whether longer texts than in the training are rotated otherwise."""
+    scalings = (rope and rope.scaling for rope in self.of_layers('rope'))
+    return any(isinstance(s, rope_lib.LongRopeScaling) for s in scalings)
+
   def _set(self, field: str, value: Any) -> None:
     object.__setattr__(self, field, value)
 
