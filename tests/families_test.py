@@ -4,8 +4,10 @@ Also that drafted text equals plain text, and that chat templates render.
 """
 
 import functools
+import json
 import re
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +20,8 @@ import variants
 
 from models.checkpoints import hub
 from models.nn import adapter
+from models.nn import blocks as blocks_lib
+from models.nn import mixtral as mixtral_lib
 from models.nn.cpu import build
 from models.text import chat_template
 import specdec
@@ -122,6 +126,57 @@ def test_greedy_trees_equal_plain_text(name, tmp_path):
   drafted = generate(drafter=tiny_drafters.simple('tree', draft))
   assert drafted.tokens == plain.tokens
   assert drafted.stats.block_efficiency > 1.2
+
+
+def test_folders_in_mxfp4_are_read_as_they_are_stored(tmp_path):
+  """Neighbours are the halves of a byte, the first one the lower half."""
+  shape = {'vocab_size': 40, 'num_positions': 64, 'width': 32, 'num_layers': 1}
+  shape |= {'num_heads': 2, 'num_kv_heads': 1, 'head_width': 8}
+  config = mixtral_lib.GptOssConfig(
+    **shape | {'inner_width': 64, 'num_experts': 3, 'experts_per_token': 2},
+    **dict.fromkeys(('mlp_bias', 'sinks', 'clamped', 'tie_embeddings'), True),
+  )
+  made = mixtral_lib.Mixtral(config, rngs=nnx.Rngs(0))
+  hub.save_pretrained(made, tmp_path)
+  rng, floats, blocks = np.random.default_rng(0), {}, {}
+  halves = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+  for part, size in (('gate_up_proj', (3, 128, 1)), ('down_proj', (3, 32, 2))):
+    name = f'model.layers.0.mlp.experts.{part}'
+    codes = rng.integers(0, 16, (*size, 32), dtype=np.uint8)
+    exponents = rng.integers(120, 128, size, dtype=np.uint8)
+    values = halves[codes & 7] * np.where(codes & 8, -1, 1)
+    values = values * np.float32(2) ** (np.float32(exponents) - 127)[..., None]
+    floats[name] = values.reshape(*size[:2], -1).swapaxes(1, 2)
+    blocks |= {
+      **{name: None, f'{name}_scales': exponents},
+      f'{name}_blocks': codes[..., ::2] | codes[..., 1::2] << 4,
+    }
+  edit = lambda edits: variants.edit_tensors(
+    tmp_path,
+    {k: v if v is None else lambda _, v=v: v for k, v in edits.items()},
+  )
+  edit({k: np.ascontiguousarray(v, np.float32) for k, v in floats.items()})
+  expected = hub.flat_params(hub.load_module(tmp_path))[1]
+  edit(blocks)
+  path = tmp_path / 'config.json'
+  keys = json.loads(path.read_text())
+  path.write_text(
+    json.dumps(keys | {'quantization_config': {'quant_method': 'mxfp4'}})
+  )
+  assert hub.locate(tmp_path).stored_dtypes == ['float32', 'stored']
+  for dtype, count in (('float32', 0), ('stored', 9)):
+    found = hub.flat_params(hub.load_module(tmp_path, dtype=dtype))[1]
+    grouped = lambda leaf: isinstance(leaf, blocks_lib.GroupedMatrix)
+    assert sum(map(grouped, found.values())) == count
+    for key, leaf in found.items():
+      if grouped(leaf):
+        leaf = leaf.take(np.arange(len(expected[key])))
+      elif dtype == 'stored':
+        continue  # In bfloat16.
+      np.testing.assert_array_equal(leaf, expected[key], err_msg=key)
+  edit({'model.layers.0.mlp.experts.down_proj_scales': np.uint8([[[0]]] * 3)})
+  with pytest.raises(ValueError, match=r'down_proj_scales has shape'):
+    hub.load_module(tmp_path)
 
 
 # The features of published templates, in few lines: tools that are not there,

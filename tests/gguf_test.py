@@ -103,6 +103,7 @@ _CONFIGS = {
       query_growth=0.25,
     ),
   ),
+  'mistral3, plain': nn_llama.LlamaConfig(**_LLAMA),
   'phi3': nn_llama.LlamaConfig(
     **_LLAMA | {'num_positions': 48},
     rope=rope_lib.Rope(scaling=_LONGROPE, fraction=0.75),
@@ -169,6 +170,7 @@ def _metadata(writer, config, arch):
     writer.add_attn_temperature_scale(rope.query_growth)
     writer.add_rope_scaling_yarn_log_mul(1.0)
   if rope.scaling == _LONGROPE:
+    writer.add_sliding_window(0)
     writer.add_rope_scaling_attn_factors(_LONGROPE.attention_factor)
     writer.add_rope_scaling_orig_ctx_len(48)
     writer.kv_data[0].pop(f'{arch}.rope.dimension_count')

@@ -118,11 +118,12 @@ def _longrope(
       raise ValueError(f'{path} lacks the tensor {name} of its longrope')
     [(_, stored)] = gguf_tensor.Tensor(path, header.tensors[name]).blocks()
     found[key] = stored.tolist()
-  original, whole = 'rope.scaling.original_context_length', 'context_length'
+  whole = metadata['context_length']
   found['original_max_position_embeddings'] = metadata.get(
-    original, metadata[whole]
+    'rope.scaling.original_context_length', whole
   )
-  found['attention_factor'] = metadata.get('rope.scaling.attn_factor', 1.0)
+  if (factor := 'rope.scaling.attn_factor') in metadata:
+    found['attention_factor'] = metadata[factor]
   return found
 
 
@@ -193,16 +194,25 @@ def config_keys(path: pathlib.Path) -> dict[str, Any]:
     found['attention_bias'] = 'blk.0.attn_q.bias' in header.tensors
     _add_heads(path, name, metadata, found)
     _add_windows(path, name, metadata, found)
-    if name in ('granite', 'granitemoe'):
-      _add_rotation(metadata, found)
-    original = 'original_max_position_embeddings'
-    if name == 'phi3' and original in found['rope_parameters']:
-      found[original] = found['rope_parameters'][original]
-    if name == 'gpt-oss':  # No file says that pairs are not rounded.
-      found['rope_parameters']['truncate'] = False
-    if name == 'minicpm':
-      found['attention_multiplier'] = 1 / math.sqrt(found['head_dim'])
+    _add_own(name, metadata, found)
   return found
+
+
+def _add_own(
+  name: str, metadata: Mapping[str, Any], found: dict[str, Any]
+) -> None:
+  """Adds what follows from the architecture alone."""
+  rope, original = found['rope_parameters'], 'original_max_position_embeddings'
+  if name == 'phi3' and original in rope:  # It has a default beside these.
+    found[original] = rope[original]
+  if name == 'gpt-oss':  # No file says that pairs are not rounded.
+    rope['truncate'] = False
+  if name == 'minicpm':
+    found['attention_multiplier'] = 1 / math.sqrt(found['head_dim'])
+  if name == 'mistral3' and 'llama_4_scaling_beta' not in rope:
+    found['model_type'] = 'mistral'  # Such as Mistral Small 3.
+  if name in ('granite', 'granitemoe'):
+    _add_rotation(metadata, found)
 
 
 def _add_rotation(metadata: Mapping[str, Any], found: dict[str, Any]) -> None:
@@ -265,7 +275,8 @@ def _add_windows(
       f' layers rotate by the base {base}'
     )
   window = found.get('sliding_window')
-  if not window:
+  if not window:  # 0 in files of Phi 4.
+    found.pop('sliding_window', None)
     if stated is not None:
       raise ValueError(
         f'{path}: {name}.{gguf_config.PATTERN} says which layers have a window,'

@@ -541,7 +541,7 @@ def canonical_name(stored: str, config: nn_llama.LlamaConfig) -> str | None:
     return 'embed_tokens.weight'
   for theirs, ours in _GRANITE_NAMES.items():
     name = name.replace(f'.{theirs}.', f'.{ours}.')
-  if config.num_experts == 1:
+  if not isinstance(config, mixtral_lib.MixtralConfig):
     name = name.replace('.shared_expert.', '.')
   if '.block_sparse_moe.' in name:
     name = name.replace('.block_sparse_moe.', '.mlp.')
@@ -602,7 +602,7 @@ def stored_name(name: str, config: nn_llama.LlamaConfig) -> str:
       name = name.replace(f'.{ours}.', f'.{theirs}.')
   if kind == 'granitemoehybrid':
     name = re.sub(r'\.experts\.\d+\.', '.experts.', name)
-    if config.num_experts == 1:
+    if not isinstance(config, mixtral_lib.MixtralConfig):
       name = name.replace('.mlp.', '.mlp.shared_expert.')
     for one in _FUSED['gate_up_proj']:
       name = name.replace(f'.{one}.', '.gate_up_proj.')
