@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import functools
 import pathlib
 from typing import Any
-from typing import NamedTuple
 from typing import Protocol
 from typing import TypeVar
 
@@ -27,20 +26,6 @@ BLOCKS, SCALES = '_blocks', '_scales'
 
 # Bytes of a draft's files that a processor's cache may hold.
 _CACHED = 1 << 26
-
-
-class Part(NamedTuple):
-  """What a tensor is of a stored one, which holds several.
-
-  Attributes:
-    rows: its outputs.
-    expert: its place in a stack of the tensors of all experts, or None.
-    experts: how many these are.
-  """
-
-  rows: slice = slice(None)
-  expert: int | None = None
-  experts: int | None = None
 
 
 class StoredTensor(Protocol):

@@ -16,11 +16,11 @@ from huggingface_hub.errors import StrictDataclassError
 import numpy as np
 import transformers
 
-from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import gpt2 as checkpoints_gpt2
 from models.checkpoints import gpt_oss as checkpoints_gpt_oss
 from models.checkpoints import llama as checkpoints_llama
 from models.checkpoints.keys import config_keys
+from models.checkpoints.keys import tensor_parts
 from models.nn import adapter
 from models.nn import gemma as gemma_lib
 from models.nn import gpt2 as nn_gpt2
@@ -64,7 +64,7 @@ class Family:
   to_hugging_face: Callable[..., transformers.PreTrainedConfig]
   canonical_name: Callable[[str, Any], str | None]
   stored_name: Callable[[str, Any], str]
-  parts: Callable[[str, Any], Mapping[str, checkpoint_lib.Part]] = (
+  parts: Callable[[str, Any], Mapping[str, tensor_parts.Part]] = (
     lambda name, config: {}
   )
   is_transposed: Callable[[str], bool] = lambda name: False

@@ -22,6 +22,7 @@ from models.checkpoints.gguf_parts import gguf_config
 from models.checkpoints.gguf_parts import gguf_header
 from models.checkpoints.gguf_parts import gguf_tensor
 from models.checkpoints.gguf_parts import gguf_tokenizer
+from models.checkpoints.keys import tensor_parts
 from models.nn import adapter
 from models.nn import blocks as blocks_lib
 from models.nn import rope as rope_lib
@@ -401,7 +402,7 @@ class GGUFFile:
         raise ValueError(f'{self.path}: tensor {name} is not part of a {arch}')
       if '{}' in canonical:
         for expert in range(info.shape[0]):
-          part = checkpoint_lib.Part(expert=expert)
+          part = tensor_parts.Part(expert=expert)
           yield canonical.format(expert), tensor(info, part)
         continue
       if parts := family.parts(canonical, self.config):

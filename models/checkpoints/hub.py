@@ -21,6 +21,7 @@ from models.checkpoints import families
 from models.checkpoints import gguf
 from models.checkpoints import hugging_face
 from models.checkpoints import rounded
+from models.checkpoints.keys import tensor_parts
 from models.nn import adapter
 from models.nn import llama as nn_llama
 from models.nn import matrices as matrices_lib
@@ -353,7 +354,7 @@ def _read(
 
 
 def _joined(
-  arrays: Mapping[str, np.ndarray], parts: Mapping[str, checkpoint_lib.Part]
+  arrays: Mapping[str, np.ndarray], parts: Mapping[str, tensor_parts.Part]
 ) -> np.ndarray:
   """The tensor that holds all of some arrays, each at its part; {} of one."""
   first = next(iter(arrays.values()))

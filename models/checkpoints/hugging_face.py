@@ -16,6 +16,7 @@ import transformers
 from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import families
 from models.checkpoints import folder_tokenizer
+from models.checkpoints.keys import tensor_parts
 from models.nn import adapter
 from models.nn import blocks as blocks_lib
 from models.nn import matrices as matrices_lib
@@ -41,7 +42,7 @@ class _Tensor:
   name: str
   dtype: str
   stored_shape: tuple[int, ...]
-  part: checkpoint_lib.Part = checkpoint_lib.Part()
+  part: tensor_parts.Part = tensor_parts.Part()
   transposed: bool = False  # Whether it is stored `[in, out]`.
   convert: Callable[[np.ndarray], np.ndarray] = lambda rows: rows
 
@@ -202,7 +203,7 @@ class HuggingFaceFolder:
       known = family.canonical_name(tensor.name, config)
       if known is None:
         continue
-      parts = family.parts(known, config) or {known: checkpoint_lib.Part()}
+      parts = family.parts(known, config) or {known: tensor_parts.Part()}
       stem = tensor.name.removesuffix(checkpoint_lib.BLOCKS)
       exponents = stored.get(stem + checkpoint_lib.SCALES)
       for name, part in parts.items():

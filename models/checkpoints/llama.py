@@ -11,9 +11,9 @@ from huggingface_hub.errors import StrictDataclassError
 import numpy as np
 import transformers
 
-from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints.keys import config_keys
 from models.checkpoints.keys import rope_keys
+from models.checkpoints.keys import tensor_parts
 from models.nn import gemma as gemma_lib
 from models.nn import layers
 from models.nn import llama as nn_llama
@@ -552,7 +552,7 @@ def canonical_name(stored: str, config: nn_llama.LlamaConfig) -> str | None:
 
 def parts(
   name: str, config: nn_llama.LlamaConfig, *, interleaved: bool = False
-) -> Mapping[str, checkpoint_lib.Part]:
+) -> Mapping[str, tensor_parts.Part]:
   """The tensors that are stored as one, and their parts; {} if it is but one.
 
   The last has all rows that are left, so that too many do not pass.
@@ -565,7 +565,7 @@ def parts(
   sizes = {'gate_proj': config.inner_width}
   sizes['q_proj'] = config.num_heads * config.head_width
   sizes['k_proj'] = config.num_kv_heads * config.head_width
-  found: dict[str, checkpoint_lib.Part] = {}
+  found: dict[str, tensor_parts.Part] = {}
   *parents, own, leaf = name.split('.')
   experts: tuple[int | None, ...] = (None,)
   if parents[-1:] == ['experts']:  # A stack of those of all.
@@ -586,7 +586,7 @@ def parts(
         rows = slice(together.index(one), None, len(together))
       count = None if expert is None else len(experts)
       key = '.'.join([*path, one, leaf])
-      found[key] = checkpoint_lib.Part(rows, expert, count)
+      found[key] = tensor_parts.Part(rows, expert, count)
       start = end or 0
   return found
 

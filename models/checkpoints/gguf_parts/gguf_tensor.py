@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints.gguf_parts import gguf_header
+from models.checkpoints.keys import tensor_parts
 from models.nn import blocks as blocks_lib
 
 _BLOCK_BYTES = 1 << 24  # Bytes of a tensor, as float32, converted at once.
@@ -38,7 +38,7 @@ class Tensor:
 
   file: pathlib.Path
   info: gguf_header.TensorInfo
-  part: checkpoint_lib.Part = checkpoint_lib.Part()
+  part: tensor_parts.Part = tensor_parts.Part()
   num_heads: int | None = (
     None  # Set if rows are in the order of llama.cpp's Llama.
   )
