@@ -26,6 +26,8 @@ def raw_rows(
       factors = sizes * rng.choice([-1, 1], sizes.shape)
       half = factors.astype(np.float16)
       raw[..., start : start + size] = half.view(np.uint8)
+    if name == 'e':
+      raw[..., start] = rng.integers(108, 119, shape)
     start += size
   return raw.reshape(count, -1)
 

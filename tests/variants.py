@@ -23,19 +23,32 @@ RESULTS = _GOLDEN / 'variants.npz'
 
 Variant = dict[str, Any]
 """`config`, and `tensors`: shapes by name; perhaps `dtype`, `shards`, and
-`buffers`: the causal masks that old versions stored."""
+`buffers`: the causal masks that old versions stored; `scale` of weights."""
 
 VARIANTS: dict[str, Variant] = (
   json.loads(DESCRIBED.read_text()) if DESCRIBED.exists() else {}
 )
 
+# Random shapes of families, longer texts, and the tokens whose logits are kept.
+FAMILIES_DESCRIBED = _GOLDEN / 'families.json'
+FAMILY_RESULTS = _GOLDEN / 'families.npz'
+FAMILIES: dict[str, Variant] = (
+  json.loads(FAMILIES_DESCRIBED.read_text())
+  if FAMILIES_DESCRIBED.exists()
+  else {}
+)
+LONG = np.random.RandomState(1).randint(VOCAB_SIZE, size=40)
+SOME_WORDS = np.arange(0, VOCAB_SIZE, 5)
 
-def _draw(name: str, shape: list[int], dtype: str) -> np.ndarray:
+
+def _draw(
+  name: str, shape: list[int], dtype: str, scale: float = 0.3
+) -> np.ndarray:
   name = name.removeprefix('model.').removeprefix('transformer.')
   is_scale = 'norm' in name or ('ln_' in name and name.endswith('weight'))
   # NumPy never changes what this old generator draws.
   rng = np.random.RandomState(zlib.crc32(name.encode()))
-  values = 0.3 * rng.standard_normal(shape) + is_scale
+  values = scale * rng.standard_normal(shape) + is_scale
   return values.astype(getattr(ml_dtypes, dtype, dtype))
 
 
@@ -58,7 +71,7 @@ def write(variant: Variant | str, folder: pathlib.Path) -> pathlib.Path:
   (folder / 'config.json').write_text(json.dumps(variant['config']))
   dtype, shards = variant.get('dtype', 'float32'), variant.get('shards', 1)
   tensors = {
-    name: _draw(name, shape, dtype)
+    name: _draw(name, shape, dtype, variant.get('scale', 0.3))
     for name, shape in variant['tensors'].items()
   }
   if variant.get('buffers'):

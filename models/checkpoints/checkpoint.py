@@ -20,6 +20,9 @@ from specdec.text import whole_files
 
 _Read = TypeVar('_Read')
 
+# Ends of the names of a matrix in MXFP4, of which folders have two tensors.
+BLOCKS, SCALES = '_blocks', '_scales'
+
 # Bytes of a draft's files that a processor's cache may hold.
 _CACHED = 1 << 26
 

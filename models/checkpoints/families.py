@@ -17,8 +17,10 @@ import numpy as np
 import transformers
 
 from models.checkpoints import gpt2 as checkpoints_gpt2
+from models.checkpoints import gpt_oss as checkpoints_gpt_oss
 from models.checkpoints import llama as checkpoints_llama
 from models.checkpoints.keys import config_keys
+from models.checkpoints.keys import tensor_parts
 from models.nn import adapter
 from models.nn import gemma as gemma_lib
 from models.nn import gpt2 as nn_gpt2
@@ -42,8 +44,8 @@ class Family:
     canonical_name: maps `(stored name, config)` to a canonical name, or to None
       for a tensor that is not needed.
     parts: maps `(canonical name, config)` to the canonical names of tensors
-      that are stored as one under it, and their rows; to {} by default, for a
-      tensor by itself.
+      that are stored as one under it, and their parts of it; to {} by default,
+      for a tensor by itself.
     stored_name: maps `(canonical name, config)` to the name that transformers
       writes.
     is_transposed: whether the matrix of a canonical name is stored `[in, out]`.
@@ -62,7 +64,9 @@ class Family:
   to_hugging_face: Callable[..., transformers.PreTrainedConfig]
   canonical_name: Callable[[str, Any], str | None]
   stored_name: Callable[[str, Any], str]
-  parts: Callable[[str, Any], Mapping[str, slice]] = lambda name, config: {}
+  parts: Callable[[str, Any], Mapping[str, tensor_parts.Part]] = (
+    lambda name, config: {}
+  )
   is_transposed: Callable[[str], bool] = lambda name: False
   convert: Callable[[str, np.ndarray], np.ndarray] = lambda name, rows: rows
   to_stored: Callable[[str, np.ndarray], np.ndarray] = lambda name, rows: rows
@@ -106,18 +110,32 @@ FAMILIES = (
   ),
   dataclasses.replace(
     LLAMA,
+    name='gpt-oss',
+    model_types=checkpoints_llama.model_types(mixtral_lib.GptOssConfig),
+    module=mixtral_lib.Mixtral,
+    config=mixtral_lib.GptOssConfig,
+    canonical_name=checkpoints_gpt_oss.canonical_name,
+    parts=checkpoints_gpt_oss.parts,
+    stored_name=checkpoints_gpt_oss.stored_name,
+    is_transposed=checkpoints_gpt_oss.is_transposed,
+    stays_float=lambda name: 'gate.' in name,
+  ),
+  dataclasses.replace(
+    LLAMA,
     name='Gemma',
     model_types=checkpoints_llama.model_types(gemma_lib.GemmaConfig),
     config=gemma_lib.GemmaConfig,
-    canonical_name=checkpoints_llama.gemma_name,
     convert=functools.partial(checkpoints_llama.shift_norms, 1.0),
     to_stored=functools.partial(checkpoints_llama.shift_norms, -1.0),
   ),
 )
 
 # Models that have more than a language model, by the `model_type` of the whole.
-_WITH_TEXT = {'gemma3'}
-_WITH_PICTURES = ('vision_config', 'mm_tokens_per_image')
+_WITH_TEXT = {'gemma3', 'mistral3'}
+_WITH_PICTURES = (
+  *('vision_config', 'mm_tokens_per_image', 'vision_feature_layer'),
+  *('multimodal_projector_bias', 'projector_hidden_act', 'spatial_merge_size'),
+)
 
 # Errors of transformers and the families on values of another type.
 _WRONG_VALUES = (

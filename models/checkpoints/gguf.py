@@ -22,6 +22,7 @@ from models.checkpoints.gguf_parts import gguf_config
 from models.checkpoints.gguf_parts import gguf_header
 from models.checkpoints.gguf_parts import gguf_tensor
 from models.checkpoints.gguf_parts import gguf_tokenizer
+from models.checkpoints.keys import tensor_parts
 from models.nn import adapter
 from models.nn import blocks as blocks_lib
 from models.nn import rope as rope_lib
@@ -37,12 +38,15 @@ _EXPERT_NAMES = {
 # Keys of each scaling, and those of `rope_parameters`.
 _SCALINGS: dict[str, dict[str, str]] = {
   'none': {},
+  'longrope': {},
   'linear': {'rope.scaling.factor': 'factor'},
   'yarn': {
     'rope.scaling.factor': 'factor',
     'rope.scaling.original_context_length': 'original_max_position_embeddings',
     'rope.scaling.yarn_beta_fast': 'beta_fast',
     'rope.scaling.yarn_beta_slow': 'beta_slow',
+    'rope.scaling.yarn_log_multiplier': 'mscale_all_dim',
+    'attention.temperature_scale': 'llama_4_scaling_beta',
   },
 }
 # The scaling of Llama 3.1 and later; a file has only what follows from it.
@@ -69,6 +73,10 @@ def rope_parameters(
   parameters = {'rope_theta': metadata.get('rope.freq_base', 10000.0)}
   default = 'linear' if 'rope.scaling.factor' in metadata else 'none'
   kind = metadata.get('rope.scaling.type', default)
+  if kind == 'longrope' or header.tensors.keys() & {
+    *gguf_config.LONGROPE.values()
+  }:
+    return _longrope(path, metadata, header) | parameters
   if metadata.get('rope.scaling.attn_factor', 1.0) != 1.0:
     raise ValueError(
       f'{path}: rope.scaling.attn_factor='
@@ -84,6 +92,8 @@ def rope_parameters(
   found = {keys[key]: metadata[key] for key in keys if key in metadata}
   if kind != 'none':
     parameters |= {'rope_type': kind, **found}
+  if 'mscale_all_dim' in parameters:  # The other factor is one in llama.cpp.
+    parameters['mscale'] = 1.0
   if (factors := gguf_config.ROPE_FACTORS) in header.tensors:
     if kind != 'none':
       raise ValueError(
@@ -93,6 +103,29 @@ def rope_parameters(
     factor = _llama3_factor(path, header, parameters['rope_theta'])
     parameters |= {'rope_type': 'llama3', 'factor': factor, **_LLAMA3}
   return parameters
+
+
+def _longrope(
+  path: pathlib.Path, metadata: Mapping[str, Any], header: gguf_header.Header
+) -> dict[str, Any]:
+  """The keys of a rotation whose frequencies are divided by stored factors.
+
+  Raises:
+    ValueError: there are none.
+  """
+  found: dict[str, Any] = {'rope_type': 'longrope'}
+  for key, name in gguf_config.LONGROPE.items():
+    if name not in header.tensors:
+      raise ValueError(f'{path} lacks the tensor {name} of its longrope')
+    [(_, stored)] = gguf_tensor.Tensor(path, header.tensors[name]).blocks()
+    found[key] = stored.tolist()
+  whole = metadata['context_length']
+  found['original_max_position_embeddings'] = metadata.get(
+    'rope.scaling.original_context_length', whole
+  )
+  if (factor := 'rope.scaling.attn_factor') in metadata:
+    found['attention_factor'] = metadata[factor]
+  return found
 
 
 def _llama3_factor(
@@ -162,7 +195,41 @@ def config_keys(path: pathlib.Path) -> dict[str, Any]:
     found['attention_bias'] = 'blk.0.attn_q.bias' in header.tensors
     _add_heads(path, name, metadata, found)
     _add_windows(path, name, metadata, found)
+    _add_own(name, metadata, found)
   return found
+
+
+def _add_own(
+  name: str, metadata: Mapping[str, Any], found: dict[str, Any]
+) -> None:
+  """Adds what follows from the architecture alone."""
+  rope, original = found['rope_parameters'], 'original_max_position_embeddings'
+  if name == 'phi3' and original in rope:  # It has a default beside these.
+    found[original] = rope[original]
+  if name == 'gpt-oss':  # No file says that pairs are not rounded.
+    rope['truncate'] = False
+  if name == 'minicpm':
+    found['attention_multiplier'] = 1 / math.sqrt(found['head_dim'])
+  if name == 'mistral3' and 'llama_4_scaling_beta' not in rope:
+    found['model_type'] = 'mistral'  # Such as Mistral Small 3.
+  if name in ('granite', 'granitemoe'):
+    _add_rotation(metadata, found)
+
+
+def _add_rotation(metadata: Mapping[str, Any], found: dict[str, Any]) -> None:
+  """Adds the keys of a Granite that has experts or rotates nothing."""
+  rotates = metadata.get('rope.scaling.finetuned', True)
+  if rotates and found['model_type'] == 'granite':
+    return
+  number = found.pop('num_experts', 0)
+  size = 0 if number else found['intermediate_size']
+  found |= {
+    'model_type': 'granitemoehybrid',
+    'num_local_experts': number,
+    'shared_intermediate_size': found.get('shared_intermediate_size', size),
+    'layer_types': ['attention'] * found['num_hidden_layers'],
+    'position_embedding_type': 'rope' if rotates else None,
+  }
 
 
 def _add_heads(
@@ -179,7 +246,13 @@ def _add_heads(
     found['query_pre_attn_scalar'] = (
       from_width if special == found['num_hidden_layers'] else head_width
     )
-  for key in ('rope.dimension_count', 'attention.value_length'):
+  rotated = metadata.get('rope.dimension_count', head_width)
+  is_partial = gguf_config.ARCHITECTURES[name].is_partial
+  if is_partial and rotated < head_width:
+    fraction = rotated / head_width
+    found['rope_parameters']['partial_rotary_factor'] = fraction
+  whole = () if is_partial else ('rope.dimension_count',)
+  for key in (*whole, 'attention.value_length'):
     if metadata.get(key, head_width) != head_width:
       raise ValueError(
         f'{path}: {name}.{key}={metadata[key]} is not the width of a head,'
@@ -203,7 +276,8 @@ def _add_windows(
       f' layers rotate by the base {base}'
     )
   window = found.get('sliding_window')
-  if not window:
+  if not window:  # 0 in files of Phi 4.
+    found.pop('sliding_window', None)
     if stated is not None:
       raise ValueError(
         f'{path}: {name}.{gguf_config.PATTERN} says which layers have a window,'
@@ -244,7 +318,11 @@ def _canonical(name: str, kind: gguf_config.Architecture) -> str | None:
   prefix = '' if layer is None else f'{kind.layers}.{layer}.'
   if part in _EXPERT_NAMES:
     return f'{prefix}mlp.experts.{{}}.{_EXPERT_NAMES[part]}.{leaf}'
-  return f'{prefix}{kind.names[part]}.{leaf}' if part in kind.names else None
+  if part not in kind.names:
+    return None
+  if part == 'attn_sinks':  # They are a parameter by themselves.
+    return prefix + kind.names[part]
+  return f'{prefix}{kind.names[part]}.{leaf}'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,17 +391,22 @@ class GGUFFile:
     keys = gguf_config.own_keys(self.path, header, arch)
     num_heads = keys.get('attention.head_count')
     num_kv_heads = keys.get('attention.head_count_kv')
+    family = families.family_of(self.config)
     heads = {'attn_q': num_heads, 'attn_k': num_kv_heads or num_heads}
     tensor = functools.partial(gguf_tensor.Tensor, self.path)
     for name, info in header.tensors.items():
-      if name == gguf_config.ROPE_FACTORS:
+      if name in (gguf_config.ROPE_FACTORS, *gguf_config.LONGROPE.values()):
         continue
       canonical = _canonical(name, kind)
       if canonical is None:
         raise ValueError(f'{self.path}: tensor {name} is not part of a {arch}')
       if '{}' in canonical:
         for expert in range(info.shape[0]):
-          yield canonical.format(expert), tensor(info, expert)
+          part = tensor_parts.Part(expert=expert)
+          yield canonical.format(expert), tensor(info, part)
+        continue
+      if parts := family.parts(canonical, self.config):
+        yield from ((one, tensor(info, parts[one])) for one in parts)
         continue
       rotated = heads.get(name.split('.')[-2]) if kind.swaps_rows else None
       yield canonical, tensor(info, num_heads=rotated)

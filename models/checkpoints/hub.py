@@ -1,6 +1,7 @@
 """Finds models by name; loads and saves them, one tensor at a time."""
 
 from collections.abc import Iterator
+from collections.abc import Mapping
 import functools
 import pathlib
 from typing import Any
@@ -20,8 +21,10 @@ from models.checkpoints import families
 from models.checkpoints import gguf
 from models.checkpoints import hugging_face
 from models.checkpoints import rounded
+from models.checkpoints.keys import tensor_parts
 from models.nn import adapter
 from models.nn import block_drafter
+from models.nn import llama as nn_llama
 from models.nn import matrices as matrices_lib
 from models.nn import sharding as sharding_lib
 from specdec import memory
@@ -224,6 +227,12 @@ def read_module(
       '%s: every device has all of %s, which %d devices cannot divide',
       *(checkpoint.path.name, ', '.join(whole), layout.parts('heads')),
     )
+  if isinstance(config, nn_llama.LlamaConfig) and config.ends_with_training:
+    logging.warning(
+      '%s: the context is %d tokens, so --context may not be larger: a longer'
+      ' text would rotate what is cached by other factors (longrope)',
+      *(checkpoint.path.name, config.num_positions),
+    )
   loaded = read_parameters(
     *(checkpoint, family, expected, form, config),
     packed=packed,
@@ -351,6 +360,22 @@ def _read(
     )
 
 
+def _joined(
+  arrays: Mapping[str, np.ndarray], parts: Mapping[str, tensor_parts.Part]
+) -> np.ndarray:
+  """The tensor that holds all of some arrays, each at its part; {} of one."""
+  first = next(iter(arrays.values()))
+  if not parts:
+    return first
+  part = next(iter(parts.values()))
+  experts = part.experts or 1
+  rows = sum(len(arrays[name]) for name in parts) // experts
+  whole = np.empty((experts, rows, *first.shape[1:]), first.dtype)
+  for name, one in parts.items():
+    whole[one.expert or 0, one.rows] = arrays[name]
+  return whole if part.experts else whole[0]
+
+
 def save_pretrained(
   module: adapter.Module,
   folder: str | pathlib.Path,
@@ -390,17 +415,15 @@ def save_pretrained(
     name = families.parameter_name(path)
     values = family.to_stored(name, np.asarray(matrices_lib.unpack(leaf)))
     array = np.asarray(values, dtype=dtype or values.dtype)
-    if family.is_transposed(name):
-      array = array.T
     own = family.stored_name(name, module.config)
     stored.setdefault(own, {})[name] = array
   tensors = {}
   for own, arrays in stored.items():
     known = family.canonical_name(own, module.config) or own
-    order = family.parts(known, module.config) or arrays
-    # A transposed array stays so when it is joined, and would be written so.
-    joined = np.concatenate([arrays[name] for name in order])
-    tensors[own] = np.ascontiguousarray(joined)
+    whole = _joined(arrays, family.parts(known, module.config))
+    if family.is_transposed(next(iter(arrays))):
+      whole = whole.swapaxes(-1, -2)
+    tensors[own] = np.ascontiguousarray(whole)
   whole_files.write_tensors(
     folder / hugging_face.WEIGHTS, tensors, {'format': 'pt'}
   )

@@ -1,6 +1,7 @@
 """Folders of models as Hugging Face has them: JSON and safetensors."""
 
 from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Iterator
 import dataclasses
 import functools
@@ -14,8 +15,10 @@ import transformers
 from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import families
 from models.checkpoints import folder_tokenizer
+from models.checkpoints.keys import tensor_parts
 from models.nn import adapter
 from models.nn import blocks as blocks_lib
+from models.nn import matrices as matrices_lib
 from models.nn import rope as rope_lib
 from specdec.text import text_files
 
@@ -39,7 +42,7 @@ class _Tensor:
   name: str
   dtype: str
   stored_shape: tuple[int, ...]
-  rows: slice | None = None  # Set for a part of the stored rows.
+  part: tensor_parts.Part = tensor_parts.Part()
   transposed: bool = False  # Whether it is stored `[in, out]`.
   convert: Callable[[np.ndarray], np.ndarray] = lambda rows: rows
   num_heads: int | None = None  # See `rope.order_of_rows`.
@@ -47,19 +50,28 @@ class _Tensor:
   @property
   def shape(self) -> tuple[int, ...]:
     """The shape, as it is stored."""
-    if self.rows is None:
-      return self.stored_shape
-    within = range(*self.rows.indices(self.stored_shape[0]))
-    return (len(within), *self.stored_shape[1:])
+    shape = self.stored_shape[self.part.expert is not None :]
+    *rest, outputs = shape if self.transposed else shape[::-1]
+    own = (*rest, len(range(outputs)[self.part.rows]))
+    return own if self.transposed else own[::-1]
 
-  def check(self, expected: tuple[int, ...]) -> None:
+  def check(
+    self,
+    expected: tuple[int, ...],
+    dtypes: Collection[str] = frozenset(_FLOATS),
+  ) -> None:
     where = f'{self.file.parent}: tensor {self.name}'
     expected = expected[::-1] if self.transposed else expected
     if self.shape != expected:
       raise ValueError(f'{where} has shape {self.shape}, expected {expected}')
-    if self.dtype not in _FLOATS:
+    if self.part.expert == 0 and self.stored_shape[0] != self.part.experts:
       raise ValueError(
-        f'{where} has dtype {self.dtype}, expected one of {sorted(_FLOATS)}'
+        f'{where} has {self.stored_shape[0]} experts, expected'
+        f' {self.part.experts}'
+      )
+    if self.dtype not in dtypes:
+      raise ValueError(
+        f'{where} has dtype {self.dtype}, expected one of {sorted(dtypes)}'
       )
 
   def blocks(self) -> Iterator[blocks_lib.Rows]:
@@ -71,13 +83,17 @@ class _Tensor:
     length = self.shape[-1 if self.transposed else 0]
     row_bytes = 4 * math.prod(self.shape) // max(length, 1)
     step = max(1, _BLOCK_BYTES // max(row_bytes, 1))
-    first = self.rows.start if self.rows else 0
+    first, by = self.part.rows.start or 0, self.part.rows.step or 1
+    stack = () if self.part.expert is None else (self.part.expert,)
     for start in range(0, length, step):
       end = min(start + step, length)
-      rows = slice(first + start, first + end)
+      rows = slice(first + by * start, first + by * (end - 1) + 1, by)
       with safetensors.safe_open(self.file, 'numpy') as mapped:
         stored = mapped.get_slice(self.name)
-        block = stored[:, rows].T if self.transposed else stored[rows]
+        if self.transposed:
+          block = stored[*stack, :, rows].T
+        else:
+          block = stored[*stack, rows]
         index: np.ndarray | slice = slice(start, end)
         if self.num_heads is not None:
           index = rope_lib.order_of_rows(length, self.num_heads)[index]
@@ -85,6 +101,51 @@ class _Tensor:
 
   def in_blocks(self) -> None:
     """There are no blocks of few bits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+  """A matrix in MXFP4, whose blocks and exponents are two tensors.
+
+  A block has 32 inputs, neighbours in the halves of a byte; in a GGUF file it
+  is the exponent, and then inputs 16 apart in the halves of a byte.
+  """
+
+  blocks_of: _Tensor  # `[out, groups, 16]`
+  exponents: _Tensor  # `[out, groups]`
+
+  @property
+  def name(self) -> str:
+    return self.blocks_of.name
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    outputs, groups = self.exponents.shape
+    return outputs, 32 * groups
+
+  def check(self, expected: tuple[int, ...]) -> None:
+    outputs, inputs = expected
+    if inputs % 32:
+      raise ValueError(
+        f'{self.blocks_of.file.parent}: tensor {self.name} has blocks of 32'
+        f' inputs, which do not divide {inputs}'
+      )
+    self.blocks_of.check((outputs, inputs // 32, 16), ('U8',))
+    self.exponents.check((outputs, inputs // 32), ('U8',))
+
+  def in_blocks(self) -> blocks_lib.BlockMatrix:
+    read = lambda one: np.concatenate([rows for _, rows in one.blocks()])
+    pairs = read(self.blocks_of)
+    codes = np.stack([pairs & 15, pairs >> 4], axis=-1)
+    low, high = np.split(codes.reshape(*pairs.shape[:-1], 32), 2, axis=-1)
+    parts = [read(self.exponents)[..., None], low | high << 4]
+    raw = np.concatenate(parts, axis=-1).reshape(len(pairs), -1)
+    return blocks_lib.from_raw([(slice(None), raw)], self.shape, 'MXFP4')
+
+  def blocks(self) -> Iterator[blocks_lib.Rows]:
+    """Yields indices of n rows and their values, `[n, in]`."""
+    words, width = self.in_blocks().words, self.shape[1]
+    yield slice(None), blocks_lib.expand(words, 'MXFP4', width, np)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +187,8 @@ class HuggingFaceFolder:
   @checkpoint_lib.named
   def stored_dtypes(self) -> list[str]:
     kinds = [one.dtype for one in self.stored() if len(one.stored_shape) > 1]
-    return list(dict.fromkeys(_FLOATS.get(kind, kind) for kind in kinds))
+    names = _FLOATS | {'U8': matrices_lib.STORED}  # Others are refused.
+    return list(dict.fromkeys(names.get(kind, kind) for kind in kinds))
 
   @property
   def files(self) -> list[pathlib.Path]:
@@ -136,21 +198,29 @@ class HuggingFaceFolder:
   def size(self) -> int:
     return sum(file.stat().st_size for file in self._weights())
 
-  def tensors(self) -> Iterator[tuple[str, _Tensor]]:
+  def tensors(self) -> Iterator[tuple[str, _Tensor | _Blocks]]:
     """Yields canonical names and tensors, in the order of the files."""
     config = self.config
     family = families.family_of(config)
-    for tensor in self.stored():
+    stored = {tensor.name: tensor for tensor in self.stored()}
+    for tensor in stored.values():
       known = family.canonical_name(tensor.name, config)
       if known is None:
         continue
-      parts = dict[str, slice | None](family.parts(known, config))
-      for name, rows in (parts or {known: None}).items():
+      parts = family.parts(known, config) or {known: tensor_parts.Part()}
+      stem = tensor.name.removesuffix(checkpoint_lib.BLOCKS)
+      exponents = stored.get(stem + checkpoint_lib.SCALES)
+      for name, part in parts.items():
+        if exponents is not None:
+          both = (tensor, exponents)
+          own = (dataclasses.replace(one, part=part) for one in both)
+          yield name, _Blocks(*own)
+          continue
         yield (
           name,
           dataclasses.replace(
             tensor,
-            rows=rows,
+            part=part,
             transposed=family.is_transposed(name),
             convert=functools.partial(family.convert, name),
           ),

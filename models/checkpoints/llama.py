@@ -13,6 +13,7 @@ import transformers
 
 from models.checkpoints.keys import config_keys
 from models.checkpoints.keys import rope_keys
+from models.checkpoints.keys import tensor_parts
 from models.nn import gemma as gemma_lib
 from models.nn import layers
 from models.nn import llama as nn_llama
@@ -29,7 +30,15 @@ _FUSED = {
   'qkv_proj': ('q_proj', 'k_proj', 'v_proj'),
   'gate_up_proj': ('gate_proj', 'up_proj'),
 }
-# The parts of a Gemma that sees, and the prefix of its language model.
+# Names of Granite 4, which has the matrices of all experts in one tensor.
+_GRANITE_NAMES = {
+  'block_sparse_moe.router.layer': 'mlp.gate',
+  'block_sparse_moe.input_linear': 'mlp.experts.gate_up_proj',
+  'block_sparse_moe.output_linear': 'mlp.experts.down_proj',
+  'shared_mlp.input_linear': 'mlp.shared_expert.gate_up_proj',
+  'shared_mlp.output_linear': 'mlp.shared_expert.down_proj',
+}
+# The parts of a model that sees, and the prefix of its language model.
 _VISION = re.compile(r'(model\.)?(vision_tower|multi_modal_projector)\..*')
 _LANGUAGE = re.compile(r'(model\.)?language_model\.')
 
@@ -50,11 +59,16 @@ class _ModelType:
       use_sliding_window is true.
     ropes: `one` for all layers, one for each of the `kinds` of layers with a
       window and without, or one for the layers of the key `no_rope_layers` that
-      are not 0.
+      are not 0; `growing`, one whose queries grow with the position; `stated`,
+      one if the key position_embedding_type says so.
     is_partial: whether partial_rotary_factor may be below 1.
     extra: keys that transformers reads besides the fields of its class, and
       their types.
     idle: keys that change nothing.
+    constants: keys, and the only values of them that are computed.
+    rounded: ways in which weights may be rounded, see quantization_config.
+    given: keys that the class is made with, of what no model here has.
+    mixture: the same for models with experts, by the key num_local_experts.
   """
 
   config: Any
@@ -66,17 +80,22 @@ class _ModelType:
   is_partial: bool = False
   extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   idle: tuple[str, ...] = ()
+  constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  rounded: tuple[str, ...] = ()
+  given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  mixture: '_ModelType | None' = None
 
   @functools.cached_property
   def types(self) -> dict[str, Any]:
     """The keys whose types are known, and these."""
-    return {**_TYPES, **self.extra, **config_keys.types_of(self.config)}
+    return {**_TYPES, **config_keys.types_of(self.config), **self.extra}
 
   @functools.cached_property
   def reads(self) -> frozenset[str]:
     """The keys that are read."""
     own = {one.name for one in dataclasses.fields(self.config)}
-    read = {*{**_KEYS, **self.keys}.values(), *_ALWAYS, *self.extra}
+    read = {*{**_KEYS, **self.keys}.values(), *_ALWAYS}
+    read |= {*self.extra, *self.constants}
     windows = () if self.windows == 'none' else _WINDOWS
     return frozenset(read | own & {*windows, *_SOMETIMES})
 
@@ -125,6 +144,25 @@ _BEHIND = {'pre_norm': False, 'post_norm': True}
 _BEHIND |= {'qk_norm': True, 'joint_qk_norm': True}
 _LOCAL = {'sliding_window_pattern': int, 'rope_local_base_freq': float | None}
 
+_GRANITE_4: dict[str, Any] = {
+  'config': transformers.GraniteMoeHybridConfig,
+  'windows': 'some',
+  'ropes': 'stated',
+  'extra': {'time_step_limit': list | None},
+  'given': {
+    **{'mamba_n_heads': 1, 'mamba_d_head': 'auto', 'time_step_limit': None}
+  },
+  'idle': (
+    *(f'mamba_{key}' for key in ('n_heads', 'n_groups', 'd_state', 'd_head')),
+    *(f'mamba_{key}' for key in ('d_conv', 'expand', 'chunk_size')),
+    *('mamba_conv_bias', 'mamba_proj_bias', 'init_method'),
+    *('normalization_function', 'num_experts_per_tok', 'intermediate_size'),
+  ),
+}
+
+# The multipliers of a MiniCPM (arXiv 2404.06395), which is saved as a Granite.
+_MINICPM = ('scale_emb', 'scale_depth', 'dim_model_base')
+
 # A shape is saved as the first type that can state it.
 _MODEL_TYPES = {
   'llama': _ModelType(
@@ -144,11 +182,11 @@ _MODEL_TYPES = {
     windows='switched',
   ),
   'ministral': _ModelType(config=transformers.MinistralConfig, windows='some'),
+  'ministral3': _ModelType(
+    config=transformers.Ministral3Config, windows='all', ropes='growing'
+  ),
   'phi3': _ModelType(
-    config=transformers.Phi3Config,
-    windows='all',
-    is_partial=True,
-    idle=('original_max_position_embeddings',),  # `longrope` needs it.
+    config=transformers.Phi3Config, windows='all', is_partial=True
   ),
   'olmo2': _ModelType(
     config=transformers.Olmo2Config, keys=_BIASES, fixed=_BEHIND
@@ -162,6 +200,20 @@ _MODEL_TYPES = {
   ),
   'granite': _ModelType(
     config=transformers.GraniteConfig, keys=_BIASES | _MLP_BIAS | _MULTIPLIERS
+  ),
+  'granitemoehybrid': _ModelType(
+    **_GRANITE_4 | {'given': _GRANITE_4['given'] | {'num_local_experts': 0}},
+    keys=_BIASES | _MULTIPLIERS | {'inner_width': 'shared_intermediate_size'},
+    mixture=_ModelType(
+      **_GRANITE_4,
+      shape=mixtral_lib.MixtralConfig,
+      keys=_BIASES
+      | _MULTIPLIERS
+      | _EXPERTS
+      | {'num_experts': 'num_local_experts'}
+      | {'shared_width': 'shared_intermediate_size'},
+      fixed={'shared_gate': False},
+    ),
   ),
   'smollm3': _ModelType(
     config=transformers.SmolLM3Config,
@@ -193,6 +245,18 @@ _MODEL_TYPES = {
     shape=mixtral_lib.MixtralConfig,
     keys=_EXPERTS | {'num_experts': 'num_local_experts'},
     windows='all',
+  ),
+  'gpt_oss': _ModelType(
+    config=transformers.GptOssConfig,
+    shape=mixtral_lib.GptOssConfig,
+    keys=_BIASES | _EXPERTS | {'num_experts': 'num_local_experts'},
+    fixed={'mlp_bias': True, 'sinks': True, 'clamped': True},
+    windows='some',
+    constants={
+      **{'swiglu_limit': 7.0, 'swiglu_alpha': 1.702, 'hidden_act': 'silu'}
+    },
+    idle=('initial_context_length',),
+    rounded=('mxfp4',),
   ),
   'qwen3_moe': _ModelType(
     config=transformers.Qwen3MoeConfig,
@@ -226,6 +290,7 @@ _KEYS = {
   'norm_epsilon': 'rms_norm_eps',
   'tie_embeddings': 'tie_word_embeddings',
 }
+_ROUNDED = 'quantization_config'
 # Further keys that all read, and their types where a class has no such field.
 _TYPES = {
   'head_dim': int | None,
@@ -234,17 +299,20 @@ _TYPES = {
   **{'rope_parameters': dict | None, 'rope_scaling': dict | None},
   **{'sliding_window': int | None, 'use_sliding_window': bool | None},
   **{'max_window_layers': int | None, 'layer_types': list[str] | None},
+  _ROUNDED: dict | None,
 }
 _WINDOWS = (
   *('sliding_window', 'use_sliding_window', 'max_window_layers'),
   'layer_types',
 )
-_ALWAYS = {'max_position_embeddings', *_TYPES} - {*_WINDOWS}
+_ALWAYS = {'max_position_embeddings', *_TYPES} - {*_WINDOWS, _ROUNDED}
 _ALWAYS |= {'bos_token_id', 'eos_token_id', 'pad_token_id'}
+_ORIGINAL = 'original_max_position_embeddings'
 # Keys that are read if the class has such a field.
 _SOMETIMES = (
   *('no_rope_layers', 'no_rope_layer_interval'),
-  *('mlp_only_layers', 'decoder_sparse_step'),
+  *('mlp_only_layers', 'decoder_sparse_step', 'position_embedding_type'),
+  *('num_local_experts', _ORIGINAL),
 )
 # Fields that follow from several keys, or from a key and others.
 _COMPUTED = {'num_positions', 'head_width', 'rope', 'window'}
@@ -260,7 +328,8 @@ def _read_windows(config: Any, kind: _ModelType) -> tuple[int | None, ...]:
   if kind.windows == 'all':
     return (window,) * number
   kinds = config.layer_types
-  if unknown := {*kinds} - {_FULL, _SLIDING}:
+  slides = {_SLIDING} if hasattr(config, 'sliding_window') else set()
+  if unknown := {*kinds} - {_FULL, *slides}:
     raise ValueError(f'layer_types has {sorted(unknown)}, not supported')
   if len(kinds) != number:
     raise ValueError(
@@ -308,48 +377,85 @@ def _read_shape(config: Any, kind: _ModelType) -> nn_llama.LlamaConfig:
       f'{config.decoder_sparse_step!r}: layers without experts are not'
       ' supported'
     )
+  for key, value in kind.constants.items():
+    if getattr(config, key) != value:
+      raise ValueError(
+        f'{key}={getattr(config, key)!r} is not supported, only {value}'
+      )
   fields = {ours: getattr(config, key) for ours, key in keys.items()}
+  ropes = rope_keys.read_all(config, kind.ropes, is_partial=kind.is_partial)
   if _SCALAR in keys.values():
     fields['attention_scale'] = 1 / math.sqrt(fields['attention_scale'])
   return kind.shape(
     **{**fields, **kind.fixed},
-    num_positions=config.max_position_embeddings,
+    num_positions=rope_keys.context_of(config, ropes),
     head_width=getattr(config, 'head_dim', None)
     or config.hidden_size // config.num_attention_heads,
-    rope=rope_keys.read_all(config, kind.ropes, is_partial=kind.is_partial),
+    rope=ropes,
     window=_read_windows(config, kind),
   )
 
 
 def model_types(shape: type[nn_llama.LlamaConfig]) -> frozenset[str]:
   """Values of `model_type` whose shapes are of a class."""
-  types = _MODEL_TYPES.items()
-  return frozenset(name for name, kind in types if kind.shape is shape)
+  has = lambda kind: kind is not None and kind.shape is shape
+  types = {**_MODEL_TYPES, 'minicpm': _MODEL_TYPES['granite']}
+  return frozenset(
+    name for name, kind in types.items() if has(kind) or has(kind.mixture)
+  )
+
+
+def _as_granite(raw: Mapping[str, Any]) -> dict[str, Any]:
+  """The keys of a MiniCPM as those of the Granite that computes the same."""
+  config_keys.check_types(raw, dict.fromkeys(_MINICPM, float))
+  for key in _MINICPM:
+    if not raw.get(key, 0) > 0:
+      raise ValueError(f'{key}={raw.get(key)!r}: a MiniCPM needs one above 0')
+  width = raw['hidden_size']
+  head_width = raw.get('head_dim') or width // raw['num_attention_heads']
+  own = {key: raw[key] for key in raw if key not in _MINICPM}
+  own['model_type'] = 'granite'
+  own['embedding_multiplier'] = raw['scale_emb']
+  own['residual_multiplier'] = (
+    raw['scale_depth'] / raw['num_hidden_layers'] ** 0.5
+  )
+  own['logits_scaling'] = width / raw['dim_model_base']
+  own['attention_multiplier'] = 1 / math.sqrt(head_width)
+  return {'tie_word_embeddings': True} | own
 
 
 def read_config(raw: Mapping[str, Any]) -> nn_llama.LlamaConfig:
   """Reads the keys of a `config.json`; raises ValueError."""
+  if raw['model_type'] == 'minicpm':
+    raw = _as_granite(raw)
   kind = _MODEL_TYPES[raw['model_type']]
+  if kind.mixture and raw.get('num_local_experts') != 0:  # None: the default
+    kind = kind.mixture
   config_keys.check_types(raw, kind.types)
   if raw.get('num_attention_heads') == 0:  # transformers would divide by it.
     raise ValueError('num_attention_heads must be positive, got 0')
   read = config_keys.select(kind.config, raw, kind.reads)
-  config = kind.config.from_dict(rope_keys.normalized(read, kind.ropes))
+  normalized = rope_keys.normalized(read, kind.ropes)
+  config = kind.config.from_dict({**normalized, **kind.given})
   rope_keys.check_read(read, config.rope_parameters)
   shape = _read_shape(config, kind)
   _check_windows(raw, shape, kind)
+  unread = dict(raw)
+  if raw.get(_ROUNDED) and raw[_ROUNDED].get('quant_method') in kind.rounded:
+    del unread[_ROUNDED]
   config_keys.refuse_unread(
-    raw, {*kind.reads, *read}, idle=(*kind.idle, *_WINDOWS), resolved=config
+    unread, {*kind.reads, *read}, idle=(*kind.idle, *_WINDOWS), resolved=config
   )
   return shape
 
 
 @functools.lru_cache
-def _model_type(config: nn_llama.LlamaConfig) -> str:
-  """The `model_type` whose config can state a shape."""
-  for name, kind in _MODEL_TYPES.items():
-    if kind.can_state(config):
-      return name
+def _model_type(config: nn_llama.LlamaConfig) -> tuple[str, _ModelType]:
+  """The `model_type` whose config can state a shape, and the type."""
+  for name, known in _MODEL_TYPES.items():
+    for kind in filter(None, (known, known.mixture)):
+      if kind.can_state(config):
+        return name, kind
   raise ValueError(
     f'no model of transformers has this shape; it cannot be saved: {config}'
   )
@@ -364,8 +470,10 @@ def _layer_keys(
   types = [_SLIDING if one else _FULL for one in slides]
   window = next((one for one in windows if one is not None), None)
   keys: dict[str, Any] = {}
-  if kind.windows != 'none':
-    keys['sliding_window'] = window
+  if 'sliding_window' in kind.reads:
+    # Where layers say whether they have it, transformers needs one.
+    whole = config.num_positions if kind.windows == 'some' else None
+    keys['sliding_window'] = window or whole
   if kind.windows in ('some', 'switched'):
     keys['layer_types'] = types
   if kind.windows == 'switched':
@@ -379,7 +487,12 @@ def _layer_keys(
     return keys | {'rope_parameters': by_type}
   if kind.ropes == 'no_rope_layers':
     keys['no_rope_layers'] = [int(rope is not None) for rope in ropes]
-  return keys | {'rope_parameters': next(iter(by_type.values()), None)}
+  if kind.ropes == 'stated':
+    keys['position_embedding_type'] = 'rope' if by_type else None
+  stated, original = next(iter(by_type.values()), None), _ORIGINAL
+  if original in kind.reads:
+    keys[original] = (stated or {}).get(original, config.num_positions)
+  return keys | {'rope_parameters': stated}
 
 
 def _to_keys(config: nn_llama.LlamaConfig, kind: _ModelType) -> dict[str, Any]:
@@ -389,7 +502,7 @@ def _to_keys(config: nn_llama.LlamaConfig, kind: _ModelType) -> dict[str, Any]:
   if key := kind.keys.get('attention_scale'):
     scale = config.attention_scale or 1 / math.sqrt(config.head_width)
     keys[key] = round(scale**-2) if key == _SCALAR else scale
-  return keys | {
+  return {**keys, **kind.given} | {
     'max_position_embeddings': config.num_positions,
     'head_dim': config.head_width,
     **_layer_keys(config, kind),
@@ -400,7 +513,7 @@ def to_hugging_face(
   config: nn_llama.LlamaConfig, *, dtype: str, eos_token_id: int | None
 ) -> transformers.PreTrainedConfig:
   """The transformers config of a shape; raises ValueError if there is none."""
-  kind = _MODEL_TYPES[_model_type(config)]
+  _, kind = _model_type(config)
   made = kind.config(
     **_to_keys(config, kind),
     bos_token_id=eos_token_id,
@@ -416,13 +529,20 @@ def to_hugging_face(
 def canonical_name(stored: str, config: nn_llama.LlamaConfig) -> str | None:
   """The canonical name of a stored tensor, or None for a known buffer.
 
-  Bare models lack the `model.` prefix. A tied head may be stored too.
+  Bare models lack the `model.` prefix. A tied head may be stored too. Models
+  that see have other tensors, which are not needed.
   """
-  name = stored.removeprefix(_PREFIX)
+  if _VISION.fullmatch(stored):
+    return None
+  name = _LANGUAGE.sub('', stored, count=1).removeprefix(_PREFIX)
   if _BUFFERS.fullmatch(name):
     return None
   if name == 'lm_head.weight' and config.tie_embeddings:
     return 'embed_tokens.weight'
+  for theirs, ours in _GRANITE_NAMES.items():
+    name = name.replace(f'.{theirs}.', f'.{ours}.')
+  if not isinstance(config, mixtral_lib.MixtralConfig):
+    name = name.replace('.shared_expert.', '.')
   if '.block_sparse_moe.' in name:
     name = name.replace('.block_sparse_moe.', '.mlp.')
     for ours, theirs in _MIXTRAL_NAMES.items():
@@ -430,21 +550,44 @@ def canonical_name(stored: str, config: nn_llama.LlamaConfig) -> str | None:
   return name
 
 
-def parts(name: str, config: nn_llama.LlamaConfig) -> Mapping[str, slice]:
-  """The tensors that are stored as one, and their rows; {} if it is but one.
+def parts(
+  name: str, config: nn_llama.LlamaConfig, *, interleaved: bool = False
+) -> Mapping[str, tensor_parts.Part]:
+  """The tensors that are stored as one, and their parts; {} if it is but one.
 
   The last has all rows that are left, so that too many do not pass.
+
+  Args:
+    name: canonical name of the one.
+    config: the shape.
+    interleaved: whether the rows of several lie in turn.
   """
   sizes = {'gate_proj': config.inner_width}
   sizes['q_proj'] = config.num_heads * config.head_width
   sizes['k_proj'] = config.num_kv_heads * config.head_width
-  found: dict[str, slice] = {}
-  start = 0
+  found: dict[str, tensor_parts.Part] = {}
   *parents, own, leaf = name.split('.')
-  for one in _FUSED.get(own, ()):
-    end = start + sizes[one] if one in sizes else None
-    found['.'.join([*parents, one, leaf])] = slice(start, end)
-    start = end or 0
+  experts: tuple[int | None, ...] = (None,)
+  if parents[-1:] == ['experts']:  # A stack of those of all.
+    experts = tuple(range(config.num_experts))
+  elif own not in _FUSED:
+    return {}
+  elif parents[-1] == 'shared_expert' and isinstance(
+    config, mixtral_lib.MixtralConfig
+  ):
+    sizes['gate_proj'] = config.shared_width or 0
+  for expert in experts:
+    start, path = 0, parents if expert is None else [*parents, str(expert)]
+    together = _FUSED.get(own, (own,))
+    for one in together:
+      end = start + sizes[one] if one in sizes else None
+      rows = slice(start, end)
+      if interleaved:
+        rows = slice(together.index(one), None, len(together))
+      count = None if expert is None else len(experts)
+      key = '.'.join([*path, one, leaf])
+      found[key] = tensor_parts.Part(rows, expert, count)
+      start = end or 0
   return found
 
 
@@ -452,23 +595,24 @@ def stored_name(name: str, config: nn_llama.LlamaConfig) -> str:
   """The name that transformers stores a canonical name under."""
   if name == 'lm_head.weight':
     return name
-  kind = _model_type(config)
+  kind, _ = _model_type(config)
   if kind == 'mixtral':
     name = name.replace('.mlp.', '.block_sparse_moe.')
     for ours, theirs in _MIXTRAL_NAMES.items():
+      name = name.replace(f'.{ours}.', f'.{theirs}.')
+  if kind == 'granitemoehybrid':
+    name = re.sub(r'\.experts\.\d+\.', '.experts.', name)
+    if not isinstance(config, mixtral_lib.MixtralConfig):
+      name = name.replace('.mlp.', '.mlp.shared_expert.')
+    for one in _FUSED['gate_up_proj']:
+      name = name.replace(f'.{one}.', '.gate_up_proj.')
+    for theirs, ours in _GRANITE_NAMES.items():
       name = name.replace(f'.{ours}.', f'.{theirs}.')
   if kind == 'phi3':
     for fused, names in _FUSED.items():
       for one in names:
         name = name.replace(f'.{one}.', f'.{fused}.')
   return _PREFIX + name
-
-
-def gemma_name(stored: str, config: gemma_lib.GemmaConfig) -> str | None:
-  """The same as `canonical_name`, of a Gemma that may see."""
-  if _VISION.fullmatch(stored):
-    return None
-  return canonical_name(_LANGUAGE.sub('', stored, count=1), config)
 
 
 def shift_norms(by: float, name: str, rows: np.ndarray) -> np.ndarray:

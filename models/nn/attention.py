@@ -52,11 +52,19 @@ def _attend(
   *,
   scale: float,
   cap: float | None = None,
+  sinks: jax.Array | None = None,
 ) -> jax.Array:
   scores = layers.soft_cap(scale * _batched_matmul(query, key, 3), cap)
   scores = jnp.where(mask[:, None], scores, _MASKED_SCORE)
-  probs = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-  return _batched_matmul(probs, value, 2)
+  if sinks is None:
+    probs = jax.nn.softmax(scores, axis=-1)
+  else:
+    sinks = sinks.reshape(1, *scores.shape[1:2], -1, 1)
+    largest = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sinks)
+    powers = jnp.exp(scores - largest)
+    rest = jnp.exp(sinks - largest)
+    probs = powers / (jnp.sum(powers, axis=-1, keepdims=True) + rest)
+  return _batched_matmul(probs.astype(value.dtype), value, 2)
 
 
 def _attend_padded(
@@ -76,11 +84,19 @@ def attend(
   *,
   scale: float,
   cap: float | None = None,
+  sinks: jax.Array | None = None,
 ) -> jax.Array:
   """Softmax attention `[B, Hq, L, Dh]`, computed in float32.
 
-  The arguments are those of `self_attention`, with the `S` keys and values of
-  the whole cache.
+  Args:
+    query: see `self_attention`.
+    key: `[B, H, S, Dh]`, those of the whole cache.
+    value: the same.
+    mask: see `self_attention`.
+    scale: factor of the scores.
+    cap: see `layers.soft_cap`, of the scores (Gemma 2).
+    sinks: `[Hq]` float32, for each head the score of a slot without a value,
+      which every query sees (gpt-oss).
   """
   group = query.shape[1] // key.shape[1]
   if group > 1:
@@ -88,9 +104,11 @@ def attend(
     # read once.
     rows = query.reshape(*key.shape[:2], -1, query.shape[3])
     mask = jnp.tile(mask, (1, group, 1))
-    out = attend(rows, key, value, mask, scale=scale, cap=cap)
+    if sinks is not None:
+      sinks = jnp.repeat(sinks, query.shape[2])
+    out = attend(rows, key, value, mask, scale=scale, cap=cap, sinks=sinks)
     return out.reshape(query.shape)
-  options: dict[str, Any] = {'scale': scale, 'cap': cap}
+  options: dict[str, Any] = {'scale': scale, 'cap': cap, 'sinks': sinks}
   if query.shape[2] > 1 or value.dtype == jnp.float32:
     return _attend(query, key, value, mask, **options)
   # A bfloat16 product of a single row misses the fast CPU kernel
@@ -112,9 +130,7 @@ def self_attention(
   mask: jax.Array,
   cache: cache_lib.KVCache | None,
   layer: int,
-  *,
-  scale: float,
-  cap: float | None = None,
+  **options: Any,
 ) -> tuple[jax.Array, cache_lib.KVCache | None]:
   """Writes the keys and values of L positions to a cache, then attends to it.
 
@@ -128,8 +144,7 @@ def self_attention(
     cache: see `specdec.cache.write`. Without one (training), the L positions
       attend to one another only.
     layer: index of the layer in the cache.
-    scale: factor of the scores.
-    cap: see `layers.soft_cap`, of the scores (Gemma 2).
+    **options: of `attend`.
 
   Returns:
     `[B, Hq, L, Dh]` float32, and the cache with the new entries.
@@ -137,7 +152,7 @@ def self_attention(
   if cache is not None:
     cache = cache_lib.write(cache, layer, key, value)
     key, value = cache.keys[layer], cache.values[layer]
-  return attend(query, key, value, mask, scale=scale, cap=cap), cache
+  return attend(query, key, value, mask, **options), cache
 
 
 def attend_projections(

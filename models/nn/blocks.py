@@ -9,11 +9,13 @@ file:
     kind              inputs  a block has
     Q4_0, Q5_0, Q8_0  128     scales of four groups, fifth bits, q
     Q4_1, Q5_1        128     scales and minima of four groups, fifth bits, q
+    MXFP4             128     exponents of four groups, q
     Q4_K, Q5_K        256     what it has in the file
     Q6_K              256     what it has in the file, and two bytes
 
-Inputs are padded with groups whose scale is zero. `cpu/blocks.h` multiplies
-`PackedBlocks` of these words; XLA multiplies a `GroupedMatrix`.
+A q of MXFP4 is the number of a value, twice a float of four bits. Inputs are
+padded with groups whose scale is zero. `cpu/blocks.h` multiplies `PackedBlocks`
+of these words; XLA multiplies a `GroupedMatrix`.
 """
 
 from collections.abc import Iterable
@@ -78,7 +80,7 @@ class Kind:
     """Which words of a block here have its scales and minima in float16."""
     start = 0
     for name, size in self.fields.items():
-      if name in ('d', 'dm'):
+      if name in ('e', 'd', 'dm'):
         break
       start += size
     together = self.inputs // self.file_inputs
@@ -97,9 +99,14 @@ KINDS = {
   'Q8_0': Kind(8, 128, {'d': 2, 'q': 32}, 128),
   'Q4_K': Kind(12, 256, {'dm': 4, 'scales': 12, 'q': 128}, 0, jnp.uint4),
   'Q5_K': Kind(13, 256, {'dm': 4, 'scales': 12, 'high': 32, 'q': 128}),
+  'MXFP4': Kind(39, 128, {'e': 1, 'q': 16}),
   'Q6_K': Kind(14, 256, {'q': 128, 'high': 64, 'scales': 16, 'd': 2}, 32),
 }
 """Kinds by their names in GGUF."""
+
+# Twice the floats of four bits (OCP Microscaling Formats 1.0, section 5.3.3).
+_FLOAT4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+_MOST_EXPONENT = 252  # Twelve times its scale is finite.
 
 
 def aligned_zeros(shape: tuple[int, ...]) -> np.ndarray:
@@ -122,8 +129,12 @@ def check_finite(words: np.ndarray, kind: str) -> None:
   Raises:
     ValueError: one of them is infinite or NaN.
   """
-  halves = np.ascontiguousarray(words[..., KINDS[kind].factors])
-  if not np.isfinite(halves.view(np.float16)).all():
+  factors = np.ascontiguousarray(words[..., KINDS[kind].factors])
+  if kind == 'MXFP4':
+    is_finite = factors.view(np.uint8) <= _MOST_EXPONENT
+  else:
+    is_finite = np.isfinite(factors.view(np.float16))
+  if not is_finite.all():
     raise ValueError(
       f'a block of {kind} has a scale that is not finite; the file is damaged'
     )
@@ -209,11 +220,22 @@ def _halves(words: Any, xp: Any) -> Any:
   return xp.where(words & np.uint32(0x8000), -size, size)
 
 
+def _powers(exponents: Any, xp: Any) -> Any:
+  """2 to the power of `exponents - 128`, and 0 where these are below 2."""
+  bits = xp.where(exponents < 2, 0, (exponents - 1) << 23)
+  if xp is np:
+    return bits.astype(np.int32).view(np.float32)
+  return lax.bitcast_convert_type(bits, np.float32)
+
+
 def _small(words: Any, known: Kind, xp: Any) -> _Parts:
   """q, scales and minima of kinds with blocks of 32 inputs in the file."""
   head, nibbles = words[..., :2], np.uint32(0x0F0F0F0F)
   lead = words.shape[:-1]
-  if 'dm' in known.fields:
+  if 'e' in known.fields:
+    head = words[..., :1]
+    scale, minimum = _powers(_bytes_of(head), xp), None
+  elif 'dm' in known.fields:
     head = words[..., :4]
     scale, minimum = _halves(head, xp), -_halves(head >> np.uint32(16), xp)
   else:
@@ -227,7 +249,10 @@ def _small(words: Any, known: Kind, xp: Any) -> _Parts:
   if 'high' in known.fields:
     bits = _shifted(rest[..., :4, None], range(8))
     q |= (bits & np.uint32(0x01010101)) << np.uint32(4)
-  return _bytes_of(q.reshape(*lead, 32)), scale, minimum
+  q = _bytes_of(q.reshape(*lead, 32))
+  if 'e' in known.fields:
+    q = xp.asarray(_FLOAT4, np.int32)[q]
+  return q, scale, minimum
 
 
 def _with_six_bits(words: Any, known: Kind, xp: Any) -> _Parts:

@@ -236,6 +236,13 @@ def mix(
   counts = _tokens_per_expert(chosen, len(weights))
   out = _apply(expert, block, tuple(weights), rows, counts)
   back = jnp.argsort(order).reshape(num_tokens, per_token)
+  return weighted_sum(out, back, routing.weights, kernels=kernels)
+
+
+def weighted_sum(
+  rows: jax.Array, index: jax.Array, weights: jax.Array, *, kernels: bool
+) -> jax.Array:
+  """Weighted sums `[T, width]` of rows, see `ops.sum_rows`."""
   if kernels:
-    return ops.sum_rows(out, back, routing.weights)
-  return jnp.sum(out[back] * routing.weights[..., None], axis=1)
+    return ops.sum_rows(rows, index, weights)
+  return jnp.sum(rows[index] * weights[..., None], axis=1)

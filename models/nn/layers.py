@@ -36,6 +36,15 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+def _clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+  """The gate of gpt-oss (arXiv 2508.10925, section 2.2)."""
+  gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+  return ACTIVATIONS['quick_gelu'](gate) * (up + 1.0)
+
+
+# Activations of two arguments, which exist with a gate only.
+_GATES = {'clamped_swiglu': _clamped_swiglu}
+
 # The names by which `ops.multiply` knows activations.
 _KERNEL_NAMES = {
   **dict.fromkeys((f'gelu_{name}' for name in _TANH), 'gelu_tanh'),
@@ -218,7 +227,8 @@ def project(
     x: `[..., in]` float32.
     linears: of `in` inputs each, all or none of them packed.
     norm: of the rows before.
-    activation: of the results, a key of `ACTIVATIONS`.
+    activation: of the results, a key of `ACTIVATIONS`, or `clamped_swiglu` if
+      gated.
     gated: whether the result is the activation of the first of two times the
       second one.
     residual: `[..., out]` float32 that is added in the end.
@@ -243,9 +253,10 @@ def project(
     kernels = matrices_lib.uses_kernels(matrices[0])
     rows = normalize(x, norm, kernels=kernels)
     results = [_product(rows, linear) for linear in linears]
-  function = ACTIVATIONS[activation]
-  if gated:
-    out = function(results[0]) * results[1]
+  if activation in _GATES:
+    out = _GATES[activation](*results)
+  elif gated:
+    out = ACTIVATIONS[activation](results[0]) * results[1]
   else:
-    out = function(jnp.concatenate(results, axis=-1))
+    out = ACTIVATIONS[activation](jnp.concatenate(results, axis=-1))
   return out if residual is None else residual + out

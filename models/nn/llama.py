@@ -75,6 +75,7 @@ class LlamaConfig:
   logit_divisor: float = 1.0  # Divides the logits (Granite).
   score_cap: float | None = None  # See `layers.soft_cap` (Gemma 2).
   logit_cap: float | None = None
+  sinks: bool = False  # Whether heads have them, see `self_attention`.
   tie_embeddings: bool = False  # Use the token embedding as the head.
 
   def __post_init__(self) -> None:
@@ -102,6 +103,16 @@ class LlamaConfig:
     slides = lambda size: size is not None and size < self.num_positions
     self._set_layers('window', tuple(w if slides(w) else None for w in windows))
     self._set_layers('rope', self.of_layers('rope'))
+    for rope in filter(None, self.of_layers('rope')):
+      rope.frequencies(self.head_width)  # Factors of each pair must be as many.
+      if rope.query_growth and self.qk_norm:
+        raise ValueError('qk_norm with queries that grow is not supported')
+
+  @property
+  def ends_with_training(self) -> bool:
+    """Whether longer texts than in the training are rotated otherwise."""
+    scalings = (rope and rope.scaling for rope in self.of_layers('rope'))
+    return any(isinstance(s, rope_lib.LongRopeScaling) for s in scalings)
 
   def _set(self, field: str, value: Any) -> None:
     object.__setattr__(self, field, value)
@@ -150,6 +161,8 @@ class Attention(nnx.Module):
       stddev=layers.residual_stddev(config.num_layers),
       use_bias=config.output_bias,
     )
+    if config.sinks:
+      self.sinks = nnx.Param(jnp.zeros(config.num_heads, jnp.float32))
     if config.qk_norm:
       make_norm = functools.partial(layers.RMSNorm, epsilon=config.norm_epsilon)
       joint = config.joint_qk_norm
@@ -173,8 +186,9 @@ class Attention(nnx.Module):
     cache: _Cache,
     residual: jax.Array | None,
   ) -> _Attended:
-    # No kernel caps scores.
-    fused = self.o_proj.is_packed and self.config.score_cap is None
+    # No kernel caps scores or has sinks.
+    plain = self.config.score_cap is None and not self.config.sinks
+    fused = self.o_proj.is_packed and plain
     attend = self._fused if fused else self._composed
     out, cache = attend(x, norm, rotation, mask, cache)
     out = layers.project(out, [self.o_proj.parameters], residual=residual)
@@ -203,6 +217,12 @@ class Attention(nnx.Module):
     cache: _Cache,
   ) -> _Attended:
     config, norms = self.config, None
+    if rotation is not None and rotation.query_scale is not None:
+      # A rotation keeps factors; norms, which would not, are refused.
+      factors = jnp.ones(projections.shape[-1], jnp.float32)
+      queries = jnp.arange(len(factors)) < config.num_heads * config.head_width
+      scale = rotation.query_scale[..., None]
+      projections *= jnp.where(queries[None, None], scale, factors[None, None])
     if config.qk_norm and config.joint_qk_norm:
       width = config.num_heads * config.head_width
       ends = width, width + config.num_kv_heads * config.head_width
@@ -221,7 +241,7 @@ class Attention(nnx.Module):
       dtype=self.dtype,
       scale=self.scale,
       norms=norms,
-      rotation=rotation,
+      rotation=rotation and rotation[:2],
     )
 
   def _normalized_heads(self, x: jax.Array, name: str) -> jax.Array:
@@ -245,7 +265,10 @@ class Attention(nnx.Module):
   ) -> _Attended:
     rows = layers.normalize(x, norm, kernels=self.o_proj.is_packed)
     query = self._normalized_heads(self.q_proj(rows), 'q_norm')
-    query = rope_lib.rotate(query, rotation).astype(self.dtype)
+    query = rope_lib.rotate(query, rotation)
+    if rotation is not None and rotation.query_scale is not None:
+      query *= rotation.query_scale[:, None, :, None]
+    query = query.astype(self.dtype)
     key, value = self._entries(rows, rotation)
     out, cache = attention.self_attention(
       query,
@@ -256,6 +279,7 @@ class Attention(nnx.Module):
       self.layer,
       scale=self.scale,
       cap=self.config.score_cap,
+      sinks=self.sinks[...] if self.config.sinks else None,
     )
     return out.swapaxes(1, 2).reshape(*x.shape[:-1], -1), cache
 

@@ -1,7 +1,8 @@
 """Mixtral and related models: Llamas with experts as feed-forward layers.
 
-One module serves Mixtral (arXiv 2401.04088) and Qwen's mixtures. A forward
-computes only the experts that its tokens are routed to (`models.nn.experts`).
+One module serves Mixtral (arXiv 2401.04088), gpt-oss, Qwen's mixtures and
+Granite's. A forward computes only the experts that its tokens are routed to
+(`models.nn.experts`).
 """
 
 from collections.abc import Iterable
@@ -10,6 +11,7 @@ import functools
 
 from flax import nnx
 import jax
+import jax.numpy as jnp
 
 from models.nn import experts as experts_lib
 from models.nn import layers
@@ -26,7 +28,9 @@ class MixtralConfig(nn_llama.LlamaConfig):
   num_experts: int = dataclasses.field()  # E, in every layer.
   experts_per_token: int = dataclasses.field()  # k.
   renormalize: bool = True  # Whether the weights of the k experts sum to 1.
-  shared_width: int | None = None  # The shared expert's width (Qwen2-MoE).
+  shared_width: int | None = None  # The shared expert's width (Qwen2-MoE),
+  clamped: bool = False  # Whether experts have the gate of gpt-oss.
+  shared_gate: bool = True  # and whether that has a gate (not in Granite 4).
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -35,16 +39,22 @@ class MixtralConfig(nn_llama.LlamaConfig):
         'experts_per_token must lie between 1 and'
         f' num_experts={self.num_experts}, got {self.experts_per_token}'
       )
-    if self.mlp_bias:
-      raise ValueError('mlp_bias=True: experts have no biases')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GptOssConfig(MixtralConfig):
+  """Shape of a gpt-oss (arXiv 2508.10925), whose router has biases as well.
+
+  A class of its own, because checkpoints store experts in another layout.
+  """
 
 
 def _swiglu(
   activation: str,
-  weights: Iterable[matrices_lib.Weight],
+  weights: Iterable[tuple[matrices_lib.Weight, jax.Array | None]],
   x: jax.Array,
 ) -> jax.Array:
-  gate, up, down = ((weight, None) for weight in weights)
+  gate, up, down = weights
   inner = layers.project(x, [gate, up], activation=activation, gated=True)
   return layers.project(inner, [down])
 
@@ -58,7 +68,7 @@ class Experts(nnx.Module):
     self.config = config
     width, count = config.width, config.num_experts
     self.gate = layers.Linear(
-      width, count, dtype=dtype, rngs=rngs, use_bias=False
+      width, count, dtype=dtype, rngs=rngs, use_bias=config.mlp_bias
     )
     self.experts = nnx.List(
       [
@@ -69,9 +79,10 @@ class Experts(nnx.Module):
     if config.shared_width:
       shape = dataclasses.replace(config, inner_width=config.shared_width)
       self.shared_expert = nn_llama.FeedForward(shape, dtype=dtype, rngs=rngs)
-      self.shared_expert_gate = layers.Linear(
-        width, 1, dtype=dtype, rngs=rngs, use_bias=False
-      )
+      if config.shared_gate:
+        self.shared_expert_gate = layers.Linear(
+          width, 1, dtype=dtype, rngs=rngs, use_bias=False
+        )
 
   def __call__(
     self, x: jax.Array, norm: layers.Norm | None, residual: jax.Array | None
@@ -84,14 +95,18 @@ class Experts(nnx.Module):
       renormalize=self.config.renormalize,
       kernels=kernels,
     )
+    # The last biases are added once, not by each device.
     weights = [
-      tuple(
-        layer.weight.get_value()
-        for layer in (expert.gate_proj, expert.up_proj, expert.down_proj)
+      (
+        *(expert.gate_proj.parameters, expert.up_proj.parameters),
+        (expert.down_proj.weight.get_value(), None),
       )
       for expert in self.experts
     ]
-    expert = functools.partial(_swiglu, self.experts[0].activation)
+    activation = 'clamped_swiglu' if self.config.clamped else None
+    expert = functools.partial(
+      _swiglu, activation or self.experts[0].activation
+    )
     flat = lambda array: array.reshape(-1, array.shape[-1])
     out = sharding_lib.sum_of_experts(
       functools.partial(experts_lib.mix, expert, kernels=kernels),
@@ -100,10 +115,17 @@ class Experts(nnx.Module):
       flat(rows),
       jax.tree.map(flat, routing),
     )
+    biases = [expert.down_proj.parameters[1] for expert in self.experts]
+    if biases := [bias for bias in biases if bias is not None]:
+      rows_of = jnp.stack(biases).astype(jnp.float32)
+      chosen = map(flat, (routing.experts, routing.weights))
+      out += experts_lib.weighted_sum(rows_of, *chosen, kernels=kernels)
     out = out.reshape(x.shape)
     if self.config.shared_width:
-      share = jax.nn.sigmoid(self.shared_expert_gate(rows))
-      out += share * self.shared_expert(rows, None, None)[0]
+      shared = self.shared_expert(rows, None, None)[0]
+      if self.config.shared_gate:
+        shared *= jax.nn.sigmoid(self.shared_expert_gate(rows))
+      out += shared
     return out if residual is None else residual + out, routing
 
 

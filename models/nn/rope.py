@@ -10,6 +10,7 @@ All values are float32, in the order of operations of transformers.
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -133,15 +134,60 @@ class YarnScaling(_Scaling):
     return (slow * (1 - kept) + frequencies * kept).astype(np.float32)
 
 
-Scaling = LinearScaling | Llama3Scaling | YarnScaling
-SCALINGS: dict[str, type[Scaling]] = {
-  kind.rope_type: kind for kind in (LinearScaling, Llama3Scaling, YarnScaling)
-}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LongRopeScaling:
+  """LongRoPE (arXiv 2402.13753) of texts within the context of the training.
+
+  A longer text divides the frequencies of all its positions by other factors,
+  so that cached keys would change. Models therefore have this context.
+
+  Attributes:
+    short_factor: divisor of the frequency of each pair.
+    long_factor: those of longer texts, which are kept and not used.
+    original_max_position_embeddings: context of the training, in tokens.
+    attention_factor: factor of queries and keys.
+  """
+
+  short_factor: tuple[float, ...]
+  long_factor: tuple[float, ...]
+  original_max_position_embeddings: int
+  attention_factor: float = 1.0
+  rope_type = 'longrope'
+
+  def __post_init__(self) -> None:
+    for name in ('short_factor', 'long_factor'):
+      if not all(one > 0 for one in getattr(self, name)):
+        raise ValueError(f'{name} must have positive numbers only')
+
+  def scale(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+    """The frequencies `[Dh / 2]`, scaled."""
+    del theta
+    if len(self.short_factor) != len(frequencies):
+      raise ValueError(
+        f'short_factor has {len(self.short_factor)} numbers for'
+        f' {len(frequencies)} pairs of coordinates'
+      )
+    return frequencies / np.asarray(self.short_factor, np.float32)
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+_KINDS = LinearScaling, Llama3Scaling, YarnScaling, LongRopeScaling
+SCALINGS: dict[str, type[Scaling]] = {kind.rope_type: kind for kind in _KINDS}
 """Scalings by `rope_type`; fields as in transformers' `rope_parameters`."""
 
 
-Rotation = tuple[jax.Array, jax.Array]
-"""Cosines and sines `[B, 1, L, P]` float32."""
+class Rotation(NamedTuple):
+  """The rotation of heads, computed for some positions.
+
+  Attributes:
+    cos: `[B, 1, L, P]` float32.
+    sin: the same.
+    query_scale: `[B, L]` float32, factors of queries, or None.
+  """
+
+  cos: jax.Array
+  sin: jax.Array
+  query_scale: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,6 +197,9 @@ class Rope:
   theta: float = 10000.0  # Base of the frequencies, above 1.
   scaling: Scaling | None = None
   fraction: float = 1.0  # The part of each head that is rotated.
+  # Queries grow by this times the logarithm of how many contexts of the
+  # training lie before them (Ministral 3).
+  query_growth: float = 0.0
 
   def __post_init__(self) -> None:
     if not 0 < self.fraction <= 1:
@@ -159,6 +208,10 @@ class Rope:
       )
     if not (isinstance(self.theta, (int, float)) and self.theta > 1):
       raise ValueError(f'rope_theta must be above 1, got {self.theta!r}')
+    if self.query_growth and not isinstance(self.scaling, YarnScaling):
+      raise ValueError(
+        f'llama_4_scaling_beta={self.query_growth!r} needs rope_type=yarn'
+      )
 
   def frequencies(self, head_width: int) -> np.ndarray:
     """Radians per position of each pair, `[P]` float32; P = Dh / 2 if whole."""
@@ -170,7 +223,7 @@ class Rope:
     return self.scaling.scale(plain, self.theta)
 
   def rotation(self, positions: jax.Array, head_width: int) -> Rotation:
-    """Cosines and sines `[B, 1, L, P]` float32, for `rotate`.
+    """Cosines and sines of positions, for `rotate`.
 
     Args:
       positions: `[B, L]` int32; positions beyond the context are allowed.
@@ -182,7 +235,12 @@ class Rope:
     factor = 1.0
     if self.scaling is not None and self.scaling.attention_factor is not None:
       factor = self.scaling.attention_factor
-    return factor * jnp.cos(angles), factor * jnp.sin(angles)
+    scale = None
+    if self.query_growth and isinstance(self.scaling, YarnScaling):
+      context = self.scaling.original_max_position_embeddings
+      before = jnp.maximum(positions, 0) // context
+      scale = 1 + self.query_growth * jnp.log1p(before.astype(jnp.float32))
+    return Rotation(factor * jnp.cos(angles), factor * jnp.sin(angles), scale)
 
 
 def rotate(heads: jax.Array, rotation: Rotation | None) -> jax.Array:
@@ -192,7 +250,7 @@ def rotate(heads: jax.Array, rotation: Rotation | None) -> jax.Array:
   """
   if rotation is None:
     return heads
-  cos, sin = rotation
+  cos, sin = rotation[:2]
   pairs = cos.shape[-1]
   first, second, rest = jnp.split(heads, (pairs, 2 * pairs), axis=-1)
   return jnp.concatenate(

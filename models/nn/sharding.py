@@ -68,6 +68,7 @@ _PARAMETERS: Mapping[tuple[str, ...], _Names] = {
   ('k_proj', 'weight'): ('kv_heads', None),
   ('v_proj', 'weight'): ('kv_heads', None),
   ('o_proj', 'weight'): (None, 'heads'),
+  ('self_attn', 'sinks'): ('heads',),
   # The perceptron, or each of the experts.
   ('gate_proj', 'weight'): _BY_OUTPUT,
   ('up_proj', 'weight'): _BY_OUTPUT,
@@ -346,7 +347,7 @@ def sum_of_experts(
   Args:
     function: linear in what each hidden unit contributes.
     experts: for each its matrices `[hidden, width]`, `[hidden, width]` and
-      `[width, hidden]`.
+      `[width, hidden]`, each with a bias or None.
     hidden: the number of hidden units.
     *args: what every device has all of.
   """

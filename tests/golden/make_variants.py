@@ -180,10 +180,16 @@ def _chosen_experts(folder: pathlib.Path, count: int) -> np.ndarray:
 
 
 def _describe(kind, changes, files=None) -> variants.Variant:
-  files = dict(files or {})
   plain = _GPT2 if kind == 'gpt2' else _PLAIN
   config = {'model_type': kind} | plain | _OF_TYPE.get(kind, {}) | changes
-  made = transformers.AutoConfig.for_model(**config)
+  return describe(config, **(files or {}))
+
+
+def describe(config: dict[str, Any], **files: Any) -> variants.Variant:
+  """A config, and the tensors that transformers stores of it."""
+  kind = config['model_type']
+  # It changes objects within.
+  made = transformers.AutoConfig.for_model(**json.loads(json.dumps(config)))
   with tempfile.TemporaryDirectory() as folder:
     model = transformers.AutoModelForCausalLM.from_config(made)
     model.save_pretrained(folder)

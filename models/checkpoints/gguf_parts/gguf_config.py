@@ -49,6 +49,10 @@ _GRANITE_KEYS = _LLAMA_KEYS | {
   'logit_scale': 'logits_scaling',
   'residual_scale': 'residual_multiplier',
 }
+_MINICPM_KEYS = {
+  key: name for key, name in _GRANITE_KEYS.items() if key != 'attention.scale'
+}
+_SHARED = 'expert_shared_feed_forward_length'
 # Keys that a file may lack, beside those of experts.
 _OPTIONAL_KEYS = {
   'attention.head_count_kv',
@@ -62,6 +66,7 @@ PATTERN = 'attention.sliding_window_pattern'
 # Keys that are read elsewhere, or that change nothing.
 _OTHER_KEYS = {
   PATTERN,
+  'attention.temperature_scale',
   'attention.value_length',
   'rope.dimension_count',
   'rope.freq_base',
@@ -73,6 +78,7 @@ _OTHER_KEYS = {
   'rope.scaling.type',
   'rope.scaling.yarn_beta_fast',
   'rope.scaling.yarn_beta_slow',
+  'rope.scaling.yarn_log_multiplier',
   'tensor_data_layout',
   'vocab_size',
 }
@@ -90,9 +96,14 @@ _TYPES: dict[str, Any] = {
   **{'attention.causal': bool, 'sample_from_anchor': bool},
   'rope_is_neox_style': bool,
 }
-_NUMBERS = re.compile(r'epsilon|scale|softcapping|freq_base|factor|beta')
+_NUMBERS = re.compile(r'epsilon|scale|softcapping|freq_base|factor|beta|multi')
 
 ROPE_FACTORS = 'rope_freqs.weight'
+# By which longrope divides the frequencies of pairs.
+LONGROPE = {
+  'short_factor': 'rope_factors_short.weight',
+  'long_factor': 'rope_factors_long.weight',
+}
 # Names of tensors, and their canonical names (`models.checkpoints.families`).
 _GPT2_NAMES = {
   'token_embd': 'wte',
@@ -123,6 +134,20 @@ _LLAMA_NAMES = {
   'ffn_down': 'mlp.down_proj',
   'ffn_gate_inp': 'mlp.gate',
 }
+_SHARED_NAMES = _LLAMA_NAMES | {
+  'ffn_gate_shexp': 'mlp.shared_expert.gate_proj',
+  'ffn_up_shexp': 'mlp.shared_expert.up_proj',
+  'ffn_down_shexp': 'mlp.shared_expert.down_proj',
+}
+_GPT_OSS_NAMES = _LLAMA_NAMES | {
+  'attn_sinks': 'self_attn.sinks',
+  'post_attention_norm': 'post_attention_layernorm',
+}
+# Several matrices as one, see `models.checkpoints.llama.parts`.
+_FUSED_NAMES = _LLAMA_NAMES | {
+  'attn_qkv': 'self_attn.qkv_proj',
+  'ffn_up': 'mlp.gate_up_proj',
+}
 _BEHIND_NAMES = _LLAMA_NAMES | {
   'post_attention_norm': 'post_attention_layernorm',
   'post_ffw_norm': 'post_feedforward_layernorm',
@@ -143,6 +168,7 @@ class Architecture(NamedTuple):
     swaps_rows: whether rows of queries and keys have llama.cpp's order.
     pattern: every how many layers one has no window, of files that do not say
       it; 0 if all have one, None if it is not known.
+    is_partial: whether a part of each head may be rotated.
     local_rope: whether layers with a window have a rotation of their own.
     head_from_width: the number of layers of a model whose scores are divided by
       the square root of the width over the number of heads, not of a head's.
@@ -156,6 +182,7 @@ class Architecture(NamedTuple):
   rotates: bool = True
   swaps_rows: bool = False
   pattern: int | None = None
+  is_partial: bool = False
   local_rope: bool = False
   head_from_width: int | None = None
 
@@ -181,8 +208,19 @@ ARCHITECTURES = {
     local_rope=True,
     head_from_width=62,
   ),
+  'gpt-oss': Architecture(None, 'gpt_oss', names=_GPT_OSS_NAMES, pattern=2),
   'granite': Architecture('granite', keys=_GRANITE_KEYS, swaps_rows=True),
+  'granitemoe': Architecture(
+    None,
+    'granitemoehybrid',
+    keys=_GRANITE_KEYS | {_SHARED: 'shared_intermediate_size'},
+    names=_SHARED_NAMES,
+    swaps_rows=True,
+  ),
+  'minicpm': Architecture('granite', keys=_MINICPM_KEYS, swaps_rows=True),
+  'mistral3': Architecture('ministral3', swaps_rows=True, pattern=0),
   'olmo2': Architecture('olmo2', names=_BEHIND_NAMES),
+  'phi3': Architecture('phi3', names=_FUSED_NAMES, pattern=0, is_partial=True),
   'qwen2': Architecture('qwen2'),
   'qwen3': Architecture('qwen3'),
   'qwen3moe': Architecture(None, 'qwen3_moe'),

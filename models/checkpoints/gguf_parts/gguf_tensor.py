@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from models.checkpoints.gguf_parts import gguf_header
+from models.checkpoints.keys import tensor_parts
 from models.nn import blocks as blocks_lib
 from models.nn import rope as rope_lib
 
@@ -39,7 +40,7 @@ class Tensor:
 
   file: pathlib.Path
   info: gguf_header.TensorInfo
-  expert: int | None = None
+  part: tensor_parts.Part = tensor_parts.Part()
   num_heads: int | None = None  # See `rope.order_of_rows`.
 
   @property
@@ -48,7 +49,8 @@ class Tensor:
 
   @property
   def shape(self) -> tuple[int, ...]:
-    return self.info.shape[self.expert is not None :]
+    outputs, *rest = self.info.shape[self.part.expert is not None :]
+    return (len(range(outputs)[self.part.rows]), *rest)
 
   def check(self, expected: tuple[int, ...]) -> None:
     """Raises ValueError on another shape, or a type that cannot be read."""
@@ -84,14 +86,16 @@ class Tensor:
 
   def _row_bytes(self, gguf: types.ModuleType) -> int:
     per_block, block_bytes = gguf.GGML_QUANT_SIZES[self.info.kind]
-    return self.shape[-1] // per_block * block_bytes
+    return self.info.shape[-1] // per_block * block_bytes
 
   def _raw_rows(
     self, gguf: types.ModuleType, start: int, count: int
   ) -> np.ndarray:
     """Rows of the tensor as they are stored, `[count, bytes]` uint8."""
     row_bytes = self._row_bytes(gguf)
-    start += (self.expert or 0) * math.prod(self.shape[:-1])
+    axes = self.info.shape[self.part.expert is not None : -1]
+    start += (self.part.rows.start or 0) if axes else 0
+    start += (self.part.expert or 0) * math.prod(axes)
     offset = self.info.offset + start * row_bytes
     raw = np.fromfile(self.file, np.uint8, count * row_bytes, offset=offset)
     return raw.reshape(count, row_bytes)
@@ -130,7 +134,7 @@ class Tensor:
   def _expanded(self) -> Iterator[blocks_lib.Rows]:
     if len(self.shape) == 1:
       order = rope_lib.order_of_rows(self.shape[0], self.num_heads)
-      yield order, self._block(quants(), 0, 1)[0]
+      yield order, self._block(quants(), 0, 1)[0, self.part.rows]
     else:
       yield from self._by_rows(self._block)
 

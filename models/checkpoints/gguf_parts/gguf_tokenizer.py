@@ -254,7 +254,14 @@ def eos_ids(path: pathlib.Path) -> list[int]:
   if vocabulary is None:
     return []
   stated = [vocabulary.token_id(f'{kind}_token_id') for kind in _END_KEYS]
-  ends = [token for token, word in enumerate(vocabulary.words) if word in _ENDS]
+  words = {*vocabulary.words}
+  # As in llama.cpp: between messages of one answer of gpt-oss.
+  within = {'<|end|>'} if {'<|return|>', '<|call|>'} <= words else set()
+  ends = [
+    token
+    for token, word in enumerate(vocabulary.words)
+    if word in _ENDS - within
+  ]
   return list(
     dict.fromkeys(token for token in (*stated, *ends) if token is not None)
   )

@@ -1,1 +1,1 @@
-"""Keys of configurations: which are read, without effect, or refused."""
+"""What checkpoints say of models: keys of configurations, parts of tensors."""

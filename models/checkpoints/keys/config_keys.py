@@ -34,6 +34,7 @@ _NO_EFFECT = re.compile(
       *('n_special', 'predict_special_tokens', 'output_past'),
       *('reorder_and_upcast_attn', 'output_router_logits', 'summary_.*'),
       *('router_(aux_loss_coef|jitter_noise)', 'unsloth_.*'),
+      'mup_denominator',
       # Drafting heads have these.
       *(r'speculators_.*', 'base_model_.*_plan', 'embed_requires_grad'),
       *('enable_sp_ulysses', 'has_lm_head', 'has_no_defaults_at_init'),
@@ -63,6 +64,7 @@ _SYNONYMS = {
   **{'hidden_act': 'hidden_activation', 'hidden_activation': 'hidden_act'},
   **{'num_local_experts': 'num_experts', 'n_ctx': 'n_positions'},
   'moe_intermediate_size': 'intermediate_size',
+  'experts_per_token': 'num_experts_per_tok',
 }
 
 

@@ -4,9 +4,11 @@ transformers calls it `rope_parameters`, one object for all layers or one for
 each kind of layer; older files have `rope_scaling`, `rope_theta` and others.
 """
 
+from collections.abc import Iterable
 from collections.abc import Mapping
 import dataclasses
 import functools
+import math
 from typing import Any
 
 from models.checkpoints.keys import config_keys
@@ -22,11 +24,15 @@ _TYPES: dict[str, Any] = {
   **{'partial_rotary_factor': float, 'mrope_section': list[int]},
   'mrope_interleaved': bool,
 }
+_GROWTH = 'llama_4_scaling_beta'
+_LISTS = ('short_factor', 'long_factor')
+_NOT_NUMBERS = {'truncate': bool, **dict.fromkeys(_LISTS, list[float])}
+# Fields of scalings, and keys that these follow from.
 _SCALING_TYPES = {
-  field.name: bool if field.name == 'truncate' else float
+  field.name: _NOT_NUMBERS.get(field.name, float)
   for kind in rope_lib.SCALINGS.values()
   for field in dataclasses.fields(kind)
-}
+} | dict.fromkeys(('mscale', 'mscale_all_dim', _GROWTH), float)
 
 
 def _normalized(rope: Mapping[str, Any], context: Any) -> dict[str, Any]:
@@ -102,7 +108,26 @@ def check_read(keys: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
         )
 
 
-def _read(raw: Mapping[str, Any], *, is_partial: bool) -> rope_lib.Rope:
+def _attention_factor(
+  kind: str, values: dict[str, Any], context: int
+) -> float | None:
+  """Takes the keys that only it follows from; None if it is stated."""
+  log = lambda factor: math.log(max(factor, 1))
+  if kind == 'longrope':
+    original = values['original_max_position_embeddings']
+    factor = values.pop('factor', context / original)
+    result = math.sqrt(1 + log(factor) / math.log(original))
+  elif values.get('mscale') and values.get('mscale_all_dim'):
+    scale = lambda key: 0.1 * values.pop(key) * log(values['factor']) + 1
+    result = scale('mscale') / scale('mscale_all_dim')
+  else:
+    return None
+  return result if values.get('attention_factor') is None else None
+
+
+def _read(
+  raw: Mapping[str, Any], context: int, ropes: str, *, is_partial: bool
+) -> rope_lib.Rope:
   """The rotation of transformers' `rope_parameters`."""
   fraction = raw.get('partial_rotary_factor', 1.0)
   if fraction != 1.0 and not is_partial:
@@ -119,12 +144,27 @@ def _read(raw: Mapping[str, Any], *, is_partial: bool) -> rope_lib.Rope:
   values = {key: raw[key] for key in raw if key not in _TYPES}
   if kind == 'linear':  # Some checkpoints have it; it has no effect.
     values.pop('original_max_position_embeddings', None)
+  growth = 0.0
+  if ropes == 'growing':
+    if _GROWTH not in values:
+      raise ValueError(f'rope_parameters of such a model must have {_GROWTH}')
+    growth = values.pop(_GROWTH)
+    whole = values.pop('max_position_embeddings', None)
+    key = 'max_position_embeddings'
+    config_keys.check_same(f'rope_parameters: {key}', whole, key, context)
+  if kind in ('yarn', 'longrope') and (
+    factor := _attention_factor(kind, values, context)
+  ):
+    values['attention_factor'] = factor
   for key in sorted(values.keys() - known):
     raise ValueError(
       f'{key}={values[key]!r:.60} is not supported with rope_type={kind!r}'
     )
-  made = None if scaling is None else scaling(**values)
-  return rope_lib.Rope(theta=theta, fraction=fraction, scaling=made)
+  lists = {key: tuple(values[key]) for key in values if key in _LISTS}
+  made = None if scaling is None else scaling(**values | lists)
+  return rope_lib.Rope(
+    theta=theta, fraction=fraction, scaling=made, query_growth=growth
+  )
 
 
 def read_all(
@@ -138,12 +178,19 @@ def read_all(
     is_partial: whether a part of a head may be rotated.
   """
   number, raw = config.num_hidden_layers, config.rope_parameters
-  read = functools.partial(_read, is_partial=is_partial)
+  read = functools.partial(
+    _read,
+    context=config.max_position_embeddings,
+    ropes=ropes,
+    is_partial=is_partial,
+  )
   if ropes == 'kinds':
     found = {key: read(raw[key]) for key in {*config.layer_types}}
     return tuple(found[key] for key in config.layer_types)
+  if ropes == 'stated' and config.position_embedding_type != 'rope':
+    return (None,) * number
   rope = read(raw)
-  if ropes == 'one':
+  if ropes != 'no_rope_layers':
     return (rope,) * number
   rotates = config.no_rope_layers
   if len(rotates) != number:
@@ -151,6 +198,15 @@ def read_all(
       f'no_rope_layers has {len(rotates)} entries for {number} layers'
     )
   return tuple(rope if one else None for one in rotates)
+
+
+def context_of(config: Any, ropes: Iterable[rope_lib.Rope | None]) -> int:
+  """The longest context, which may be that of one of the rotations."""
+  longest = config.max_position_embeddings
+  for rope in filter(None, ropes):
+    if isinstance(rope.scaling, rope_lib.LongRopeScaling):
+      longest = min(longest, rope.scaling.original_max_position_embeddings)
+  return longest
 
 
 def write(rope: rope_lib.Rope) -> dict[str, Any]:
@@ -161,4 +217,7 @@ def write(rope: rope_lib.Rope) -> dict[str, Any]:
   if rope.scaling is not None:
     keys['rope_type'] = rope.scaling.rope_type
     keys |= dataclasses.asdict(rope.scaling)
+    keys |= {key: [*keys[key]] for key in _LISTS if key in keys}
+  if rope.query_growth:
+    keys[_GROWTH] = rope.query_growth
   return keys

@@ -172,6 +172,43 @@ struct Q8_0 : Halves32<128, 34> {
   }
 };
 
+// Sixteen more than twice the floats of four bits that bytes are the numbers of.
+inline Words Float4(const Words& numbers) {
+#if defined(__AVX512BW__)
+  const __m128i values = _mm_setr_epi8(16, 17, 18, 19, 20, 22, 24, 28,  //
+                                       16, 15, 14, 13, 12, 10, 8, 4);
+  return (Words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(values),
+                                    (__m512i)numbers);
+#else
+  const Words ones = Words{} + 0x01010101;
+  const Words first = numbers >> 1 & ones, second = numbers >> 2 & ones;
+  Words value = (numbers & ones) | (first | second) << 1;
+  value += value & second * 3;
+  value += value & (first & second) * 15;
+  const Words sign = numbers >> 3 & ones;
+  return (value ^ sign * 31) + ones * 16 - sign * 31;
+#endif
+}
+
+// Four groups of 32, each with the exponent of its scale, those of all in a word.
+struct MXFP4 {
+  static constexpr int kWords = 17, kParts = 1, kGroupWords = 8, kOffset = 16;
+  static constexpr bool kHasMinima = false;
+
+  const uint32_t* lines;
+
+  MXFP4(const uint32_t* lines, int) : lines(lines) {}
+
+  Words Weights(int group, int word) const {
+    return Float4(Nibbles(lines + kBlock, group, word));
+  }
+  Floats Scale(int group) const {
+    const Words exponents = Line(lines, 0) >> 8 * group & 0xff;
+    const Words is_zero = BitCast<Words>(exponents < 2);
+    return BitCast<Floats>((exponents - 1) << 23 & ~is_zero);
+  }
+};
+
 // Eight groups of 32: two factors in float16, three words with scales and minima
 // of six bits. Neighbouring groups are the halves of the same bytes.
 template <int kBits>
@@ -378,6 +415,7 @@ struct Blocks {
       case 12: return visit(static_cast<Q4_K*>(nullptr));
       case 13: return visit(static_cast<Q5_K*>(nullptr));
       case 14: return visit(static_cast<Q6_K*>(nullptr));
+      case 39: return visit(static_cast<MXFP4*>(nullptr));
     }
   }
 

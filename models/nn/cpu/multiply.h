@@ -18,6 +18,7 @@ inline Activation ActivationOf(std::string_view name) {
   if (name == "gelu_tanh") return Activation::kGeluTanh;
   if (name == "quick_gelu") return Activation::kQuickGelu;
   if (name == "relu") return Activation::kRelu;
+  if (name == "clamped_swiglu") return Activation::kClampedSwiglu;
   return Activation::kNone;
 }
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-ACTIVATIONS = 'silu', 'gelu_tanh', 'quick_gelu', 'relu'
+ACTIVATIONS = 'silu', 'gelu_tanh', 'quick_gelu', 'relu', 'clamped_swiglu'
 """Names of the activations that `multiply` knows."""
 
 _FLOATS = 'float32', 'bfloat16'  # Dtypes of caches and of biases.

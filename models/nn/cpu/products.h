@@ -33,7 +33,22 @@ struct Matrix {
   int64_t groups() const { return (outputs + kGroup - 1) / kGroup; }
 };
 
-enum class Activation { kNone, kSilu, kGeluTanh, kQuickGelu, kRelu };
+enum class Activation {
+  kNone,
+  kSilu,
+  kGeluTanh,
+  kQuickGelu,
+  kRelu,
+  kClampedSwiglu,  // Of gpt-oss, if `gated`: quick GELU, then times y_1 + 1.
+};
+
+// The largest values that gpt-oss multiplies.
+constexpr float kMost = 7.0f;
+
+inline Floats AtMost(float most, const Floats& x) {
+  const Floats limit = Floats{} + most;
+  return x > limit ? limit : x;
+}
 
 inline Floats Activate(Activation activation, const Floats& x) {
   switch (activation) {
@@ -42,6 +57,7 @@ inline Floats Activate(Activation activation, const Floats& x) {
     case Activation::kGeluTanh:
       return x * Sigmoid(x * 1.59576912f * (1.0f + 0.044715f * (x * x)));
     case Activation::kQuickGelu:
+    case Activation::kClampedSwiglu:
       return x * Sigmoid(x * 1.702f);
     case Activation::kRelu:
       return x > 0.0f ? x : Floats{};
@@ -159,10 +175,17 @@ inline void Emit(const Products& products, const Part& part, int64_t column,
     const int64_t at = (part.first_row + row) * products.outputs + column;
     for (int64_t i = 0; i < part.outputs; i += kLanes) {
       const int64_t left = part.outputs - i;
-      const auto value = Load<Floats>(values + row * kGroup + i);
+      auto value = Load<Floats>(values + row * kGroup + i);
+      const bool clamped =
+          products.activation == Activation::kClampedSwiglu;
+      if (clamped) value = AtMost(kMost, value);
       Floats result = Activate(products.activation, value);
       if (factors != nullptr) {
-        result *= Load<Floats>(factors + row * kGroup + i);
+        auto factor = Load<Floats>(factors + row * kGroup + i);
+        if (clamped) {
+          factor = 1.0f - AtMost(kMost, -AtMost(kMost, factor));
+        }
+        result *= factor;
       }
       if (products.residual != nullptr) {
         result += LoadFloats(products.residual + at + i, left);

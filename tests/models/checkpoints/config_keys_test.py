@@ -18,10 +18,14 @@ _PATH = pathlib.Path('config.json')
 _PUBLISHED = json.loads(
   (pathlib.Path(__file__).parents[2] / 'golden' / 'published.json').read_text()
 )
+_NEW = ('granite4', 'ministral3', 'gpt_oss')
 # One of each model_type.
 _OF_TYPE = {
   variant['config']['model_type']: variant['config']
-  for variant in variants.VARIANTS.values()
+  for variant in (
+    *(variants.FAMILIES[f'{name}_0'] for name in _NEW),
+    *variants.VARIANTS.values(),
+  )
 }
 # Fields of the classes that change nothing. Those of windows are read where a
 # window is; `mlp_only_layers` and others are refused.
@@ -37,6 +41,13 @@ _IDLE_OF_TYPE = {
   **{'phi3': {'original_max_position_embeddings'}, 'qwen2': {'attention_bias'}},
   **{kind: {'intermediate_size'} for kind in ('qwen2_moe', 'qwen3_moe')},
   'mistral': {'use_sliding_window'},
+  'granitemoehybrid': {
+    *(
+      f'mamba_{key}' for key in ('chunk_size', 'conv_bias', 'd_conv', 'expand')
+    ),
+    *(f'mamba_{key}' for key in ('d_head', 'd_state', 'n_groups', 'n_heads')),
+    *('mamba_proj_bias', 'time_step_limit', 'sliding_window'),
+  },
 }
 # Without lists of layers, other keys say which layers have what.
 _LISTS = ('layer_types', 'no_rope_layers')

@@ -1,6 +1,7 @@
 """GGUF files give the same models as the folders that they were made from."""
 
 import collections
+import dataclasses
 import itertools
 import json
 import re
@@ -40,6 +41,12 @@ _LLAMA3 = rope_lib.Llama3Scaling(
 )
 _LINEAR = rope_lib.LinearScaling(factor=2.0)
 _YARN = rope_lib.YarnScaling(factor=4.0, original_max_position_embeddings=16)
+_LONGROPE = rope_lib.LongRopeScaling(
+  short_factor=tuple(1 + np.arange(24) / 16),
+  long_factor=tuple(2 + np.arange(24) / 16),
+  original_max_position_embeddings=48,
+  attention_factor=1.25,
+)
 # Rows of 256 numbers, the longest block of any type.
 _SHAPE = {'vocab_size': 40, 'num_layers': 2, 'width': 256, 'num_heads': 4}
 _LLAMA = _SHAPE | {'num_kv_heads': 2, 'head_width': 64, 'inner_width': 256}
@@ -82,9 +89,37 @@ _CONFIGS = {
   'smollm3': nn_llama.LlamaConfig(
     **_LLAMA | {'num_layers': 4, 'rope': (*[_LOCAL] * 3, None)}
   ),
+  'granite, no rotation': nn_llama.LlamaConfig(**_LLAMA, rope=None),
+  'granitemoe': mixtral_lib.MixtralConfig(
+    **_MIXTURE, **_MULTIPLIERS, shared_width=512, shared_gate=False
+  ),
+  'minicpm': nn_llama.LlamaConfig(
+    **_LLAMA | _MULTIPLIERS | {'attention_scale': None}
+  ),
+  'mistral3': nn_llama.LlamaConfig(
+    **_LLAMA,
+    rope=rope_lib.Rope(
+      scaling=dataclasses.replace(_YARN, attention_factor=1.0),
+      query_growth=0.25,
+    ),
+  ),
+  'mistral3, plain': nn_llama.LlamaConfig(**_LLAMA),
+  'phi3': nn_llama.LlamaConfig(
+    **_LLAMA | {'num_positions': 48},
+    rope=rope_lib.Rope(scaling=_LONGROPE, fraction=0.75),
+  ),
+  'gpt-oss': mixtral_lib.GptOssConfig(
+    **_MIXTURE,
+    **dict.fromkeys(('qkv_bias', 'output_bias', 'mlp_bias'), True),
+    **dict.fromkeys(('sinks', 'clamped'), True),
+    window=(8, None),
+    rope=rope_lib.Rope(scaling=dataclasses.replace(_YARN, truncate=False)),
+  ),
   'vocabulary': nn_llama.LlamaConfig(**_LLAMA | {'vocab_size': 293}),
 }
-_SWAPPED = ('llama', 'granite', 'smollm3')
+_SWAPPED = ('llama', 'granite', 'granitemoe', 'minicpm', 'mistral3', 'smollm3')
+# Folders have the experts of these in another layout.
+_OTHERWISE = ('granite', 'granitemoe', 'gpt-oss')
 _EXPERT = re.compile(r'(mlp|block_sparse_moe)\.experts\.\d+')
 
 
@@ -101,7 +136,8 @@ def _metadata(writer, config, arch):
   if config.num_kv_heads != config.num_heads:  # It is the default.
     writer.add_head_count_kv(config.num_kv_heads)
   writer.add_layer_norm_rms_eps(config.norm_epsilon)
-  rope = next(one for one in config.of_layers('rope')[::-1] if one)
+  ropes = [one for one in config.of_layers('rope')[::-1] if one]
+  rope = ropes[0] if ropes else _LOCAL
   if arch == 'gemma3':
     rope = _GLOBAL
     writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
@@ -112,8 +148,10 @@ def _metadata(writer, config, arch):
   if config.score_cap:
     writer.add_attn_logit_softcapping(config.score_cap)
     writer.add_final_logit_softcapping(config.logit_cap)
-  if arch == 'granite':
-    writer.add_attention_scale(config.attention_scale)
+  if arch in ('granite', 'granitemoe'):
+    writer.add_attention_scale(config.attention_scale or 1 / 8)
+    writer.add_rope_scaling_finetuned(config.rope is not None)
+  if arch in ('granite', 'granitemoe', 'minicpm'):
     writer.add_embedding_scale(config.embedding_scale)
     writer.add_residual_scale(config.residual_scale)
     writer.add_logit_scale(config.logit_divisor)
@@ -126,7 +164,18 @@ def _metadata(writer, config, arch):
     writer.add_expert_count(config.num_experts)
     writer.add_expert_used_count(config.experts_per_token)
     writer.add_expert_feed_forward_length(config.inner_width)
-  if rope.scaling == _YARN:
+    if config.shared_width:
+      writer.add_expert_shared_feed_forward_length(config.shared_width)
+  if rope.query_growth:
+    writer.add_attn_temperature_scale(rope.query_growth)
+    writer.add_rope_scaling_yarn_log_mul(1.0)
+  if rope.scaling == _LONGROPE:
+    writer.add_sliding_window(0)
+    writer.add_rope_scaling_attn_factors(_LONGROPE.attention_factor)
+    writer.add_rope_scaling_orig_ctx_len(48)
+    writer.kv_data[0].pop(f'{arch}.rope.dimension_count')
+    writer.add_rope_dimension_count(48)
+  if isinstance(rope.scaling, rope_lib.YarnScaling):
     writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
     writer.add_rope_scaling_factor(_YARN.factor)
     writer.add_rope_scaling_orig_ctx_len(_YARN.original_max_position_embeddings)
@@ -150,7 +199,11 @@ def _stored(module, arch):
     for part, heads in (('q', config.num_heads), ('k', config.num_kv_heads)):
       if arch in _SWAPPED and f'.{part}_proj.' in name:
         array = _permuted(array, heads)
-    stem, leaf_name = family.stored_name(name, config).rsplit('.', 1)
+    own = family.stored_name(name, config)
+    if arch in _OTHERWISE and name != 'lm_head.weight':
+      own = f'model.{name}'
+    own += '.weight' * own.endswith('sinks')
+    stem, leaf_name = own.rsplit('.', 1)
     stem, is_expert = _EXPERT.subn('mlp.experts', stem)
     if is_expert:
       for ours, theirs in (('w1', 'gate'), ('w2', 'down'), ('w3', 'up')):
@@ -159,7 +212,9 @@ def _stored(module, arch):
     assert known, stem
     stacks[f'{known}.{leaf_name}', bool(is_expert)].append(array)
   for (name, is_expert), arrays in stacks.items():
-    yield name, np.stack(arrays) if is_expert else arrays[0]
+    if '_qkv' in name and arch == 'phi3':  # The module has keys first.
+      arrays = [arrays[1], arrays[0], arrays[2]]
+    yield name, np.stack(arrays) if is_expert else np.concatenate(arrays)
 
 
 def _random_q4_k(rng, shape):
@@ -199,6 +254,10 @@ def _write(
     )
     scaled = config.rope.frequencies(config.head_width)
     tensors['rope_freqs.weight'] = plain / scaled
+  if arch == 'phi3':
+    for key in ('short', 'long'):
+      factors = np.float32(getattr(_LONGROPE, f'{key}_factor'))
+      tensors[f'rope_factors_{key}.weight'] = factors
   expected = {}
   for key, array in tensors.items():
     own = kind if array.ndim > 1 else Kind.F32
@@ -256,7 +315,7 @@ def test_parameters_and_shape_are_those_that_were_written(name, kind, path):
   expected = _write(path, name, kind)
   module = hub.load_module(path)
   assert module.config == _CONFIGS[name]
-  expected.pop('rope_freqs.weight', None)
+  expected = {k: v for k, v in expected.items() if not k.startswith('rope_')}
   found = dict(_stored(module, name.split(',')[0]))
   assert found.keys() == expected.keys()
   for key, array in found.items():
@@ -302,6 +361,7 @@ _ROW = np.ones((40, 256), np.float32)
     (_with('blk.2.attn_k.weight', _ROW), 'blk.2.attn_k.weight is not part of'),
     (_with('output.weight', _ROW[:, :128]), r'\(40, 128\), expected \(40, 256'),
     (_with('rope_freqs.weight', _ROW[0, :32] * 3), "not those of Llama 3's"),
+    (_with('rope_factors_short.weight', _ROW[0, :32]), 'lacks .*factors_long'),
   ],
 )
 def test_tensors_that_do_not_fit(change, message, path):
@@ -404,6 +464,18 @@ _LINEAR_TYPE = {'rope.scaling.type': 'linear', 'rope.scaling.factor': 2.0}
       "gemma2.*_pattern='all' must be an integer or",
     ),
     ('llama, mixture', {'expert_feed_forward_length': 128}, 'contradict'),
+    (
+      'phi3',
+      {'rope.dimension_count': 32},
+      'short_factor field must have length',
+    ),
+    (
+      'qwen2, yarn',
+      {'attention.temperature_scale': 0.1},
+      'llama_4_scaling_beta',
+    ),
+    ('gpt-oss', {'expert_used_count': 9}, 'num_experts=3, got 9'),
+    ('granitemoe', {'expert_count': 0}, 'granitemoe with 0 experts'),
   ],
 )
 def test_keys_that_say_something_else(name, keys, message, path):
@@ -435,7 +507,10 @@ def test_a_file_of_any_name(path):
 
 @pytest.mark.parametrize(
   ('name', 'kind'),
-  [('llama', Kind.Q4_K), ('gpt2', Kind.Q8_0), ('llama, mixture', Kind.Q5_0)],
+  [
+    *(('llama', Kind.Q4_K), ('gpt2', Kind.Q8_0)),
+    *(('llama, mixture', Kind.Q5_0), ('gpt-oss', Kind.MXFP4)),
+  ],
 )
 def test_matrices_stay_as_they_are_stored(name, kind, path, caplog):
   """But one that is in no blocks, and positions and routers."""
@@ -460,7 +535,7 @@ def test_matrices_stay_as_they_are_stored(name, kind, path, caplog):
       rounded = values.astype(jnp.bfloat16)
       np.testing.assert_array_equal(np.asarray(leaf), rounded)
       floats.add(key[-2:])
-  assert len(floats) == 1 + (name != 'llama')
+  assert len(floats) == 1 + (name != 'llama'), floats
   assert '1 matrices are in bfloat16' in caplog.text
 
 

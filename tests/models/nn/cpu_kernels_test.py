@@ -101,6 +101,7 @@ _FUNCTIONS = {
   'quick_gelu': lambda x: x * jax.nn.sigmoid(1.702 * x),
   'relu': jax.nn.relu,
 }
+_GATES = (*_FUNCTIONS, 'clamped_swiglu')
 
 
 @pytest.mark.parametrize('dtype', [*_DTYPES, 'Q4_K', 'Q6_K'])
@@ -126,7 +127,7 @@ def test_what_surrounds_products_equals_the_parts_one_by_one(dtype):
       ),
       'gated': [
         multiply(x, matrices, biases, activation=name, gated=True, norm=norm)
-        for name in _FUNCTIONS
+        for name in _GATES
       ],
     }
 
@@ -144,9 +145,12 @@ def test_what_surrounds_products_equals_the_parts_one_by_one(dtype):
   np.testing.assert_array_equal(results['whole'], np.hstack(parts))
   expected = residual + np.maximum(first, 0)
   np.testing.assert_array_equal(results['added'], expected)
-  functions = _FUNCTIONS.values()
-  for gated, function in zip(results['gated'], functions, strict=True):
-    expected = function(first) * second
+  for gated, name in zip(results['gated'], _GATES, strict=True):
+    if name == 'clamped_swiglu':
+      limited = _FUNCTIONS['quick_gelu'](np.minimum(first, 7))
+      expected = limited * (np.clip(second, -7, 7) + 1)
+    else:
+      expected = _FUNCTIONS[name](first) * second
     np.testing.assert_allclose(gated, expected, rtol=1e-5, atol=1e-4)
 
 

@@ -158,6 +158,26 @@ _QWEN3_MOE = _LLAMA | {
   **{'model_type': 'qwen3_moe', 'moe_intermediate_size': 20},
   **{'num_experts': 4, 'num_experts_per_tok': 2},
 }
+_GRANITE_4 = _LLAMA | {
+  **{'model_type': 'granitemoehybrid', 'layer_types': ['attention'] * 2},
+  **{'num_local_experts': 0, 'shared_intermediate_size': 20},
+}
+_GROWS = {
+  **{'rope_type': 'yarn', 'rope_theta': 10.0, 'factor': 2.0},
+  **{'original_max_position_embeddings': 32, 'llama_4_scaling_beta': 0.1},
+}
+_MINISTRAL = _LLAMA | {'model_type': 'ministral3', 'rope_parameters': _GROWS}
+_MINISTRAL |= {'head_dim': 4}
+_LONG = {'type': 'longrope', 'short_factor': [1.0, 1.5]}
+_LONG |= {'long_factor': [2.0, 3.0]}
+_PHI_4 = _LLAMA | {'model_type': 'phi3', 'rope_scaling': _LONG}
+_PHI_4 |= {'original_max_position_embeddings': 48, 'pad_token_id': 0}
+_MINICPM = _LLAMA | {'model_type': 'minicpm', 'scale_emb': 12}
+_MINICPM |= {'scale_depth': 1.4, 'dim_model_base': 8}
+_GPT_OSS = _LLAMA | {'model_type': 'gpt_oss', 'num_local_experts': 4}
+_GPT_OSS |= {'num_experts_per_tok': 2}
+_grows = lambda **changes: ('rope_parameters', _GROWS | changes)
+_long = lambda **changes: ('rope_scaling', _LONG | changes)
 _DYNAMIC = {'type': 'dynamic', 'factor': 2.0}
 _YARN = _rope(
   'yarn', factor=2.0, mscale=1.0, original_max_position_embeddings=32
@@ -207,6 +227,47 @@ _CONFIGS = (
     (*_rope('yarn', factor=2, beta_fast='3'), "beta_fast='3' must be"),
     (*_rope('linear', factor=-1.0), 'got -1.0'),
     (*_rope('default', rope_theta=0.5), 'got 0.5'),
+  ),
+  (
+    *(
+      _GRANITE_4,
+      ('layer_types', ['attention', 'mamba'], "['linear_attention']"),
+    ),
+    ('layers_block_type', ['mamba', 'mamba'], 'contradict'),
+    ('num_local_experts', 1, 'num_experts=1, got 2'),
+    ('shared_intermediate_size', 0, 'inner_width must be positive'),
+    ('position_embedding_type', 5, 'position_embedding_type=5 must be'),
+    ('mlp_bias', True, 'mlp_bias=True is not supported'),
+  ),
+  (
+    *(_MINISTRAL, (*_grows(max_position_embeddings=32), 'contradict')),
+    (*_grows(mscale_all_dim=1.0), 'mscale_all_dim=1.0 is not supported'),
+    (*_grows(rope_type='default'), 'factor=2.0 is not supported with'),
+    (*_grows(llama_4_scaling_beta=None), 'must have llama_4_scaling_beta'),
+    (*_grows(llama_4_scaling_beta='a'), "llama_4_scaling_beta='a' must be"),
+    ('layer_types', ['full_attention'] * 3, 'layer_types'),
+  ),
+  (
+    *(_PHI_4, (*_long(short_factor=[1.0] * 3), 'short_factor')),
+    (*_long(short_factor=[1.0, 0.0]), 'short_factor must have positive'),
+    (*_long(long_factor=None), 'long_factor'),
+    (*_long(long_factor=[1.0, 'a']), 'each of whose entries is a finite'),
+    (*_long(mscale=1.0), 'mscale=1.0 is not supported'),
+  ),
+  (
+    *(_MINICPM, ('scale_depth', 'a', "scale_depth='a' must be a finite")),
+    ('dim_model_base', 0, 'dim_model_base=0: a MiniCPM needs one above 0'),
+    ('scale_emb', -1.0, 'scale_emb=-1.0: a MiniCPM needs'),
+    ('sparse_config', {'topk': 8}, "sparse_config={'topk': 8} is not"),
+    ('model_type', 'minicpm3', "model_type 'minicpm3' is not known"),
+  ),
+  (
+    *(_GPT_OSS, ('num_experts_per_tok', 9, 'num_experts=4, got 9')),
+    ('swiglu_limit', 5.0, 'swiglu_limit=5.0 is not supported, only 7.0'),
+    ('layer_types', ['chunked_attention'] * 2, 'chunked_attention'),
+    ('experts_per_token', 3, 'experts_per_token=3 and num_experts_per_tok'),
+    ('quantization_config', {'quant_method': 'awq'}, "'awq'} is not supp"),
+    ('num_experts', 5, 'contradict'),
   ),
   (_MIXTRAL, ('num_experts_per_tok', 9, 'num_experts=4, got 9')),
   (_QWEN3_MOE, ('mlp_only_layers', [1], _NO_EXPERTS)),
