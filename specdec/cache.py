@@ -9,18 +9,22 @@ what may be seen, so entries are kept by adding to `length`; stale slots are
 masked, then overwritten. After a token tree was verified, the entries of the
 accepted path move to the front of the tree's.
 
-`length` grows in `advance` alone and shrinks in `rewind` alone.
+`length` grows in `advance` and `keep` alone and shrinks in `rewind` alone. They
+take the states of recurrent layers along, see `specdec.recurrent`.
 """
 
 from collections.abc import Callable
 from collections.abc import Mapping
 import functools
+from typing import Any
 from typing import NamedTuple
 
 import flax.struct
 import jax
 from jax import lax
 import jax.numpy as jnp
+
+from specdec import recurrent as recurrent_lib
 
 # The most rows that are written and read one by one on a GPU. With 256 rows a
 # layer compiled for an H100 has 526 kernels so, and 16 with all rows at once; a
@@ -189,6 +193,12 @@ class KVCache(flax.struct.PyTreeNode):
   hidden: Mapping[int, jax.Array] = flax.struct.field(default_factory=dict)
   # `[B]` int32, during a forward the first slot that it writes; None: `length`.
   start: jax.Array | None = None
+  # The states of layers without keys and values, by layer; and `[B]` int32, the
+  # tokens of the text at which they were marked, see `rewind`.
+  recurrent: Mapping[int, recurrent_lib.Recurrent] = flax.struct.field(
+    default_factory=dict
+  )
+  marked: jax.Array | None = None
 
   @property
   def write_at(self) -> jax.Array:
@@ -292,14 +302,113 @@ def write_hidden(
   return cache.replace(hidden={**cache.hidden, layer: written})
 
 
+def with_recurrent(
+  cache: KVCache, layers: Mapping[int, recurrent_lib.Recurrent]
+) -> KVCache:
+  """An empty cache that also has recurrent layers."""
+  marked = jnp.zeros_like(cache.length) if layers else None
+  return cache.replace(recurrent=layers, marked=marked)
+
+
+def with_window(cache: KVCache, num_slots: int) -> KVCache:
+  """The cache with empty windows of so many slots in its recurrent layers."""
+  resized = {
+    layer: one.with_window(num_slots) for layer, one in cache.recurrent.items()
+  }
+  return cache.replace(recurrent=resized)
+
+
+def write_inputs(
+  cache: KVCache | None,
+  layer: int,
+  new: Any,
+  mask: jax.Array,
+  empty: recurrent_lib.Recurrent,
+) -> tuple[KVCache | None, recurrent_lib.Recurrent, jax.Array]:
+  """Writes the inputs of L tokens to the window of a recurrent layer.
+
+  Args:
+    cache: the cache; without one (training), the L tokens are the whole text.
+    layer: a key of `KVCache.recurrent`.
+    new: pytree of `[B, L, width]`. NaN and inf are written as zeros.
+    mask: `[B, L, S]` bool over the slots of the cache, `[B, L, L]` without one.
+    empty: the layer before any token, used without a cache.
+
+  Returns:
+    The cache, the layer, and `[B, L, T]` bool, the slots of the window that
+    each token sees. A forward of T tokens or more makes the window its own.
+  """
+  one = empty if cache is None else cache.recurrent[layer]
+  new = jax.tree.map(lambda array: _finite(array)[:, None], new)
+  if mask.shape[1] >= one.num_slots:
+    one = one.replace(inputs=new)
+  else:
+    assert cache is not None
+    offset = cache.write_at - cache.length
+    write = lambda old, new: cache.ops.write(old, new, offset)
+    one = one.replace(inputs=jax.tree.map(write, one.inputs, new))
+  if cache is None:
+    return None, one, mask
+  window = lambda row, at: lax.dynamic_slice_in_dim(
+    row, at, one.num_slots, axis=1
+  )
+  sees = jax.vmap(window)(mask, cache.length)
+  recurrent = {**cache.recurrent, layer: one}
+  return cache.replace(recurrent=recurrent), one, sees
+
+
+def _lengthened(cache: KVCache, slots: jax.Array, count: jax.Array) -> KVCache:
+  """Longer by the first `count [B]` of `slots [B, n]` of the window."""
+  folded = {
+    layer: one.fold(slots, count) for layer, one in cache.recurrent.items()
+  }
+  return cache.replace(length=cache.length + count, recurrent=folded)
+
+
 def advance(cache: KVCache, count: jax.Array) -> KVCache:
   """Makes the next `count [B]` slots part of the text, in their order."""
-  return cache.replace(length=cache.length + count)
+  layers = cache.recurrent.values()
+  size = max((one.num_slots for one in layers), default=0)
+  slots = jnp.broadcast_to(jnp.arange(size)[None], (count.shape[0], size))
+  return _lengthened(cache, slots, count)
+
+
+def mark(cache: KVCache) -> KVCache:
+  """Marks the states of recurrent layers, so that `rewind` finds them."""
+  if not cache.recurrent:
+    return cache
+  marks = {
+    layer: one.replace(mark=one.state) for layer, one in cache.recurrent.items()
+  }
+  return cache.replace(recurrent=marks, marked=cache.length)
+
+
+def usable(cache: KVCache, length: jax.typing.ArrayLike) -> jax.Array:
+  """`[B]` int32, how much of its text `rewind` keeps; see there."""
+  known = jnp.minimum(cache.length, length)
+  if cache.marked is None:
+    return known
+  back = jnp.where(cache.marked <= known, cache.marked, 0)
+  return jnp.where(known < cache.length, back, known)
 
 
 def rewind(cache: KVCache, length: jax.typing.ArrayLike) -> KVCache:
-  """Goes back to the first `length [B]` tokens, where there are more."""
-  return cache.replace(length=jnp.minimum(cache.length, length))
+  """Goes back to the first `length [B]` tokens, where there are more.
+
+  Where there are recurrent layers, whose states cannot be cut, a row that has
+  to go back goes to its mark, or to the start of the text if that lies behind
+  `length`. So fewer tokens may be left, and must be read again.
+  """
+  left = usable(cache, length)
+  if cache.marked is None:
+    return cache.replace(length=left)
+  stays = left == cache.length
+  to_mark = left == cache.marked
+  back = {
+    layer: one.go_back(stays, to_mark) for layer, one in cache.recurrent.items()
+  }
+  marked = jnp.where(stays | to_mark, cache.marked, 0)
+  return cache.replace(length=left, recurrent=back, marked=marked)
 
 
 def keep(
@@ -344,4 +453,8 @@ def keep(
     values=tuple(map(move, cache.values)),
     hidden=jax.tree.map(move, cache.hidden),
   )
-  return advance(moved, in_place + count)
+  index = jnp.arange(window)[None] - in_place[:, None]
+  behind = jnp.clip(index, 0, offsets.shape[1] - 1)
+  slots = jnp.take_along_axis(offsets, behind, axis=1)
+  slots = jnp.where(index < 0, jnp.arange(window)[None], slots)
+  return _lengthened(moved, slots, in_place + count)

@@ -25,6 +25,7 @@ from models.nn import blocks as blocks_lib
 from models.nn import dtypes
 from models.nn import gemma as gemma_lib
 from models.nn import gpt2 as nn_gpt2
+from models.nn import lfm2 as lfm2_lib
 from models.nn import llama as nn_llama
 from models.nn import matrices as matrices_lib
 from models.nn import mixtral as mixtral_lib
@@ -78,6 +79,11 @@ _CONFIGS = {
     qk_norm=True,
   ),
   'granite': nn_llama.LlamaConfig(**_LLAMA, **_MULTIPLIERS),
+  'lfm2': lfm2_lib.Lfm2Config(
+    **_LLAMA | {'num_layers': 3, 'conv_size': 4, 'tie_embeddings': True},
+    qk_norm=True,
+    mixers=('conv', 'self_attn', 'conv'),
+  ),
   'olmo2': nn_llama.LlamaConfig(**_LLAMA, **_BEHIND),
   'smollm3': nn_llama.LlamaConfig(
     **_LLAMA | {'num_layers': 4, 'rope': (*[_LOCAL] * 3, None)}
@@ -98,7 +104,12 @@ def _metadata(writer, config, arch):
   if arch == 'gpt2':
     writer.add_layer_norm_eps(config.norm_epsilon)
     return
-  if config.num_kv_heads != config.num_heads:  # It is the default.
+  if arch == 'lfm2':
+    heads = [0] * config.num_layers
+    heads[1] = config.num_kv_heads
+    writer.add_head_count_kv(heads)
+    writer.add_shortconv_l_cache(config.conv_size)
+  elif config.num_kv_heads != config.num_heads:  # It is the default.
     writer.add_head_count_kv(config.num_kv_heads)
   writer.add_layer_norm_rms_eps(config.norm_epsilon)
   rope = next(one for one in config.of_layers('rope')[::-1] if one)
@@ -147,6 +158,8 @@ def _stored(module, arch):
   for path, leaf in hub.flat_params(module)[1].items():
     name = families.parameter_name(path)
     array = np.asarray(leaf, np.float32)
+    if array.ndim == 3:  # A convolution.
+      array = array[:, 0]
     for part, heads in (('q', config.num_heads), ('k', config.num_kv_heads)):
       if arch in _SWAPPED and f'.{part}_proj.' in name:
         array = _permuted(array, heads)

@@ -51,7 +51,7 @@ def test_what_is_counted():
   assert stats.new_tokens == 4
   assert stats.target_forwards == 3 + 1
   # Plain decoding reads 2, 3 and 4 slots of the first row, 1 of the other.
-  assert stats.reads['plain'] == {'forwards': 3, 'slots': 10}
+  assert stats.reads['plain'] == {'forwards': 3, 'slots': 10, 'rows': 4}
   assert stats.relative_bandwidth == (30 + 18) / (30 + 10)
 
 

@@ -22,6 +22,7 @@ from models.checkpoints.keys import config_keys
 from models.nn import adapter
 from models.nn import gemma as gemma_lib
 from models.nn import gpt2 as nn_gpt2
+from models.nn import lfm2 as lfm2_lib
 from models.nn import llama as nn_llama
 from models.nn import mixtral as mixtral_lib
 from specdec.text import text_files
@@ -112,6 +113,14 @@ FAMILIES = (
     canonical_name=checkpoints_llama.gemma_name,
     convert=functools.partial(checkpoints_llama.shift_norms, 1.0),
     to_stored=functools.partial(checkpoints_llama.shift_norms, -1.0),
+  ),
+  dataclasses.replace(
+    _LLAMA,
+    name='LFM2',
+    model_types=checkpoints_llama.model_types(lfm2_lib.Lfm2Config),
+    module=lfm2_lib.Lfm2,
+    config=lfm2_lib.Lfm2Config,
+    canonical_name=functools.partial(checkpoints_llama.renamed, 'lfm2'),
   ),
 )
 

@@ -27,7 +27,7 @@ from models.nn import blocks as blocks_lib
 from models.nn import rope as rope_lib
 
 SUFFIX = '.gguf'
-_NAME = re.compile(r'(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)')
+_NAME = re.compile(r'(?:blk\.(\d+)\.)?(\w+(?:\.\w+)?)\.(weight|bias)')
 _EXPERT_NAMES = {
   'ffn_gate_exps': 'gate_proj',
   'ffn_up_exps': 'up_proj',
@@ -155,6 +155,9 @@ def config_keys(path: pathlib.Path) -> dict[str, Any]:
     'vocab_size': vocab_size,
     'tie_word_embeddings': 'output.weight' not in header.tensors,
   }
+  found |= kind.fixed
+  if kind.state_layers:
+    found['layer_types'] = _layer_types(path, name, header)
   if num_experts > 0:
     found |= {'norm_topk_prob': True, 'num_experts': num_experts}
   if kind.rotates:
@@ -163,6 +166,24 @@ def config_keys(path: pathlib.Path) -> dict[str, Any]:
     _add_heads(path, name, metadata, found)
     _add_windows(path, name, metadata, found)
   return found
+
+
+def _layer_types(
+  path: pathlib.Path, name: str, header: gguf_header.Header
+) -> list[str]:
+  """Which layers have a state in place of keys and values."""
+  key = f'{name}.{gguf_config.KV_HEADS}'
+  heads, number = (
+    header.metadata.get(key),
+    header.metadata[f'{name}.block_count'],
+  )
+  if not isinstance(heads, list) or len(heads) != number:
+    raise ValueError(
+      f'{path}: {key} must say for each of {number} layers how many heads it'
+      f' has, got {heads!r:.60}'
+    )
+  states = str(gguf_config.ARCHITECTURES[name].state_layers)
+  return ['full_attention' if one else states for one in heads]
 
 
 def _add_heads(
@@ -321,6 +342,9 @@ class GGUFFile:
       canonical = _canonical(name, kind)
       if canonical is None:
         raise ValueError(f'{self.path}: tensor {name} is not part of a {arch}')
+      if canonical.endswith('.conv.weight'):  # Of one input per channel.
+        channels, size = info.shape
+        info = dataclasses.replace(info, shape=(channels, 1, size))
       if '{}' in canonical:
         for expert in range(info.shape[0]):
           yield canonical.format(expert), tensor(info, expert)

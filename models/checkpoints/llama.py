@@ -15,6 +15,7 @@ from models.checkpoints.keys import config_keys
 from models.checkpoints.keys import rope_keys
 from models.nn import gemma as gemma_lib
 from models.nn import layers
+from models.nn import lfm2 as lfm2_lib
 from models.nn import llama as nn_llama
 from models.nn import mixtral as mixtral_lib
 
@@ -55,6 +56,9 @@ class _ModelType:
     extra: keys that transformers reads besides the fields of its class, and
       their types.
     idle: keys that change nothing.
+    mixers: what mixes positions in a layer, by its entry in `layer_types`.
+    renames: parts of canonical names, and of the names that are stored.
+    written: keys that are written with these values.
   """
 
   config: Any
@@ -66,6 +70,15 @@ class _ModelType:
   is_partial: bool = False
   extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   idle: tuple[str, ...] = ()
+  mixers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  renames: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  written: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  @functools.cached_property
+  def names(self) -> dict[str, str]:
+    """Fields of the shape, and their keys in config.json."""
+    named = {**_KEYS, **self.keys}.items()
+    return {ours: key for ours, key in named if ours not in self.fixed}
 
   @functools.cached_property
   def types(self) -> dict[str, Any]:
@@ -76,7 +89,7 @@ class _ModelType:
   def reads(self) -> frozenset[str]:
     """The keys that are read."""
     own = {one.name for one in dataclasses.fields(self.config)}
-    read = {*{**_KEYS, **self.keys}.values(), *_ALWAYS, *self.extra}
+    read = {*self.names.values(), *_ALWAYS, *self.extra}
     windows = () if self.windows == 'none' else _WINDOWS
     return frozenset(read | own & {*windows, *_SOMETIMES})
 
@@ -84,7 +97,7 @@ class _ModelType:
     """Whether a config of this type can have a shape."""
     if type(config) is not self.shape:
       return False
-    stated = {*_KEYS, *self.keys, *_COMPUTED}
+    stated = {*self.names, *_COMPUTED}
     others = {
       field.name: self.fixed.get(field.name, field.default)
       for field in dataclasses.fields(config)
@@ -123,6 +136,29 @@ _CAPS = {
 }
 _BEHIND = {'pre_norm': False, 'post_norm': True}
 _BEHIND |= {'qk_norm': True, 'joint_qk_norm': True}
+_LFM2_KEYS = {
+  **{'norm_epsilon': 'norm_eps', 'conv_size': 'conv_L_cache'},
+  'conv_bias': 'conv_bias',
+}
+_LFM2_EXTRA = {
+  **{
+    'block_ff_dim': int,
+    'tie_embedding': bool,
+    'layer_types': list[str] | None,
+  },
+  **{'block_auto_adjust_ff_dim': bool, 'block_multiple_of': int},
+  **{'block_ffn_dim_multiplier': float | None},
+  **{'full_attn_idxs': list[int] | None},
+}
+_LFM2_NAMES = {
+  **{
+    'input_layernorm': 'operator_norm',
+    'post_attention_layernorm': 'ffn_norm',
+  },
+  **{'norm': 'embedding_norm', 'mlp': 'feed_forward', 'o_proj': 'out_proj'},
+  **{'q_norm': 'q_layernorm', 'k_norm': 'k_layernorm'},
+  **{'gate_proj': 'w1', 'up_proj': 'w3', 'down_proj': 'w2'},
+}
 _LOCAL = {'sliding_window_pattern': int, 'rope_local_base_freq': float | None}
 
 # A shape is saved as the first type that can state it.
@@ -188,6 +224,18 @@ _MODEL_TYPES = {
     ropes='kinds',
     extra=_LOCAL,
   ),
+  'lfm2': _ModelType(
+    config=transformers.Lfm2Config,
+    shape=lfm2_lib.Lfm2Config,
+    keys=_LFM2_KEYS,
+    fixed={'qk_norm': True, 'activation': 'silu'},
+    extra=_LFM2_EXTRA,
+    idle=('block_mlp_init_scale', 'block_out_init_scale')
+    + ('block_use_xavier_init', 'conv_use_xavier_init'),
+    mixers={_FULL: 'self_attn', 'conv': 'conv'},
+    renames=_LFM2_NAMES,
+    written={'block_auto_adjust_ff_dim': False},
+  ),
   'mixtral': _ModelType(
     config=transformers.MixtralConfig,
     shape=mixtral_lib.MixtralConfig,
@@ -247,7 +295,7 @@ _SOMETIMES = (
   *('mlp_only_layers', 'decoder_sparse_step'),
 )
 # Fields that follow from several keys, or from a key and others.
-_COMPUTED = {'num_positions', 'head_width', 'rope', 'window'}
+_COMPUTED = {'num_positions', 'head_width', 'rope', 'window', 'mixers'}
 _COMPUTED |= {'attention_scale', 'embedding_scale'}
 
 
@@ -290,10 +338,33 @@ def _check_windows(
     )
 
 
+def _read_mixers(config: Any, kind: _ModelType) -> tuple[str, ...]:
+  """What mixes positions in each layer."""
+  types, number = config.layer_types, config.num_hidden_layers
+  if len(types) != number:
+    raise ValueError(
+      f'layer_types has {len(types)} entries for {number} layers'
+    )
+  if unknown := {*types} - {*kind.mixers}:
+    raise ValueError(f'layer_types has {sorted(unknown)}, not supported')
+  return tuple(kind.mixers[one] for one in types)
+
+
+def _adjusted_width(config: Any) -> int:
+  """The width of a perceptron of an LFM2 (transformers, models/lfm2)."""
+  width = int(2 * config.intermediate_size / 3)
+  factor, multiple = config.block_ffn_dim_multiplier, config.block_multiple_of
+  if factor is None:
+    return width
+  if multiple < 1:
+    raise ValueError(f'block_multiple_of must be positive, got {multiple}')
+  return -(-int(factor * width) // multiple) * multiple
+
+
 def _read_shape(config: Any, kind: _ModelType) -> nn_llama.LlamaConfig:
   """The shape that a transformers config describes."""
-  keys = {**_KEYS, **kind.keys}
-  activation = getattr(config, keys['activation'])
+  keys = kind.names
+  activation = getattr(config, keys.get('activation', ''), 'silu')
   if activation not in layers.ACTIVATIONS:
     raise ValueError(
       f'{keys["activation"]}={activation!r} is not known; choose from'
@@ -311,6 +382,10 @@ def _read_shape(config: Any, kind: _ModelType) -> nn_llama.LlamaConfig:
   fields = {ours: getattr(config, key) for ours, key in keys.items()}
   if _SCALAR in keys.values():
     fields['attention_scale'] = 1 / math.sqrt(fields['attention_scale'])
+  if kind.mixers:
+    fields['mixers'] = _read_mixers(config, kind)
+  if getattr(config, 'block_auto_adjust_ff_dim', False):
+    fields['inner_width'] = _adjusted_width(config)
   return kind.shape(
     **{**fields, **kind.fixed},
     num_positions=config.max_position_embeddings,
@@ -375,6 +450,10 @@ def _layer_keys(
     for name, rope in zip(types, ropes, strict=True)
     if rope is not None
   }
+  if kind.mixers:
+    names = {ours: theirs for theirs, ours in kind.mixers.items()}
+    mixers = config.of_layers('mixers')
+    keys['layer_types'] = [names.get(one, one) for one in mixers]
   if kind.ropes == 'kinds':
     return keys | {'rope_parameters': by_type}
   if kind.ropes == 'no_rope_layers':
@@ -384,8 +463,7 @@ def _layer_keys(
 
 def _to_keys(config: nn_llama.LlamaConfig, kind: _ModelType) -> dict[str, Any]:
   """The keys of a config of a type that are to state a shape."""
-  names = {**_KEYS, **kind.keys}
-  keys = {key: getattr(config, ours) for ours, key in names.items()}
+  keys = {key: getattr(config, ours) for ours, key in kind.names.items()}
   if key := kind.keys.get('attention_scale'):
     scale = config.attention_scale or 1 / math.sqrt(config.head_width)
     keys[key] = round(scale**-2) if key == _SCALAR else scale
@@ -393,6 +471,7 @@ def _to_keys(config: nn_llama.LlamaConfig, kind: _ModelType) -> dict[str, Any]:
     'max_position_embeddings': config.num_positions,
     'head_dim': config.head_width,
     **_layer_keys(config, kind),
+    **kind.written,
   }
 
 
@@ -430,6 +509,18 @@ def canonical_name(stored: str, config: nn_llama.LlamaConfig) -> str | None:
   return name
 
 
+def _with_parts(name: str, renames: Mapping[str, str]) -> str:
+  """A name whose parts are called otherwise."""
+  return '.'.join(renames.get(part, part) for part in name.split('.'))
+
+
+def renamed(kind: str, stored: str, config: nn_llama.LlamaConfig) -> str | None:
+  """The same as `canonical_name`, where a `model_type` has other names."""
+  name = canonical_name(stored, config)
+  ours = {theirs: one for one, theirs in _MODEL_TYPES[kind].renames.items()}
+  return name and _with_parts(name, ours)
+
+
 def parts(name: str, config: nn_llama.LlamaConfig) -> Mapping[str, slice]:
   """The tensors that are stored as one, and their rows; {} if it is but one.
 
@@ -453,6 +544,7 @@ def stored_name(name: str, config: nn_llama.LlamaConfig) -> str:
   if name == 'lm_head.weight':
     return name
   kind = _model_type(config)
+  name = _with_parts(name, _MODEL_TYPES[kind].renames)
   if kind == 'mixtral':
     name = name.replace('.mlp.', '.block_sparse_moe.')
     for ours, theirs in _MIXTRAL_NAMES.items():

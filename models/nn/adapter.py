@@ -17,6 +17,7 @@ from models.nn import sharding as sharding_lib
 from models.nn.cpu import ops
 from specdec import cache as cache_lib
 from specdec import model as model_lib
+from specdec import recurrent as recurrent_lib
 
 # A module and its shape, of any family; a Mixtral is a Llama.
 Module = nn_gpt2.GPT2 | nn_llama.Llama
@@ -61,6 +62,19 @@ def _share_read(path: tuple[Any, ...], config: Config) -> float:
   return 1.0
 
 
+def _states(
+  config: Config, batch_size: int
+) -> dict[int, recurrent_lib.Recurrent]:
+  """The layers that have a state in place of keys and values, empty."""
+  if isinstance(config, nn_gpt2.GPT2Config):
+    return {}
+  return {
+    layer: config.state_of_layer(batch_size)
+    for layer in range(config.num_layers)
+    if layer not in config.attention_layers
+  }
+
+
 @functools.cache
 def _spec(
   graph: nnx.GraphDef,
@@ -81,6 +95,9 @@ def _spec(
   if kernels:
     cache_ops = cache_ops._replace(write=ops.write_slots)
 
+  states = _states(config, 1)
+  num_layers = config.num_layers - len(states)
+
   def apply(params, tokens, positions, mask, cache):
     module = nnx.merge(graph, params)
     with layout.in_use():
@@ -92,16 +109,18 @@ def _spec(
     cache = cache_lib.init_cache(
       batch_size,
       num_slots,
-      num_layers=config.num_layers,
+      num_layers=num_layers,
       num_heads=config.num_kv_heads,
       head_width=config.head_width,
       dtype=dtype,
     )
     widths = dict.fromkeys(hidden, config.width)
     cache = cache_lib.with_hidden(cache, widths, dtype)
+    cache = cache_lib.with_recurrent(cache, _states(config, batch_size))
     return layout.place(cache.replace(ops=cache_ops))
 
-  per_slot = 2 * config.num_layers * config.num_kv_heads * config.head_width
+  per_slot = 2 * num_layers * config.num_kv_heads * config.head_width
+  held = jax.tree.leaves([one.state for one in states.values()])
   head_parts = layout.parts('kv_heads')
   return model_lib.ModelSpec(
     apply=apply,
@@ -110,6 +129,7 @@ def _spec(
     max_positions=config.num_positions,
     weight_bytes=weight_bytes,
     cache_bytes_per_slot=per_slot * dtype.itemsize,
+    state_bytes=sum(leaf.nbytes for leaf in held),
     parameters=parameters,
     place=layout.place,
     row_shards=layout.parts('rows'),

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from collections.abc import Mapping
 import pathlib
 import re
+import types
 from typing import Any
 from typing import NamedTuple
 
@@ -49,6 +50,10 @@ _GRANITE_KEYS = _LLAMA_KEYS | {
   'logit_scale': 'logits_scaling',
   'residual_scale': 'residual_multiplier',
 }
+_LFM2_KEYS = _LLAMA_KEYS | {
+  'attention.layer_norm_rms_epsilon': 'norm_eps',
+  'shortconv.l_cache': 'conv_L_cache',
+}
 # Keys that a file may lack, beside those of experts.
 _OPTIONAL_KEYS = {
   'attention.head_count_kv',
@@ -59,6 +64,7 @@ _OPTIONAL_KEYS = {
 }
 # For each layer, whether it has the window; or every how many has not.
 PATTERN = 'attention.sliding_window_pattern'
+KV_HEADS = 'attention.head_count_kv'
 # Keys that are read elsewhere, or that change nothing.
 _OTHER_KEYS = {
   PATTERN,
@@ -121,6 +127,12 @@ _BEHIND_NAMES = _LLAMA_NAMES | {
   'post_attention_norm': 'post_attention_layernorm',
   'post_ffw_norm': 'post_feedforward_layernorm',
 }
+_LFM2_NAMES = _LLAMA_NAMES | {
+  'token_embd_norm': 'norm',
+  'shortconv.conv': 'conv.conv',
+  'shortconv.in_proj': 'conv.in_proj',
+  'shortconv.out_proj': 'conv.o_proj',
+}
 _GEMMA_NAMES = _BEHIND_NAMES | {'ffn_norm': 'pre_feedforward_layernorm'}
 
 
@@ -140,6 +152,9 @@ class Architecture(NamedTuple):
     local_rope: whether layers with a window have a rotation of their own.
     head_from_width: the number of layers of a model whose scores are divided by
       the square root of the width over the number of heads, not of a head's.
+    state_layers: the entry of `layer_types` of layers with a state in place of
+      keys and values, which have 0 heads of them; None if there are none.
+    fixed: keys of config.json that all files have.
   """
 
   plain: str | None
@@ -152,6 +167,8 @@ class Architecture(NamedTuple):
   pattern: int | None = None
   local_rope: bool = False
   head_from_width: int | None = None
+  state_layers: str | None = None
+  fixed: Mapping[str, Any] = types.MappingProxyType({})
 
 
 ARCHITECTURES = {
@@ -174,6 +191,13 @@ ARCHITECTURES = {
     pattern=6,
     local_rope=True,
     head_from_width=62,
+  ),
+  'lfm2': Architecture(
+    'lfm2',
+    keys=_LFM2_KEYS,
+    names=_LFM2_NAMES,
+    state_layers='conv',
+    fixed={'block_auto_adjust_ff_dim': False},
   ),
   'granite': Architecture('granite', keys=_GRANITE_KEYS, swaps_rows=True),
   'olmo2': Architecture('olmo2', names=_BEHIND_NAMES),
@@ -237,6 +261,10 @@ def own_keys(
     key = full.removeprefix(prefix)
     if key not in known:
       raise ValueError(f'{path}: {full} is not supported')
+    has_states = name in ARCHITECTURES and ARCHITECTURES[name].state_layers
+    if key == KV_HEADS and has_states and isinstance(value, list):
+      # The layers with a state have no heads.
+      value = [one or max(value) for one in value]
     if isinstance(value, list) and key not in _LISTS:
       if not value or any(one != value[0] for one in value):
         raise ValueError(

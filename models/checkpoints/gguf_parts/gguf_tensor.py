@@ -126,7 +126,8 @@ class Tensor:
     if len(self.shape) == 1:
       yield self._order(self.shape[0]), self._block(quants(), 0, 1)[0]
     else:
-      yield from self._by_rows(self._block)
+      for index, rows in self._by_rows(self._block):
+        yield index, rows.reshape(-1, *self.shape[1:])
 
   def in_blocks(self) -> blocks_lib.BlockMatrix | None:
     """See `checkpoint.StoredTensor`."""

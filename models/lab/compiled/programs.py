@@ -383,7 +383,8 @@ def _work(
   weight_bytes = round(spec.weight_bytes * share)
   per_slot = spec.cache_bytes_per_slot // spec.slot_shards
   return Work(
-    bytes=weight_bytes + rows * cache.num_slots * per_slot,
+    bytes=weight_bytes
+    + rows * (cache.num_slots * per_slot + 2 * spec.state_bytes),
     flops=2 * rows * positions * weight_bytes // itemsize,
   )
 
