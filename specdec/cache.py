@@ -318,43 +318,64 @@ def with_window(cache: KVCache, num_slots: int) -> KVCache:
   return cache.replace(recurrent=resized)
 
 
-def write_inputs(
+def enter_window(
   cache: KVCache | None,
   layer: int,
-  new: Any,
   mask: jax.Array,
   empty: recurrent_lib.Recurrent,
-) -> tuple[KVCache | None, recurrent_lib.Recurrent, jax.Array]:
-  """Writes the inputs of L tokens to the window of a recurrent layer.
+) -> tuple[recurrent_lib.Recurrent, jax.Array, jax.Array]:
+  """A recurrent layer at the beginning of a forward over L tokens.
 
   Args:
     cache: the cache; without one (training), the L tokens are the whole text.
     layer: a key of `KVCache.recurrent`.
-    new: pytree of `[B, L, width]`. NaN and inf are written as zeros.
     mask: `[B, L, S]` bool over the slots of the cache, `[B, L, L]` without one.
     empty: the layer before any token, used without a cache.
 
   Returns:
-    The cache, the layer, and `[B, L, T]` bool, the slots of the window that
-    each token sees. A forward of T tokens or more makes the window its own.
+    The layer, `[B, L, T]` bool, the slots of the window that each token sees,
+    and `[B]` int32, the slot of the first one. A forward of T tokens or more
+    has a window of its own.
   """
   one = empty if cache is None else cache.recurrent[layer]
-  new = jax.tree.map(lambda array: _finite(array)[:, None], new)
   if mask.shape[1] >= one.num_slots:
-    one = one.replace(inputs=new)
-  else:
-    assert cache is not None
-    offset = cache.write_at - cache.length
-    write = lambda old, new: cache.ops.write(old, new, offset)
-    one = one.replace(inputs=jax.tree.map(write, one.inputs, new))
+    one = one.with_window(mask.shape[1])
   if cache is None:
-    return None, one, mask
+    return one, mask, jnp.zeros(mask.shape[0], jnp.int32)
   window = lambda row, at: lax.dynamic_slice_in_dim(
     row, at, one.num_slots, axis=1
   )
   sees = jax.vmap(window)(mask, cache.length)
-  recurrent = {**cache.recurrent, layer: one}
-  return cache.replace(recurrent=recurrent), one, sees
+  return one, sees, cache.write_at - cache.length
+
+
+def write_inputs(
+  cache: KVCache | None,
+  one: recurrent_lib.Recurrent,
+  new: Mapping[str, jax.Array],
+  first: jax.Array,
+) -> recurrent_lib.Recurrent:
+  """Writes inputs `[B, L, width]` to the window, from slots `first [B]` on.
+
+  NaN and inf are written as zeros. Other inputs stay as they are.
+  """
+  inputs = dict(one.inputs)
+  for name, array in new.items():
+    array = _finite(array)[:, None]
+    if array.shape[2] < one.num_slots:
+      assert cache is not None
+      array = cache.ops.write(inputs[name], array, first)
+    inputs[name] = array
+  return one.replace(inputs=inputs)
+
+
+def with_recurrent_layer(
+  cache: KVCache | None, layer: int, one: recurrent_lib.Recurrent
+) -> KVCache | None:
+  """The cache with another recurrent layer; None without a cache."""
+  if cache is None:
+    return None
+  return cache.replace(recurrent={**cache.recurrent, layer: one})
 
 
 def _lengthened(cache: KVCache, slots: jax.Array, count: jax.Array) -> KVCache:

@@ -20,6 +20,7 @@ own that it sees.
 """
 
 from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import flax.struct
@@ -55,12 +56,13 @@ class Recurrent(flax.struct.PyTreeNode):
   """The state of one layer; that before the first token is zeros."""
 
   state: Any  #: Pytree of `[B, ...]`, after the text that the cache holds.
-  inputs: Any  #: Pytree of `[B, 1, T, width]`, by slot of the window.
+  #: Of `[B, 1, T, width]` by name, by slot of the window.
+  inputs: Mapping[str, jax.Array]
   mark: Any  #: The state at `KVCache.marked` tokens, to go back to.
   step: Step = flax.struct.field(pytree_node=False)  #: See `Step`; static.
-  #: `(state, inputs, slots [B, n], count [B]) -> state` in place of `fold`, and
-  #: static; None: `step` after `step`.
-  kernel: Callable[..., Any] | None = flax.struct.field(
+  #: `(state, inputs, slots [B, n], count [B]) -> state`: the same as step after
+  #: step, but at once; static. None: there is no such function.
+  fold_all: Callable[..., Any] | None = flax.struct.field(
     pytree_node=False, default=None
   )
 
@@ -78,8 +80,8 @@ class Recurrent(flax.struct.PyTreeNode):
 
   def fold(self, slots: jax.Array, count: jax.Array) -> 'Recurrent':
     """Takes the state on by the first `count [B]` of `slots [B, n]`."""
-    if self.kernel is not None:
-      state = self.kernel(self.state, self.inputs, slots, count)
+    if self.fold_all is not None:
+      state = self.fold_all(self.state, self.inputs, slots, count)
       return self.replace(state=state)
 
     def add(index: jax.Array, state: Any) -> Any:
@@ -150,40 +152,59 @@ def places_before(sees: jax.Array, number: int) -> jax.Array:
 
 
 def walk(
-  one: Recurrent, sees: jax.Array, read: Callable[[Any, Any], Any]
-) -> jax.Array:
-  """What is read from the state of each node, `[B, L, ...]`.
+  one: Recurrent,
+  sees: jax.Array,
+  first: jax.Array,
+  new: Any,
+  visit: Callable[[Any, Any], tuple[Any, Any]],
+) -> tuple[Any, Any]:
+  """Visits the nodes of a forward, each with the state of its parent.
 
   The slots of the window are gone through in their order, in which parents come
   first, and the states of all of them are held until the end.
 
   Args:
-    one: the layer; the window has the inputs of the nodes.
+    one: the layer; the window has the inputs of earlier forwards.
     sees: `[B, L, T]`, see `ancestor`.
-    read: `(state, inputs of the node) -> array`, of one row.
+    first: `[B]` int32, the slot of the first node.
+    new: pytree of `[B, L, ...]`, what is known of the nodes.
+    visit: `(state of the parent, new of a node) -> (inputs, output)`, of one
+      row without a batch axis; the inputs are what the node adds.
+
+  Returns:
+    The inputs and the outputs of the nodes, pytrees of `[B, L, ...]`.
   """
-  own = ancestor(sees, 0)
-  end = jnp.max(own) + 1
+  length = sees.shape[1]
 
-  def of_row(state: Any, inputs: Any, parent: jax.Array) -> jax.Array:
-    def visit(slot: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-      states, outputs = carry
-      added = _at(inputs, slot)
-      new = one.step(_at(states, parent[slot] + 1), added)
-      outputs = _put(outputs, read(new, added), slot)
-      return _put(states, new, slot + 1), outputs
+  def of_row(
+    state: Any, inputs: Any, parent: jax.Array, first: jax.Array, new: Any
+  ) -> Any:
+    def enter(slot: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+      states, found = carry
+      before = _at(states, parent[slot] + 1)
+      # Earlier slots take the place of the first node, which follows them.
+      place = jnp.clip(slot - first, 0, length - 1)
+      fresh = visit(before, _at(new, place))
+      added = jax.tree.map(
+        lambda one, other: jnp.where(slot < first, one, other),
+        _at(inputs, slot),
+        fresh[0],
+      )
+      states = _put(states, one.step(before, added), slot + 1)
+      return states, _put(found, fresh, place)
 
+    if one.num_slots == 1:
+      return jax.tree.map(lambda x: x[None], visit(state, _at(new, 0)))
     hold = lambda array: jnp.concatenate(
       [array[None], jnp.zeros((one.num_slots, *array.shape), array.dtype)]
     )
-    like = jax.eval_shape(read, state, _at(inputs, 0))
-    outputs = jnp.zeros((one.num_slots, *like.shape), like.dtype)
-    carry = (jax.tree.map(hold, state), outputs)
-    return lax.fori_loop(0, end, visit, carry)[1]
+    found = jax.tree.map(
+      lambda like: jnp.zeros((length, *like.shape), like.dtype),
+      jax.eval_shape(visit, state, _at(new, 0)),
+    )
+    carry = (jax.tree.map(hold, state), found)
+    return lax.fori_loop(0, end, enter, carry)[1]
 
+  end = jnp.max(first) + length
   inputs = jax.tree.map(lambda array: array[:, 0], one.inputs)
-  if one.num_slots == 1:
-    only = jax.tree.map(lambda array: array[:, 0], inputs)
-    return jax.vmap(read)(jax.vmap(one.step)(one.state, only), only)[:, None]
-  found = jax.vmap(of_row)(one.state, inputs, parents(sees))
-  return jax.vmap(lambda rows, at: rows[jnp.maximum(at, 0)])(found, own)
+  return jax.vmap(of_row)(one.state, inputs, parents(sees), first, new)

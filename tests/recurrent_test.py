@@ -19,6 +19,7 @@ from specdec import cache as cache_lib
 from specdec import recurrent as recurrent_lib
 
 _HYBRIDS = ('lfm2', 'lfm2_old_keys', 'lfm2_of_one')
+_HYBRIDS += ('qwen3_5', 'qwen3_5_shared_keys')
 _kernels = pytest.mark.skipif(
   not build.is_available(), reason='the CPU kernels need a C++ compiler'
 )
@@ -74,7 +75,7 @@ def _check_path(model, tree, logits, cache, row, leaf, atol):
 
 @_kernels
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'int8', 'int4'])
-@pytest.mark.parametrize('name', ['lfm2_old_keys'])
+@pytest.mark.parametrize('name', ['lfm2_old_keys', 'qwen3_5_shared_keys'])
 def test_a_node_has_the_bits_of_plain_decoding_of_its_path(
   name, dtype, tmp_path
 ):

@@ -27,10 +27,13 @@ def _layer(batch_size):
 
 def _apply(params, tokens, positions, mask, cache):
   del positions
-  cache, one, sees = cache_lib.write_inputs(
-    cache, 0, {'token': tokens[..., None]}, mask, _layer(len(tokens))
+  one, sees, first = cache_lib.enter_window(cache, 0, mask, _layer(len(tokens)))
+  visit = lambda state, new: (new, _step(state, new)['hash'])
+  added, hashes = recurrent_lib.walk(
+    one, sees, first, {'token': tokens[..., None]}, visit
   )
-  hashes = recurrent_lib.walk(one, sees, lambda state, inputs: state['hash'])
+  one = cache_lib.write_inputs(cache, one, added, first)
+  cache = cache_lib.with_recurrent_layer(cache, 0, one)
   return params['logits'][hashes], cache
 
 

@@ -20,6 +20,7 @@ from models.checkpoints import gpt2 as checkpoints_gpt2
 from models.checkpoints import llama as checkpoints_llama
 from models.checkpoints.keys import config_keys
 from models.nn import adapter
+from models.nn import delta as delta_lib
 from models.nn import gemma as gemma_lib
 from models.nn import gpt2 as nn_gpt2
 from models.nn import lfm2 as lfm2_lib
@@ -122,10 +123,21 @@ FAMILIES = (
     config=lfm2_lib.Lfm2Config,
     canonical_name=functools.partial(checkpoints_llama.renamed, 'lfm2'),
   ),
+  dataclasses.replace(
+    _LLAMA,
+    name='Qwen3.5',
+    model_types=checkpoints_llama.model_types(delta_lib.DeltaConfig),
+    module=delta_lib.Delta,
+    config=delta_lib.DeltaConfig,
+    canonical_name=checkpoints_llama.delta_name,
+    convert=checkpoints_llama.to_rates,
+    to_stored=checkpoints_llama.from_rates,
+  ),
 )
 
-# Models that have more than a language model, by the `model_type` of the whole.
-_WITH_TEXT = {'gemma3'}
+# Models that have more than a language model, by the `model_type` of the whole,
+# and whether their embeddings are tied if they do not say it.
+_WITH_TEXT = {'gemma3': True, 'qwen3_5': False}
 _WITH_PICTURES = ('vision_config', 'mm_tokens_per_image')
 
 # Errors of transformers and the families on values of another type.
@@ -169,7 +181,8 @@ def _of_text(raw: Mapping[str, Any]) -> Mapping[str, Any]:
   config_keys.check_type('text_config', text, dict)
   shared = {'text_config', 'tie_word_embeddings'}
   config_keys.refuse_unread(raw, shared, idle=_WITH_PICTURES)
-  return {'tie_word_embeddings': raw.get('tie_word_embeddings', True)} | text
+  tied = raw.get('tie_word_embeddings', _WITH_TEXT[str(raw['model_type'])])
+  return {'tie_word_embeddings': tied} | text
 
 
 def _family_of_type(kind: Any) -> Family:

@@ -13,6 +13,7 @@ import transformers
 
 from models.checkpoints.keys import config_keys
 from models.checkpoints.keys import rope_keys
+from models.nn import delta as delta_lib
 from models.nn import gemma as gemma_lib
 from models.nn import layers
 from models.nn import lfm2 as lfm2_lib
@@ -30,8 +31,10 @@ _FUSED = {
   'qkv_proj': ('q_proj', 'k_proj', 'v_proj'),
   'gate_up_proj': ('gate_proj', 'up_proj'),
 }
-# The parts of a Gemma that sees, and the prefix of its language model.
-_VISION = re.compile(r'(model\.)?(vision_tower|multi_modal_projector)\..*')
+# The parts of a model that sees, and the prefix of its language model.
+_VISION = re.compile(
+  r'(model\.)?(vision_tower|multi_modal_projector|visual)\..*'
+)
 _LANGUAGE = re.compile(r'(model\.)?language_model\.')
 
 _FULL, _SLIDING = 'full_attention', 'sliding_attention'
@@ -159,6 +162,17 @@ _LFM2_NAMES = {
   **{'q_norm': 'q_layernorm', 'k_norm': 'k_layernorm'},
   **{'gate_proj': 'w1', 'up_proj': 'w3', 'down_proj': 'w2'},
 }
+_DELTA_KEYS = {
+  **{'key_heads': 'linear_num_key_heads', 'key_width': 'linear_key_head_dim'},
+  'value_heads': 'linear_num_value_heads',
+  'value_width': 'linear_value_head_dim',
+  'conv_size': 'linear_conv_kernel_dim',
+}
+# The last one is of GGUF files, see `models.checkpoints.gguf_parts`.
+_DELTA_EXTRA = {
+  **{'full_attention_interval': int, 'layer_types': list[str] | None},
+  'linear_heads_tiled': bool,
+}
 _LOCAL = {'sliding_window_pattern': int, 'rope_local_base_freq': float | None}
 
 # A shape is saved as the first type that can state it.
@@ -235,6 +249,19 @@ _MODEL_TYPES = {
     mixers={_FULL: 'self_attn', 'conv': 'conv'},
     renames=_LFM2_NAMES,
     written={'block_auto_adjust_ff_dim': False},
+  ),
+  'qwen3_5_text': _ModelType(
+    config=transformers.Qwen3_5TextConfig,
+    shape=delta_lib.DeltaConfig,
+    keys=_BIASES | _DELTA_KEYS,
+    fixed={'qk_norm': True},
+    extra=_DELTA_EXTRA,
+    is_partial=True,
+    idle=('mamba_ssm_dtype', 'mtp_num_hidden_layers')
+    + ('mtp_use_dedicated_embeddings',),
+    mixers={_FULL: 'self_attn', 'linear_attention': 'linear_attn'},
+    renames={'linear_attn.o_proj': 'linear_attn.out_proj'}
+    | {'linear_attn.rate': 'linear_attn.A_log'},
   ),
   'mixtral': _ModelType(
     config=transformers.MixtralConfig,
@@ -347,6 +374,13 @@ def _read_mixers(config: Any, kind: _ModelType) -> tuple[str, ...]:
     )
   if unknown := {*types} - {*kind.mixers}:
     raise ValueError(f'layer_types has {sorted(unknown)}, not supported')
+  stated = getattr(config, 'full_attn_idxs', None)
+  with_attention = [at for at, one in enumerate(types) if one == _FULL]
+  if stated is not None and sorted(stated) != with_attention:
+    raise ValueError(
+      f'full_attn_idxs={stated!r:.60} and layer_types={types!r:.60} contradict'
+      ' each other'
+    )
   return tuple(kind.mixers[one] for one in types)
 
 
@@ -384,6 +418,8 @@ def _read_shape(config: Any, kind: _ModelType) -> nn_llama.LlamaConfig:
     fields['attention_scale'] = 1 / math.sqrt(fields['attention_scale'])
   if kind.mixers:
     fields['mixers'] = _read_mixers(config, kind)
+  if getattr(config, 'linear_heads_tiled', False):
+    fields['tiled'] = True
   if getattr(config, 'block_auto_adjust_ff_dim', False):
     fields['inner_width'] = _adjusted_width(config)
   return kind.shape(
@@ -511,7 +547,10 @@ def canonical_name(stored: str, config: nn_llama.LlamaConfig) -> str | None:
 
 def _with_parts(name: str, renames: Mapping[str, str]) -> str:
   """A name whose parts are called otherwise."""
-  return '.'.join(renames.get(part, part) for part in name.split('.'))
+  name = f'.{name}.'
+  for old, new in renames.items():
+    name = name.replace(f'.{old}.', f'.{new}.')
+  return name[1:-1]
 
 
 def renamed(kind: str, stored: str, config: nn_llama.LlamaConfig) -> str | None:
@@ -519,6 +558,32 @@ def renamed(kind: str, stored: str, config: nn_llama.LlamaConfig) -> str | None:
   name = canonical_name(stored, config)
   ours = {theirs: one for one, theirs in _MODEL_TYPES[kind].renames.items()}
   return name and _with_parts(name, ours)
+
+
+def delta_name(stored: str, config: delta_lib.DeltaConfig) -> str | None:
+  """The same as `canonical_name`, of a Qwen3.5 that may see.
+
+  What predicts several tokens is not read.
+  """
+  if _VISION.fullmatch(stored) or stored.startswith('mtp.'):
+    return None
+  return renamed('qwen3_5_text', _LANGUAGE.sub('', stored, count=1), config)
+
+
+def to_rates(name: str, rows: np.ndarray) -> np.ndarray:
+  """Values of a Qwen3.5, whose folders have scales minus one and logarithms."""
+  if name.endswith('linear_attn.rate'):
+    return -np.exp(rows.astype(np.float32))
+  own = name.endswith('linear_attn.norm.weight')
+  return rows if own else shift_norms(1.0, name, rows)
+
+
+def from_rates(name: str, rows: np.ndarray) -> np.ndarray:
+  """The inverse of `to_rates`."""
+  if name.endswith('linear_attn.rate'):
+    return np.log(-rows)
+  own = name.endswith('linear_attn.norm.weight')
+  return rows if own else shift_norms(-1.0, name, rows)
 
 
 def parts(name: str, config: nn_llama.LlamaConfig) -> Mapping[str, slice]:

@@ -63,13 +63,13 @@ def _share_read(path: tuple[Any, ...], config: Config) -> float:
 
 
 def _states(
-  config: Config, batch_size: int
+  config: Config, batch_size: int, *, kernels: bool
 ) -> dict[int, recurrent_lib.Recurrent]:
   """The layers that have a state in place of keys and values, empty."""
   if isinstance(config, nn_gpt2.GPT2Config):
     return {}
   return {
-    layer: config.state_of_layer(batch_size)
+    layer: config.state_of_layer(batch_size, kernels=kernels)
     for layer in range(config.num_layers)
     if layer not in config.attention_layers
   }
@@ -95,7 +95,7 @@ def _spec(
   if kernels:
     cache_ops = cache_ops._replace(write=ops.write_slots)
 
-  states = _states(config, 1)
+  states = _states(config, 1, kernels=kernels)
   num_layers = config.num_layers - len(states)
 
   def apply(params, tokens, positions, mask, cache):
@@ -116,7 +116,8 @@ def _spec(
     )
     widths = dict.fromkeys(hidden, config.width)
     cache = cache_lib.with_hidden(cache, widths, dtype)
-    cache = cache_lib.with_recurrent(cache, _states(config, batch_size))
+    empty = _states(config, batch_size, kernels=kernels)
+    cache = cache_lib.with_recurrent(cache, empty)
     return layout.place(cache.replace(ops=cache_ops))
 
   per_slot = 2 * num_layers * config.num_kv_heads * config.head_width

@@ -18,6 +18,26 @@ def shift(state: jax.Array, new: jax.Array) -> jax.Array:
   return jnp.concatenate([state, new[None]])[1:]
 
 
+def fold(
+  state: jax.Array, window: jax.Array, slots: jax.Array, count: jax.Array
+) -> jax.Array:
+  """`shift` for the first `count [B]` of `slots [B, m]` of a window.
+
+  Args:
+    state: `[B, n, width]`.
+    window: `[B, 1, T, width]`.
+    slots: see above.
+    count: see above.
+  """
+  size = state.shape[1]
+  known = jnp.concatenate([state, window[:, 0]], axis=1)
+  places = jnp.broadcast_to(jnp.arange(size)[None], (len(state), size))
+  places = jnp.concatenate([places, size + slots], axis=1)
+  last = count[:, None] + jnp.arange(size)[None]
+  kept = jnp.take_along_axis(places, last, axis=1)
+  return jnp.take_along_axis(known, kept[:, :, None], axis=1)
+
+
 class Convolution(nnx.Module):
   """A depthwise convolution, in float32."""
 

@@ -30,15 +30,23 @@ class Lfm2Config(nn_llama.LlamaConfig):
     if self.conv_size < 1:
       raise ValueError(f'conv_size must be positive, got {self.conv_size}')
 
-  def state_of_layer(self, batch_size: int) -> recurrent_lib.Recurrent:
+  def state_of_layer(
+    self, batch_size: int, *, kernels: bool
+  ) -> recurrent_lib.Recurrent:
+    del kernels
     state = {'conv': jnp.zeros((batch_size, self.conv_size - 1, self.width))}
     inputs = {'conv': jnp.zeros((batch_size, 1, 0, self.width))}
     mark = jax.tree.map(jnp.zeros_like, state)
-    return recurrent_lib.Recurrent(state, inputs, mark, _step)
+    return recurrent_lib.Recurrent(state, inputs, mark, _step, _fold)
 
 
 def _step(state, inputs):
   return {'conv': convolution.shift(state['conv'], inputs['conv'])}
+
+
+def _fold(state, inputs, slots, count):
+  found = convolution.fold(state['conv'], inputs['conv'], slots, count)
+  return {'conv': found}
 
 
 class ShortConv(nnx.Module):
@@ -65,14 +73,12 @@ class ShortConv(nnx.Module):
     projected = layers.project(x, [self.in_proj.parameters], norm=norm)
     gate, out_gate, values = jnp.split(projected, 3, axis=-1)
     gated = gate * values
-    cache, one, sees = cache_lib.write_inputs(
-      cache,
-      self.layer,
-      {'conv': gated},
-      mask,
-      self.config.state_of_layer(x.shape[0]),
-    )
-    mixed = self.conv(gated, one, sees, kernels=self.o_proj.is_packed)
+    kernels = self.o_proj.is_packed
+    empty = self.config.state_of_layer(x.shape[0], kernels=kernels)
+    one, sees, first = cache_lib.enter_window(cache, self.layer, mask, empty)
+    one = cache_lib.write_inputs(cache, one, {'conv': gated}, first)
+    mixed = self.conv(gated, one, sees, kernels=kernels)
+    cache = cache_lib.with_recurrent_layer(cache, self.layer, one)
     out = layers.project(
       out_gate * mixed, [self.o_proj.parameters], residual=residual
     )

@@ -112,8 +112,13 @@ class LlamaConfig:
     mixers = enumerate(self.of_layers('mixers'))
     return tuple(layer for layer, name in mixers if name == 'self_attn')
 
-  def state_of_layer(self, batch_size: int) -> recurrent_lib.Recurrent:
-    """A layer without keys and values before any token, its window empty."""
+  def state_of_layer(
+    self, batch_size: int, *, kernels: bool
+  ) -> recurrent_lib.Recurrent:
+    """A layer without keys and values before any token, its window empty.
+
+    `kernels` says whether those of `models.nn.cpu` compute.
+    """
     raise NotImplementedError
 
   def _set(self, field: str, value: Any) -> None:

@@ -69,6 +69,8 @@ _PARAMETERS: Mapping[tuple[str, ...], tuple[str | None, ...]] = {
   ('o_proj', 'weight'): (None, 'heads'),
   # Short convolutions; the parts of a matrix lie one after the other.
   ('conv', 'in_proj', 'weight'): ('fused_heads', None),
+  ('linear_attn', 'in_proj_qkv', 'weight'): ('fused_heads', None),
+  ('linear_attn', 'in_proj_z', 'weight'): ('fused_heads', None),
   # The perceptron, or each of the experts.
   ('gate_proj', 'weight'): _BY_OUTPUT,
   ('up_proj', 'weight'): _BY_OUTPUT,

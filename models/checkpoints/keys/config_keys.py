@@ -47,6 +47,7 @@ _NO_EFFECT = re.compile(
 _HARMLESS: dict[str, tuple[Any, ...]] = {
   '_sliding_window_pattern': (6,),
   'activation': ('swiglu',),
+  'attn_output_gate': (True,),
   'block_use_swiglu': (True,),
   'decoder_sparse_step': (1,),
   'full_attn_mod': (1,),
@@ -60,7 +61,12 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
   'use_pos_enc': (True,),
 }
 # Keys that would change something if they were off.
-_NEVER_OFF = ('block_use_swiglu', 'is_causal', 'use_pos_enc')
+_NEVER_OFF = (
+  'attn_output_gate',
+  'block_use_swiglu',
+  'is_causal',
+  'use_pos_enc',
+)
 # Keys that say the same as another one, of which a format reads one.
 _SYNONYMS = {
   **{'hidden_act': 'hidden_activation', 'hidden_activation': 'hidden_act'},
