@@ -16,7 +16,6 @@ take the states of recurrent layers along, see `specdec.recurrent`.
 from collections.abc import Callable
 from collections.abc import Mapping
 import functools
-from typing import Any
 from typing import NamedTuple
 
 import flax.struct

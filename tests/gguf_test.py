@@ -1,6 +1,7 @@
 """GGUF files give the same models as the folders that they were made from."""
 
 import collections
+import dataclasses
 import itertools
 import json
 import re
@@ -22,6 +23,7 @@ from models.checkpoints import families
 from models.checkpoints import hub
 from models.lab.training import tokenizer as tokenizer_lib
 from models.nn import blocks as blocks_lib
+from models.nn import delta as delta_lib
 from models.nn import dtypes
 from models.nn import gemma as gemma_lib
 from models.nn import gpt2 as nn_gpt2
@@ -84,6 +86,12 @@ _CONFIGS = {
     qk_norm=True,
     mixers=('conv', 'self_attn', 'conv'),
   ),
+  'qwen35': delta_lib.DeltaConfig(
+    **_LLAMA | {'rope': rope_lib.Rope(fraction=0.25), 'num_layers': 3},
+    **{'qk_norm': True, 'mixers': ('linear_attn', 'self_attn', 'linear_attn')},
+    **{'key_heads': 2, 'value_heads': 4, 'key_width': 64, 'value_width': 32},
+    **{'conv_size': 4, 'tiled': True},
+  ),
   'olmo2': nn_llama.LlamaConfig(**_LLAMA, **_BEHIND),
   'smollm3': nn_llama.LlamaConfig(
     **_LLAMA | {'num_layers': 4, 'rope': (*[_LOCAL] * 3, None)}
@@ -128,11 +136,17 @@ def _metadata(writer, config, arch):
     writer.add_embedding_scale(config.embedding_scale)
     writer.add_residual_scale(config.residual_scale)
     writer.add_logit_scale(config.logit_divisor)
-  for add_width in (
-    *(writer.add_rope_dimension_count, writer.add_key_length),
-    writer.add_value_length,
-  ):
+  for add_width in (writer.add_key_length, writer.add_value_length):
     add_width(config.head_width)
+  writer.add_rope_dimension_count(int(rope.fraction * config.head_width))
+  if arch == 'qwen35':
+    writer.add_rope_dimension_sections([11, 11, 10, 0])
+    writer.add_ssm_conv_kernel(config.conv_size)
+    writer.add_ssm_state_size(config.key_width)
+    writer.add_ssm_group_count(config.key_heads)
+    writer.add_ssm_time_step_rank(config.value_heads)
+    writer.add_ssm_inner_size(config.value_heads * config.value_width)
+    writer.add_full_attention_interval(2)
   if isinstance(config, mixtral_lib.MixtralConfig):
     writer.add_expert_count(config.num_experts)
     writer.add_expert_used_count(config.experts_per_token)
@@ -163,7 +177,15 @@ def _stored(module, arch):
     for part, heads in (('q', config.num_heads), ('k', config.num_kv_heads)):
       if arch in _SWAPPED and f'.{part}_proj.' in name:
         array = _permuted(array, heads)
-    stem, leaf_name = family.stored_name(name, config).rsplit('.', 1)
+    if name.endswith('.rate') or name.endswith('.dt_bias'):
+      layer, own = name.split('.')[1], name.rsplit('.', 1)[1]
+      known = {'rate': 'ssm_a', 'dt_bias': 'ssm_dt.bias'}[own]
+      stacks[f'blk.{layer}.{known}', False].append(array)
+      continue
+    whole = (
+      dataclasses.replace(config, tiled=False) if arch == 'qwen35' else config
+    )
+    stem, leaf_name = family.stored_name(name, whole).rsplit('.', 1)
     stem, is_expert = _EXPERT.subn('mlp.experts', stem)
     if is_expert:
       for ours, theirs in (('w1', 'gate'), ('w2', 'down'), ('w3', 'up')):

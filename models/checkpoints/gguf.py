@@ -158,6 +158,11 @@ def config_keys(path: pathlib.Path) -> dict[str, Any]:
   found |= kind.fixed
   if kind.state_layers:
     found['layer_types'] = _layer_types(path, name, header)
+  if name == 'qwen35':
+    inner, heads = (
+      metadata.get(key, 0) for key in ('ssm.inner_size', 'ssm.time_step_rank')
+    )
+    found['linear_value_head_dim'] = inner // max(heads, 1)
   if num_experts > 0:
     found |= {'norm_topk_prob': True, 'num_experts': num_experts}
   if kind.rotates:
@@ -200,7 +205,11 @@ def _add_heads(
     found['query_pre_attn_scalar'] = (
       from_width if special == found['num_hidden_layers'] else head_width
     )
-  for key in ('rope.dimension_count', 'attention.value_length'):
+  widths = ['rope.dimension_count', 'attention.value_length']
+  if gguf_config.ARCHITECTURES[name].is_partial:
+    rotated = metadata.get(widths.pop(0), head_width)
+    found['rope_parameters']['partial_rotary_factor'] = rotated / head_width
+  for key in widths:
     if metadata.get(key, head_width) != head_width:
       raise ValueError(
         f'{path}: {name}.{key}={metadata[key]} is not the width of a head,'
@@ -258,6 +267,9 @@ def _add_windows(
 
 def _canonical(name: str, kind: gguf_config.Architecture) -> str | None:
   """The canonical name of a tensor, with `{}` for the number of an expert."""
+  block, number, own = (*name.split('.', 2), '', '')[:3]
+  if block == 'blk' and own in kind.vectors:
+    return f'{kind.layers}.{number}.{kind.vectors[own]}'
   found = _NAME.fullmatch(name)
   if found is None:
     return None
@@ -342,7 +354,9 @@ class GGUFFile:
       canonical = _canonical(name, kind)
       if canonical is None:
         raise ValueError(f'{self.path}: tensor {name} is not part of a {arch}')
-      if canonical.endswith('.conv.weight'):  # Of one input per channel.
+      if canonical.endswith(
+        ('.conv.weight', '.conv1d.weight')
+      ):  # Of one input per channel.
         channels, size = info.shape
         info = dataclasses.replace(info, shape=(channels, 1, size))
       if '{}' in canonical:

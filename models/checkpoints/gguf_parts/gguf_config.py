@@ -54,6 +54,13 @@ _LFM2_KEYS = _LLAMA_KEYS | {
   'attention.layer_norm_rms_epsilon': 'norm_eps',
   'shortconv.l_cache': 'conv_L_cache',
 }
+_DELTA_KEYS = _LLAMA_KEYS | {
+  'full_attention_interval': 'full_attention_interval',
+  'ssm.conv_kernel': 'linear_conv_kernel_dim',
+  'ssm.state_size': 'linear_key_head_dim',
+  'ssm.group_count': 'linear_num_key_heads',
+  'ssm.time_step_rank': 'linear_num_value_heads',
+}
 # Keys that a file may lack, beside those of experts.
 _OPTIONAL_KEYS = {
   'attention.head_count_kv',
@@ -70,6 +77,7 @@ _OTHER_KEYS = {
   PATTERN,
   'attention.value_length',
   'rope.dimension_count',
+  'rope.dimension_sections',
   'rope.freq_base',
   'rope.freq_base_swa',
   'rope.scaling.attn_factor',
@@ -79,14 +87,16 @@ _OTHER_KEYS = {
   'rope.scaling.type',
   'rope.scaling.yarn_beta_fast',
   'rope.scaling.yarn_beta_slow',
+  'ssm.inner_size',
   'tensor_data_layout',
   'vocab_size',
 }
 
 # Types of keys that are no integers; those of which a part is here are numbers.
-_LISTS = (PATTERN, 'extract_layers')
+_LISTS = (PATTERN, 'extract_layers', 'rope.dimension_sections')
 _TYPES: dict[str, Any] = {
   **{PATTERN: int | list[bool] | list[int], 'extract_layers': list[int]},
+  'rope.dimension_sections': list[int],
   **{'rope.scaling.type': str, 'tensor_data_layout': str},
   **{'rope.scaling.finetuned': bool, 'norm_before_residual': bool},
 }
@@ -133,6 +143,21 @@ _LFM2_NAMES = _LLAMA_NAMES | {
   'shortconv.in_proj': 'conv.in_proj',
   'shortconv.out_proj': 'conv.o_proj',
 }
+_DELTA_NAMES = _LLAMA_NAMES | {
+  'attn_qkv': 'linear_attn.in_proj_qkv',
+  'attn_gate': 'linear_attn.in_proj_z',
+  'ssm_beta': 'linear_attn.in_proj_b',
+  'ssm_alpha': 'linear_attn.in_proj_a',
+  'ssm_conv1d': 'linear_attn.conv1d',
+  'ssm_norm': 'linear_attn.norm',
+  'ssm_out': 'linear_attn.o_proj',
+  'post_attention_norm': 'post_attention_layernorm',
+}
+# Tensors without a leaf of the canonical name.
+_DELTA_VECTORS = {
+  'ssm_a': 'linear_attn.rate',
+  'ssm_dt.bias': 'linear_attn.dt_bias',
+}
 _GEMMA_NAMES = _BEHIND_NAMES | {'ffn_norm': 'pre_feedforward_layernorm'}
 
 
@@ -155,6 +180,8 @@ class Architecture(NamedTuple):
     state_layers: the entry of `layer_types` of layers with a state in place of
       keys and values, which have 0 heads of them; None if there are none.
     fixed: keys of config.json that all files have.
+    vectors: whole names of tensors in a layer, and their canonical names.
+    is_partial: whether a part of a head may be rotated.
   """
 
   plain: str | None
@@ -169,6 +196,8 @@ class Architecture(NamedTuple):
   head_from_width: int | None = None
   state_layers: str | None = None
   fixed: Mapping[str, Any] = types.MappingProxyType({})
+  vectors: Mapping[str, str] = types.MappingProxyType({})
+  is_partial: bool = False
 
 
 ARCHITECTURES = {
@@ -203,6 +232,15 @@ ARCHITECTURES = {
   'olmo2': Architecture('olmo2', names=_BEHIND_NAMES),
   'qwen2': Architecture('qwen2'),
   'qwen3': Architecture('qwen3'),
+  # Heads of values lie in the order in which ggml repeats keys.
+  'qwen35': Architecture(
+    'qwen3_5_text',
+    keys=_DELTA_KEYS,
+    names=_DELTA_NAMES,
+    fixed={'linear_heads_tiled': True},
+    vectors=_DELTA_VECTORS,
+    is_partial=True,
+  ),
   'qwen3moe': Architecture(None, 'qwen3_moe'),
   'smollm3': Architecture('smollm3', swaps_rows=True),
 }
