@@ -56,7 +56,7 @@ class Recurrent(flax.struct.PyTreeNode):
   """The state of one layer; that before the first token is zeros."""
 
   state: Any  #: Pytree of `[B, ...]`, after the text that the cache holds.
-  #: Of `[B, 1, T, width]` by name, by slot of the window.
+  #: Arrays `[B, 1, T, width]` by name, by slot of the window.
   inputs: Mapping[str, jax.Array]
   mark: Any  #: The state at `KVCache.marked` tokens, to go back to.
   step: Step = flax.struct.field(pytree_node=False)  #: See `Step`; static.
@@ -70,6 +70,11 @@ class Recurrent(flax.struct.PyTreeNode):
   def num_slots(self) -> int:
     """T."""
     return jax.tree.leaves(self.inputs)[0].shape[2]
+
+  @property
+  def state_bytes(self) -> int:
+    """Bytes of the state of all rows."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(self.state))
 
   def with_window(self, num_slots: int) -> 'Recurrent':
     """The same state with an empty window of so many slots."""

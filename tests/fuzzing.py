@@ -106,7 +106,7 @@ def _model(name: str, kind: str = 'target') -> specdec.LanguageModel:
 
 _READS = (0, 2)
 # Models whose layers have states, and drafts of the same kind.
-_HYBRIDS = ('lfm2',)
+_HYBRIDS = ('lfm2', 'delta')
 # Llamas that see no more than the last tokens: in all layers, or in one of two,
 # which rotates in its own way, as in Gemma 3. Texts of the first outgrow their
 # windows while they are decoded, those of the second have ten times the length.
@@ -219,7 +219,7 @@ SHAPES = (
   *(Shape('mistral', name, 2) for name in ('tree', 'chain of 3')),
   Shape('gemma', 'tree', 2, long_prompt=True),
   Shape('lfm2', 'staged', 2, _TEXT, long_prompt=True),
-  Shape('lfm2', 'chain of 3', 2, _TEXT),
+  Shape('delta', 'chain of 3', 2, _TEXT),
   Shape('gemma', 'chain of 3', 2, long_prompt=True),
 )
 

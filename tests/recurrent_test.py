@@ -41,7 +41,7 @@ def _row(cache, row):
 def test_logits_are_those_of_transformers_however_a_text_is_read(
   name, tmp_path
 ):
-  """Of its forward without a cache; in chunks, and as a tree of paths."""
+  """They are those of its forward without a cache, in chunks and as a tree."""
   model, golden = _load(name, tmp_path), np.load(variants.RESULTS)[name]
   tokens = variants.tokens(name)
   for size, end in ((1, 40), (7, 35), (32, 32)):

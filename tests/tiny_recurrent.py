@@ -131,7 +131,7 @@ class Tree:
     return found
 
   def logits(self, model, cache):
-    """Of every node, by one forward; `[B, N, V]`."""
+    """Logits `[B, N, V]` of every node, by one forward."""
     sees = np.zeros((*self.tokens.shape, self.tokens.shape[1]), bool)
     for row, node in np.ndindex(self.tokens.shape):
       sees[row, node, self.path(row, node)] = True

@@ -354,9 +354,8 @@ class GGUFFile:
       canonical = _canonical(name, kind)
       if canonical is None:
         raise ValueError(f'{self.path}: tensor {name} is not part of a {arch}')
-      if canonical.endswith(
-        ('.conv.weight', '.conv1d.weight')
-      ):  # Of one input per channel.
+      # A convolution has a weight of one input per channel.
+      if canonical.endswith(('.conv.weight', '.conv1d.weight')):
         channels, size = info.shape
         info = dataclasses.replace(info, shape=(channels, 1, size))
       if '{}' in canonical:

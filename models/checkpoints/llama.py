@@ -366,7 +366,7 @@ def _check_windows(
 
 
 def _read_mixers(config: Any, kind: _ModelType) -> tuple[str, ...]:
-  """What mixes positions in each layer."""
+  """The mixer of each layer, see `LlamaConfig.mixers`."""
   types, number = config.layer_types, config.num_hidden_layers
   if len(types) != number:
     raise ValueError(

@@ -94,9 +94,8 @@ def _spec(
   cache_ops = sharding_lib.slot_ops(layout)
   if kernels:
     cache_ops = cache_ops._replace(write=ops.write_slots)
-
-  states = _states(config, 1, kernels=kernels)
-  num_layers = config.num_layers - len(states)
+  empty = functools.partial(_states, config, kernels=kernels)
+  num_layers = config.num_layers - len(empty(1))
 
   def apply(params, tokens, positions, mask, cache):
     module = nnx.merge(graph, params)
@@ -116,12 +115,10 @@ def _spec(
     )
     widths = dict.fromkeys(hidden, config.width)
     cache = cache_lib.with_hidden(cache, widths, dtype)
-    empty = _states(config, batch_size, kernels=kernels)
-    cache = cache_lib.with_recurrent(cache, empty)
+    cache = cache_lib.with_recurrent(cache, empty(batch_size))
     return layout.place(cache.replace(ops=cache_ops))
 
   per_slot = 2 * num_layers * config.num_kv_heads * config.head_width
-  held = jax.tree.leaves([one.state for one in states.values()])
   head_parts = layout.parts('kv_heads')
   return model_lib.ModelSpec(
     apply=apply,
@@ -130,7 +127,7 @@ def _spec(
     max_positions=config.num_positions,
     weight_bytes=weight_bytes,
     cache_bytes_per_slot=per_slot * dtype.itemsize,
-    state_bytes=sum(leaf.nbytes for leaf in held),
+    state_bytes=sum(one.state_bytes for one in empty(1).values()),
     parameters=parameters,
     place=layout.place,
     row_shards=layout.parts('rows'),

@@ -134,7 +134,7 @@ def _unit(heads: jax.Array) -> jax.Array:
 
 
 def _visit(tiled, state, new):
-  """What a token adds to the state of its parent, and its output, of a row."""
+  """Computes what a token adds to its parent's state, and its output."""
   matrix = state['matrix']
   key, query = (
     _of_heads(new[name], matrix, tiled)[:, :, None] for name in ('key', 'query')

@@ -76,7 +76,7 @@ class LlamaConfig:
   score_cap: float | None = None  # See `layers.soft_cap` (Gemma 2).
   logit_cap: float | None = None
   tie_embeddings: bool = False  # Use the token embedding as the head.
-  # What mixes positions, a key of `Llama.mixers`; one or a tuple, as above.
+  # The kind of each layer, a key of `Llama.mixers`; one or a tuple, as above.
   mixers: str | tuple[str, ...] = 'self_attn'
 
   def __post_init__(self):
@@ -153,7 +153,7 @@ class Attention(nnx.Module):
     input_width: int | None = None,  # None: that of the residual stream.
   ):
     self.config = config
-    # Of those that have keys and values.
+    # Counted among those that have keys and values.
     self.layer = config.attention_layers.index(layer)
     self.dtype = dtype
     self.scale = config.attention_scale or 1 / math.sqrt(config.head_width)

@@ -70,18 +70,19 @@ def gate(x: jax.Array, gates: jax.Array, *, silu: bool) -> jax.Array:
 
 
 def _check_window(state: jax.Array, inputs: Any, **others: Any) -> None:
-  heads, key_width, width = state.shape[1:]
-  key_heads = inputs['key'].shape[3] // key_width
+  key = inputs['key']
+  sizes = ops.check({}, state=(state, 'BHIJ'), key=(key, 'B1TK'))
+  heads, key_width, width = (sizes[axis] for axis in 'HIJ')
+  key_heads = key.shape[3] // key_width
   if key_heads < 1 or heads % key_heads:
     raise ValueError(
-      f'keys of width {inputs["key"].shape[3]} do not fit a state of shape'
-      f' {state.shape}'
+      f'key of shape {key.shape} does not fit a state of shape {state.shape}'
     )
   keys, values = key_heads * key_width, heads * width
   ops.check(
     {'K': keys, 'V': values, 'M': 2 * keys + values, 'H': heads},
     state=(state, 'BHIJ'),
-    key=(inputs['key'], 'B1TK'),
+    key=(key, 'B1TK'),
     delta=(inputs['delta'], 'B1TV'),
     decay=(inputs['decay'], 'B1TH'),
     **others,

@@ -83,9 +83,9 @@ __attribute__((noinline)) void UpdateRow(const float* from, float decay,
   }
 }
 
-// Of a layer of the gated delta rule. A head of values has a state [key_width,
-// width]; `heads / key_heads` of them share a head of keys, side by side or, if
-// `tiled`, in turns.
+// The sizes of a layer of the gated delta rule. A head of values has a state
+// [key_width, width]; `heads / key_heads` of them share a head of keys, side by
+// side or, if `tiled`, in turns.
 struct Heads {
   int64_t key_heads, heads, key_width, width;
   bool tiled;
@@ -96,7 +96,7 @@ struct Heads {
   }
 };
 
-// What tokens add to a state: `decay * S + key delta^T`, with decays [..., heads].
+// Tokens change a state S to `decay * S + key delta^T`.
 struct Added {
   const float *keys, *deltas, *decays;
 
@@ -162,9 +162,9 @@ inline void Direction(const float* from, int64_t width, float factor, float* to)
   }
 }
 
-// What a node adds to the state of its parent, and what is read from its own:
-// `S' q = decay (S q) + (k q) delta`. So a state is read once, and only nodes
-// with children have one.
+// Computes what a node adds to the state S of its parent, and what is read from
+// its own: `S' q = decay (S q) + (k q) delta`. So a state is read once, and only
+// nodes with children have one.
 inline void VisitNode(const Walk& walk, int64_t token, int64_t head,
                       const float* state, float* query) {
   const Heads& heads = walk.heads;
