@@ -9,7 +9,8 @@ what may be seen, so entries are kept by adding to `length`; stale slots are
 masked, then overwritten. After a token tree was verified, the entries of the
 accepted path move to the front of the tree's.
 
-`length` grows in `advance` alone and shrinks in `rewind` alone.
+`length` grows in `advance` and `keep` alone and shrinks in `rewind` alone. They
+take the states of recurrent layers along, see `specdec.recurrent`.
 """
 
 from collections.abc import Callable
@@ -21,6 +22,8 @@ import flax.struct
 import jax
 from jax import lax
 import jax.numpy as jnp
+
+from specdec import recurrent as recurrent_lib
 
 # The most rows that are written and read one by one on a GPU. With 256 rows a
 # layer compiled for an H100 has 526 kernels so, and 16 with all rows at once; a
@@ -189,6 +192,12 @@ class KVCache(flax.struct.PyTreeNode):
   hidden: Mapping[int, jax.Array] = flax.struct.field(default_factory=dict)
   # `[B]` int32, during a forward the first slot that it writes; None: `length`.
   start: jax.Array | None = None
+  # The states of layers without keys and values, by layer; and `[B]` int32, the
+  # tokens of the text at which they were marked, see `rewind`.
+  recurrent: Mapping[int, recurrent_lib.Recurrent] = flax.struct.field(
+    default_factory=dict
+  )
+  marked: jax.Array | None = None
 
   @property
   def write_at(self) -> jax.Array:
@@ -292,14 +301,134 @@ def write_hidden(
   return cache.replace(hidden={**cache.hidden, layer: written})
 
 
+def with_recurrent(
+  cache: KVCache, layers: Mapping[int, recurrent_lib.Recurrent]
+) -> KVCache:
+  """An empty cache that also has recurrent layers."""
+  marked = jnp.zeros_like(cache.length) if layers else None
+  return cache.replace(recurrent=layers, marked=marked)
+
+
+def with_window(cache: KVCache, num_slots: int) -> KVCache:
+  """The cache with empty windows of so many slots in its recurrent layers."""
+  resized = {
+    layer: one.with_window(num_slots) for layer, one in cache.recurrent.items()
+  }
+  return cache.replace(recurrent=resized)
+
+
+def enter_window(
+  cache: KVCache | None,
+  layer: int,
+  mask: jax.Array,
+  empty: recurrent_lib.Recurrent,
+) -> tuple[recurrent_lib.Recurrent, jax.Array, jax.Array]:
+  """A recurrent layer at the beginning of a forward over L tokens.
+
+  Args:
+    cache: the cache; without one (training), the L tokens are the whole text.
+    layer: a key of `KVCache.recurrent`.
+    mask: `[B, L, S]` bool over the slots of the cache, `[B, L, L]` without one.
+    empty: the layer before any token, used without a cache.
+
+  Returns:
+    The layer, `[B, L, T]` bool, the slots of the window that each token sees,
+    and `[B]` int32, the slot of the first one. A forward of T tokens or more
+    has a window of its own.
+  """
+  one = empty if cache is None else cache.recurrent[layer]
+  if mask.shape[1] >= one.num_slots:
+    one = one.with_window(mask.shape[1])
+  if cache is None:
+    return one, mask, jnp.zeros(mask.shape[0], jnp.int32)
+  window = lambda row, at: lax.dynamic_slice_in_dim(
+    row, at, one.num_slots, axis=1
+  )
+  sees = jax.vmap(window)(mask, cache.length)
+  return one, sees, cache.write_at - cache.length
+
+
+def write_inputs(
+  cache: KVCache | None,
+  one: recurrent_lib.Recurrent,
+  new: Mapping[str, jax.Array],
+  first: jax.Array,
+) -> recurrent_lib.Recurrent:
+  """Writes inputs `[B, L, width]` to the window, from slots `first [B]` on.
+
+  NaN and inf are written as zeros. Other inputs stay as they are.
+  """
+  inputs = dict(one.inputs)
+  for name, array in new.items():
+    array = _finite(array)[:, None]
+    if array.shape[2] < one.num_slots:
+      assert cache is not None
+      array = cache.ops.write(inputs[name], array, first)
+    inputs[name] = array
+  return one.replace(inputs=inputs)
+
+
+def with_recurrent_layer(
+  cache: KVCache | None, layer: int, one: recurrent_lib.Recurrent
+) -> KVCache | None:
+  """The cache with another recurrent layer; None without a cache."""
+  if cache is None:
+    return None
+  return cache.replace(recurrent={**cache.recurrent, layer: one})
+
+
+def _lengthened(cache: KVCache, slots: jax.Array, count: jax.Array) -> KVCache:
+  """Longer by the first `count [B]` of `slots [B, n]` of the window."""
+  folded = {
+    layer: one.fold(slots, count) for layer, one in cache.recurrent.items()
+  }
+  return cache.replace(length=cache.length + count, recurrent=folded)
+
+
 def advance(cache: KVCache, count: jax.Array) -> KVCache:
   """Makes the next `count [B]` slots part of the text, in their order."""
-  return cache.replace(length=cache.length + count)
+  layers = cache.recurrent.values()
+  size = max((one.num_slots for one in layers), default=0)
+  slots = jnp.broadcast_to(jnp.arange(size)[None], (count.shape[0], size))
+  return _lengthened(cache, slots, count)
+
+
+def mark(cache: KVCache) -> KVCache:
+  """Marks the states of recurrent layers, so that `rewind` finds them."""
+  if not cache.recurrent:
+    return cache
+  marks = {
+    layer: one.replace(mark=one.state) for layer, one in cache.recurrent.items()
+  }
+  return cache.replace(recurrent=marks, marked=cache.length)
+
+
+def usable(cache: KVCache, length: jax.typing.ArrayLike) -> jax.Array:
+  """`[B]` int32, how much of its text `rewind` keeps; see there."""
+  known = jnp.minimum(cache.length, length)
+  if cache.marked is None:
+    return known
+  back = jnp.where(cache.marked <= known, cache.marked, 0)
+  return jnp.where(known < cache.length, back, known)
 
 
 def rewind(cache: KVCache, length: jax.typing.ArrayLike) -> KVCache:
-  """Goes back to the first `length [B]` tokens, where there are more."""
-  return cache.replace(length=jnp.minimum(cache.length, length))
+  """Goes back to the first `length [B]` tokens, where there are more.
+
+  Where there are recurrent layers, whose states cannot be cut, a row that has
+  to go back goes to its mark, or to the start of the text if that lies behind
+  `length`. So fewer tokens may be left, and must be read again.
+  """
+  left = usable(cache, length)
+  if cache.marked is None:
+    return cache.replace(length=left)
+  stays = left == cache.length
+  to_mark = left == cache.marked
+  back = {
+    layer: one.go_back(stays, to_mark) for layer, one in cache.recurrent.items()
+  }
+  marked = jnp.where(stays | to_mark, cache.marked, 0)
+  return cache.replace(length=left, recurrent=back, marked=marked)
 
 
 def keep(
@@ -344,4 +473,8 @@ def keep(
     values=tuple(map(move, cache.values)),
     hidden=jax.tree.map(move, cache.hidden),
   )
-  return advance(moved, in_place + count)
+  index = jnp.arange(window)[None] - in_place[:, None]
+  behind = jnp.clip(index, 0, offsets.shape[1] - 1)
+  slots = jnp.take_along_axis(offsets, behind, axis=1)
+  slots = jnp.where(index < 0, jnp.arange(window)[None], slots)
+  return _lengthened(moved, slots, in_place + count)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec import adjusters as adjusters_lib
+from specdec import cache as cache_lib
 from specdec import carried as carried_lib
 from specdec import fallback as fallback_lib
 from specdec import hidden as hidden_lib
@@ -276,6 +277,7 @@ def extend(
   )
   # The last token is the root, which the caches do not hold.
   kept = jnp.minimum(num_equal, jnp.minimum(state.length, length) - 1)
+  usable = cache_lib.usable(state.target.cache, kept)
   state = _restarted(target, drafter, request, state, tokens, kept)
   texts = carried_lib.Texts(tokens, length, tokens.shape[1])
   state = state.replace(
@@ -286,7 +288,7 @@ def extend(
       plain_steps=total_lib.Total.zeros(), behind=jnp.zeros((), bool)
     ),
   )
-  return target.spec.place(state), kept
+  return target.spec.place(state), usable
 
 
 def _row(tree: Any, row: jax.Array) -> Any:

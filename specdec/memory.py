@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from specdec import cache as cache_lib
 from specdec import model as model_lib
 from specdec import sampling as sampling_lib
 from specdec import step as step_lib
@@ -61,6 +62,13 @@ def check_fits(parts: dict[str, int]) -> None:
     )
 
 
+def _recurrent_bytes(spec: model_lib.NetworkSpec, window: int) -> int:
+  """Bytes of the recurrent layers of a row, with a window of so many slots."""
+  empty = lambda: cache_lib.with_window(spec.init_cache(1, 1), window)
+  leaves = jax.tree.leaves(jax.eval_shape(empty).recurrent)
+  return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
 def decode_bytes(
   target: model_lib.LanguageModel,
   drafter: drafter_lib.Drafter,
@@ -91,12 +99,19 @@ def decode_bytes(
     network.spec.cache_bytes_per_slot // network.spec.slot_shards
     for network in networks
   )
+  states = sum(
+    _recurrent_bytes(network.spec, window) // network.spec.slot_shards
+    for network, window in zip(
+      networks, [drafter.shape.num_nodes] + [1] * len(networks), strict=False
+    )
+  )
   slots = rows * (prompt_slots + config.max_new_tokens)
   drawn = len(stages) if config.rule.children != sampling_lib.BEST else 0
   per_node = rows * vocab_size * _FLOAT32
   return {
     'the weights; see dtype': sum(map(bytes_on_device, params)),
     'the caches; see batch_size and max_new_tokens': slots * bytes_per_slot,
+    'the states of layers; see batch_size and num_nodes': rows * states,
     'the logits of the tree; see num_nodes and batch_size': (
       drafter.shape.num_nodes * per_node
     ),

@@ -59,6 +59,8 @@ class NetworkSpec:
   #: the tokens (a mixture of experts), those for one token.
   weight_bytes: int
   cache_bytes_per_slot: int  #: Bytes read per row, forward and visible slot.
+  #: Bytes of the states of recurrent layers per row.
+  state_bytes: int = 0
   #: The number of parameters that each position is multiplied with.
   parameters: int = 0
   #: Fixes where the arrays of a pytree lie that is carried from program to
@@ -178,10 +180,19 @@ def start(
   tokens = texts.tokens
   batch_size = tokens.shape[0]
   cache = spec.init_cache(batch_size, texts.num_slots + window_size)
-  if tokens.shape[1]:
-    cache = read(tokens, *_causal(tokens, cache), cache)
+  if cache.recurrent:
+    # Their states cannot go back, so the last chunk needs room behind the text.
+    size = max(window_size, _READ_SIZE)
+    cache = spec.init_cache(batch_size, texts.num_slots + size)
+    cache = cache_lib.with_window(cache, window_size)
+    if tokens.shape[1]:
+      cache, _ = _read_on(spec, read, cache, texts, size)
+  else:
+    if tokens.shape[1]:
+      cache = read(tokens, *_causal(tokens, cache), cache)
+    cache = cache_lib.advance(cache, texts.length - 1)
   return ModelState(
-    cache=cache_lib.advance(cache, texts.length - 1),
+    cache=cache,
     num_text=jnp.zeros(batch_size, jnp.int32),
     window=jnp.full((batch_size, window_size), tree_lib.NO_NODE, jnp.int32),
     used=jnp.zeros((), jnp.int32),
@@ -425,28 +436,46 @@ def restart(
     The state, and the number of forwards, `[]` int32.
   """
   assert texts.kept is not None
-  num_slots = state.cache.num_slots
-  size = min(max(state.window.shape[1], _READ_SIZE), num_slots)
+  cache = cache_lib.rewind(state.cache, texts.kept)
+  size = min(max(state.window.shape[1], _READ_SIZE), cache.num_slots)
+  cache, forwards = _read_on(spec, read, cache, texts, size)
+  return state.replace(cache=cache), forwards
+
+
+def _read_on(
+  spec: NetworkSpec,
+  read: Read,
+  cache: cache_lib.KVCache,
+  texts: carried_lib.Texts,
+  size: int,
+) -> tuple[cache_lib.KVCache, jax.Array]:
+  """Reads what the cache lacks of texts in chunks; see `restart`."""
+  num_slots = cache.num_slots
   end = jnp.minimum(texts.length - 1, spec.max_positions)
   at = jax.vmap(tree_lib.pick)
+  windows = {one.num_slots for one in cache.recurrent.values()}
 
   def feed(
     carry: tuple[jax.Array, cache_lib.KVCache],
   ) -> tuple[jax.Array, cache_lib.KVCache]:
     forwards, cache = carry
     # The last chunk of a text that fills the cache begins within what was read.
-    begun = cache_lib.rewind(cache, num_slots - size)
+    begun = cache
+    if not cache.recurrent:
+      begun = cache_lib.rewind(cache, num_slots - size)
     start = begun.length
     positions = start[:, None] + jnp.arange(size)[None]
     mask = cache_lib.causal_mask(start, size, num_slots)
     fed = read(at(texts.tokens, positions), positions, mask, begun)
     length = jnp.maximum(cache.length, jnp.minimum(end, start + size))
-    return forwards + 1, cache_lib.advance(fed, length - start)
+    read_on = cache_lib.advance(fed, length - start)
+    for window in windows:  # One, if there are recurrent layers.
+      read_on = cache_lib.with_window(read_on, window)
+    return forwards + 1, read_on
 
-  known = cache_lib.rewind(state.cache, texts.kept)
   forwards, cache = lax.while_loop(
     lambda carry: jnp.any(carry[1].length < end),
     feed,
-    (jnp.zeros((), jnp.int32), known),
+    (jnp.zeros((), jnp.int32), cache),
   )
-  return state.replace(cache=cache), forwards
+  return cache_lib.mark(cache), forwards

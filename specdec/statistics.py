@@ -72,13 +72,14 @@ def bytes_read(
   reads: Mapping[str, Mapping[str, float]],
   costs: Mapping[str, Mapping[str, float]],
 ) -> float:
-  """Bytes of weights and visible cache slots that all models read.
+  """Bytes of weights, states and visible cache slots that all models read.
 
   `reads` and `costs` are those of `Statistics`; `plain` does not count.
   """
   return sum(
     count['forwards'] * costs[name]['per_forward']
     + count['slots'] * costs[name]['per_slot']
+    + count.get('rows', 0) * costs[name].get('per_row', 0)
     for name, count in reads.items()
     if name != 'plain'
   )
@@ -93,6 +94,7 @@ def plain_reads(
   return {
     'forwards': int(new_tokens.max(initial=0)),
     'slots': int(slots.sum()),
+    'rows': int(new_tokens.sum()),
   }
 
 
@@ -137,10 +139,12 @@ class Statistics:
   relative_bandwidth: float = dataclasses.field(init=False)
   #: Batched target forwards for which the fallback drafted nothing.
   plain_steps: int | None = None
-  #: Batched `forwards` and visible cache `slots`, summed over rows, of the
-  #: `target`, of each stage and of `plain` decoding.
+  #: Batched `forwards`, and summed over rows visible cache `slots` and forwards
+  #: of `rows`: of the `target`, of each stage and of `plain` decoding.
   reads: Mapping[str, Mapping[str, int]]
-  #: Bytes `per_forward` and `per_slot`, of the `target` and of each stage.
+  #: Bytes `per_forward` and `per_slot`, of the `target` and of each stage; of
+  #: models with recurrent states, which every forward of a row reads twice, for
+  #: the nodes and for the accepted path, also `per_row`.
   costs: Mapping[str, Mapping[str, float]]
   #: Time of decoding with the prompt, without compiling; of timed decodes.
   seconds: float | None = None
@@ -179,15 +183,20 @@ def _reads(
   new_tokens: np.ndarray,
 ) -> dict[str, dict[str, int]]:
   """`Statistics.reads`; counters, also those of stages, are on the host."""
-  count = lambda forwards, slots: {
+  count = lambda forwards, slots, rows: {
     'forwards': int(forwards),
     'slots': int(slots.sum()),
+    'rows': int(rows.sum()),
   }
   return {
     'plain': plain_reads(prompt_lengths, new_tokens),
-    'target': count(counters.steps, counters.slots_read),
+    'target': count(
+      counters.steps, counters.slots_read, counters.target_forwards
+    ),
   } | {
-    stage.name: count(counted.forwards, counted.slots_read)
+    stage.name: count(
+      counted.forwards, counted.slots_read, counted.row_forwards
+    )
     for stage, counted in stages
   }
 
@@ -196,11 +205,17 @@ def _costs(
   target: model_lib.ModelSpec, stages: tuple[drafter_lib.Stage, ...]
 ) -> dict[str, dict[str, float]]:
   """`Statistics.costs`."""
-  cost = lambda forward, slot: {'per_forward': forward, 'per_slot': slot}
-  return {'target': cost(target.weight_bytes, target.cache_bytes_per_slot)} | {
+
+  def cost(forward: float, slot: float, state: float) -> dict[str, float]:
+    per_row = {'per_row': 2 * state} if state else {}
+    return {'per_forward': forward, 'per_slot': slot} | per_row
+
+  own = target.weight_bytes, target.cache_bytes_per_slot, target.state_bytes
+  return {'target': cost(*own)} | {
     stage.name: cost(
       stage.scorer.facts.bytes_of(stage.config.width),
       stage.scorer.facts.bytes_per_slot,
+      stage.scorer.facts.state_bytes,
     )
     for stage in stages
   }

@@ -20,6 +20,7 @@ from models.nn import blocks as blocks_lib
 from models.nn import matrices as matrices_lib
 from models.nn.cpu import build
 from models.nn.cpu import ops
+from models.nn.cpu import state_ops
 
 # With -O3 this compiles for many minutes.
 _SANITIZE = ('-O1', '-fsanitize=address,undefined')
@@ -89,11 +90,56 @@ def _attention(rng: np.random.Generator) -> jax.Array:
   )[0]
 
 
+def _states(rng: np.random.Generator) -> jax.Array:
+  """A convolution and the delta rule on random trees, and a fold."""
+  size = lambda limit: int(rng.integers(1, limit))
+  normal = lambda *shape: rng.standard_normal(shape, np.float32)
+  rows, slots, taps, key_heads, group = size(3), size(12), size(4), size(3), 2
+  key_width, width, heads = size(40), size(90), key_heads * group
+  length, window = size(slots + 1), (rows, 1, slots)
+  mixed = 2 * key_heads * key_width + heads * width
+  integers = lambda least, most, *shape: jnp.asarray(
+    rng.integers(least, most, shape), jnp.int32
+  )
+  x = state_ops.convolve(
+    *(normal(rows, length, mixed), normal(rows, taps, mixed)),
+    *(
+      normal(*window, mixed),
+      integers(-2, taps + slots + 2, rows, length, taps),
+    ),
+    *(normal(taps + 1, mixed), normal(mixed)),
+    silu=rng.random() < 0.5,
+  )
+  parents = jnp.stack(
+    [integers(-1, slot + 1, rows) for slot in range(slots)], 1
+  )
+  inputs = {
+    'key': normal(*window, key_heads * key_width),
+    'delta': normal(*window, heads * width),
+    'decay': normal(*window, heads),
+  }
+  state, tiled = normal(rows, heads, key_width, width), rng.random() < 0.5
+  out, _ = state_ops.walk_delta(
+    *(state, inputs, parents, integers(0, slots - length + 1, rows), x),
+    (normal(rows, length, heads), normal(rows, length, heads)),
+    (-np.abs(normal(heads)), normal(heads)),
+    tiled=tiled,
+  )
+  folded = state_ops.fold_delta(
+    *(state, inputs, integers(-2, slots + 2, rows, slots)),
+    integers(0, slots + 1, rows),
+    tiled=tiled,
+  )
+  return state_ops.gate(out, out, silu=tiled).sum() + folded.sum()
+
+
 def call(rng: np.random.Generator) -> jax.Array:
   """One call of random sizes, dtypes and masks."""
   size = lambda limit: int(rng.integers(1, limit))
   normal = lambda *shape: rng.standard_normal(shape, np.float32)
-  kind, width = rng.integers(6), size(70)
+  kind, width = rng.integers(7), size(70)
+  if kind == 6:
+    return _states(rng)
   if kind == 0:
     return _products(rng)
   if kind == 1:

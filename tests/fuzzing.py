@@ -97,13 +97,16 @@ def _model(name: str, kind: str = 'target') -> specdec.LanguageModel:
     inner = {'num_layers': number, 'num_heads': number, 'width': 8}
     module = tiny.module(**shape, **inner)
   else:
-    changes = shape | {'num_layers': 1} | _WINDOWS.get(name, {})
+    changes = {'num_layers': 1} | _WINDOWS.get(name, {})
+    changes = shape | ({} if name in _HYBRIDS else changes)
     module = tiny.llama_module('llama' if name in _WINDOWS else name, **changes)
   hidden = _READS if kind == 'target' and name == 'gpt2' else ()
   return _with_table(adapter.as_model(module, hidden=hidden), table)
 
 
 _READS = (0, 2)
+# Models whose layers have states, and drafts of the same kind.
+_HYBRIDS = ('lfm2', 'delta')
 # Llamas that see no more than the last tokens: in all layers, or in one of two,
 # which rotates in its own way, as in Gemma 3. Texts of the first outgrow their
 # windows while they are decoded, those of the second have ten times the length.
@@ -139,7 +142,7 @@ def _head() -> specdec.Head:
 def pair(name: str = 'table') -> pair_lib.Pair:
   return pair_lib.Pair(
     target=_model(name),
-    draft=_model('gpt2' if name == 'gpt2' else 'table', 'draft'),
+    draft=_model(name if name in ('gpt2', *_HYBRIDS) else 'table', 'draft'),
     tokenizer=_tokenizer(),
     eos_ids=(0,),
   )
@@ -215,6 +218,8 @@ SHAPES = (
   Shape('mixtral', 'chain of 3', 3, _FILTERS),
   *(Shape('mistral', name, 2) for name in ('tree', 'chain of 3')),
   Shape('gemma', 'tree', 2, long_prompt=True),
+  Shape('lfm2', 'staged', 2, _TEXT, long_prompt=True),
+  Shape('delta', 'chain of 3', 2, _TEXT),
   Shape('gemma', 'chain of 3', 2, long_prompt=True),
 )
 

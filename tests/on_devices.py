@@ -81,6 +81,7 @@ FEW = [
   Case('2x4', 'gpt2', 5, 'chain match'),
   Case('4x2', 'mixtral', 4, 'chain match'),
   Case('4x2', 'gpt2', 4, 'chain block'),
+  Case('2x4', 'delta', 4, 'staged match'),
 ]
 
 
@@ -97,6 +98,9 @@ def _module(family: str) -> adapter.Module:
     return made
   if family == 'llama':
     return tiny.llama_module('llama', num_heads=8, num_kv_heads=4)
+  if family == 'delta':
+    heads = {'num_heads': 8, 'num_kv_heads': 4, 'key_heads': 4}
+    return tiny.llama_module('delta', **heads)
   return tiny.llama_module('mixtral', vocab_size=45)
 
 

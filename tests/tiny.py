@@ -15,7 +15,9 @@ import numpy as np
 
 from models.checkpoints import families
 from models.nn import adapter
+from models.nn import delta as delta_lib
 from models.nn import gpt2 as nn_gpt2
+from models.nn import lfm2 as lfm2_lib
 from models.nn import llama as nn_llama
 from models.nn import mixtral as mixtral_lib
 from models.nn import rope as rope_lib
@@ -219,6 +221,17 @@ LLAMA_CONFIGS = {
     **(_LLAMA_SHAPE | {'num_layers': 1}), num_experts=4, experts_per_token=2
   ),
 }
+
+
+_LFM2 = _LLAMA_SHAPE | {'num_layers': 3, 'qk_norm': True}
+LLAMA_CONFIGS['lfm2'] = lfm2_lib.Lfm2Config(
+  **_LFM2, mixers=('conv', 'self_attn', 'conv')
+)
+LLAMA_CONFIGS['delta'] = delta_lib.DeltaConfig(
+  **_LFM2 | {'num_layers': 2},
+  **{'key_heads': 2, 'value_heads': 4, 'key_width': 16, 'value_width': 8},
+  **{'conv_size': 4, 'mixers': ('linear_attn', 'self_attn')},
+)
 
 
 _LLAMA_SEED = 9000  # These models do not repeat themselves.

@@ -22,8 +22,9 @@ DESCRIBED = _GOLDEN / 'variants.json'
 RESULTS = _GOLDEN / 'variants.npz'
 
 Variant = dict[str, Any]
-"""`config`, and `tensors`: shapes by name; perhaps `dtype`, `shards`, and
-`buffers`: the causal masks that old versions stored; `scale` of weights."""
+"""`config`, and `tensors`: shapes by name; perhaps `dtype`, `shards`, `length`
+of the texts, `buffers`: the causal masks that old versions stored; `scale` of
+weights."""
 
 VARIANTS: dict[str, Variant] = (
   json.loads(DESCRIBED.read_text()) if DESCRIBED.exists() else {}
@@ -112,6 +113,7 @@ def tokens(variant: Variant | str) -> np.ndarray:
   """Two rows, no longer than the context."""
   if isinstance(variant, str):
     variant = VARIANTS[variant]
-  length = min(LENGTH, variant['config'].get('n_positions', LENGTH))
-  drawn = np.random.RandomState(0).randint(VOCAB_SIZE, size=(2, LENGTH))
+  most = variant.get('length', LENGTH)
+  length = min(most, variant['config'].get('n_positions', most))
+  drawn = np.random.RandomState(0).randint(VOCAB_SIZE, size=(2, most))
   return drawn[:, :length]

@@ -22,8 +22,10 @@ from models.checkpoints import llama as checkpoints_llama
 from models.checkpoints.keys import config_keys
 from models.checkpoints.keys import tensor_parts
 from models.nn import adapter
+from models.nn import delta as delta_lib
 from models.nn import gemma as gemma_lib
 from models.nn import gpt2 as nn_gpt2
+from models.nn import lfm2 as lfm2_lib
 from models.nn import llama as nn_llama
 from models.nn import mixtral as mixtral_lib
 from specdec.text import text_files
@@ -128,10 +130,29 @@ FAMILIES = (
     convert=functools.partial(checkpoints_llama.shift_norms, 1.0),
     to_stored=functools.partial(checkpoints_llama.shift_norms, -1.0),
   ),
+  dataclasses.replace(
+    LLAMA,
+    name='LFM2',
+    model_types=checkpoints_llama.model_types(lfm2_lib.Lfm2Config),
+    module=lfm2_lib.Lfm2,
+    config=lfm2_lib.Lfm2Config,
+    canonical_name=functools.partial(checkpoints_llama.renamed, 'lfm2'),
+  ),
+  dataclasses.replace(
+    LLAMA,
+    name='Qwen3.5',
+    model_types=checkpoints_llama.model_types(delta_lib.DeltaConfig),
+    module=delta_lib.Delta,
+    config=delta_lib.DeltaConfig,
+    canonical_name=checkpoints_llama.delta_name,
+    convert=checkpoints_llama.to_rates,
+    to_stored=checkpoints_llama.from_rates,
+  ),
 )
 
-# Models that have more than a language model, by the `model_type` of the whole.
-_WITH_TEXT = {'gemma3', 'mistral3'}
+# Models that have more than a language model, by the `model_type` of the whole,
+# and whether their embeddings are tied if they do not say it.
+_WITH_TEXT = {'gemma3': True, 'mistral3': True, 'qwen3_5': False}
 _WITH_PICTURES = (
   *('vision_config', 'mm_tokens_per_image', 'vision_feature_layer'),
   *('multimodal_projector_bias', 'projector_hidden_act', 'spatial_merge_size'),
@@ -178,7 +199,8 @@ def _of_text(raw: Mapping[str, Any]) -> Mapping[str, Any]:
   config_keys.check_type('text_config', text, dict)
   shared = {'text_config', 'tie_word_embeddings'}
   config_keys.refuse_unread(raw, shared, idle=_WITH_PICTURES)
-  return {'tie_word_embeddings': raw.get('tie_word_embeddings', True)} | text
+  tied = raw.get('tie_word_embeddings', _WITH_TEXT[str(raw['model_type'])])
+  return {'tie_word_embeddings': tied} | text
 
 
 def _family_of_type(kind: Any) -> Family:

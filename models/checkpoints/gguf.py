@@ -28,7 +28,7 @@ from models.nn import blocks as blocks_lib
 from models.nn import rope as rope_lib
 
 SUFFIX = '.gguf'
-_NAME = re.compile(r'(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)')
+_NAME = re.compile(r'(?:blk\.(\d+)\.)?(\w+(?:\.\w+)?)\.(weight|bias)')
 _EXPERT_NAMES = {
   'ffn_gate_exps': 'gate_proj',
   'ffn_up_exps': 'up_proj',
@@ -188,6 +188,14 @@ def config_keys(path: pathlib.Path) -> dict[str, Any]:
     'vocab_size': vocab_size,
     'tie_word_embeddings': 'output.weight' not in header.tensors,
   }
+  found |= kind.fixed
+  if kind.state_layers:
+    found['layer_types'] = _layer_types(path, name, header)
+  if name == 'qwen35':
+    inner, heads = (
+      metadata.get(key, 0) for key in ('ssm.inner_size', 'ssm.time_step_rank')
+    )
+    found['linear_value_head_dim'] = inner // max(heads, 1)
   if num_experts > 0:
     found |= {'norm_topk_prob': True, 'num_experts': num_experts}
   if kind.rotates:
@@ -230,6 +238,24 @@ def _add_rotation(metadata: Mapping[str, Any], found: dict[str, Any]) -> None:
     'layer_types': ['attention'] * found['num_hidden_layers'],
     'position_embedding_type': 'rope' if rotates else None,
   }
+
+
+def _layer_types(
+  path: pathlib.Path, name: str, header: gguf_header.Header
+) -> list[str]:
+  """Which layers have a state in place of keys and values."""
+  key = f'{name}.{gguf_config.KV_HEADS}'
+  heads, number = (
+    header.metadata.get(key),
+    header.metadata[f'{name}.block_count'],
+  )
+  if not isinstance(heads, list) or len(heads) != number:
+    raise ValueError(
+      f'{path}: {key} must say for each of {number} layers how many heads it'
+      f' has, got {heads!r:.60}'
+    )
+  states = str(gguf_config.ARCHITECTURES[name].state_layers)
+  return ['full_attention' if one else states for one in heads]
 
 
 def _add_heads(
@@ -311,6 +337,9 @@ def _add_windows(
 
 def _canonical(name: str, kind: gguf_config.Architecture) -> str | None:
   """The canonical name of a tensor, with `{}` for the number of an expert."""
+  block, number, own = (*name.split('.', 2), '', '')[:3]
+  if block == 'blk' and own in kind.vectors:
+    return f'{kind.layers}.{number}.{kind.vectors[own]}'
   found = _NAME.fullmatch(name)
   if found is None:
     return None
@@ -400,6 +429,10 @@ class GGUFFile:
       canonical = _canonical(name, kind)
       if canonical is None:
         raise ValueError(f'{self.path}: tensor {name} is not part of a {arch}')
+      # A convolution has a weight of one input per channel.
+      if canonical.endswith(('.conv.weight', '.conv1d.weight')):
+        channels, size = info.shape
+        info = dataclasses.replace(info, shape=(channels, 1, size))
       if '{}' in canonical:
         for expert in range(info.shape[0]):
           part = tensor_parts.Part(expert=expert)

@@ -14,8 +14,10 @@ import transformers
 from models.checkpoints.keys import config_keys
 from models.checkpoints.keys import rope_keys
 from models.checkpoints.keys import tensor_parts
+from models.nn import delta as delta_lib
 from models.nn import gemma as gemma_lib
 from models.nn import layers
+from models.nn import lfm2 as lfm2_lib
 from models.nn import llama as nn_llama
 from models.nn import mixtral as mixtral_lib
 
@@ -39,7 +41,9 @@ _GRANITE_NAMES = {
   'shared_mlp.output_linear': 'mlp.shared_expert.down_proj',
 }
 # The parts of a model that sees, and the prefix of its language model.
-_VISION = re.compile(r'(model\.)?(vision_tower|multi_modal_projector)\..*')
+_VISION = re.compile(
+  r'(model\.)?(vision_tower|multi_modal_projector|visual)\..*'
+)
 _LANGUAGE = re.compile(r'(model\.)?language_model\.')
 
 _FULL, _SLIDING = 'full_attention', 'sliding_attention'
@@ -69,6 +73,9 @@ class _ModelType:
     rounded: ways in which weights may be rounded, see quantization_config.
     given: keys that the class is made with, of what no model here has.
     mixture: the same for models with experts, by the key num_local_experts.
+    mixers: what mixes positions in a layer, by its entry in `layer_types`.
+    renames: parts of canonical names, and of the names that are stored.
+    written: keys that are written with these values.
   """
 
   config: Any
@@ -84,6 +91,15 @@ class _ModelType:
   rounded: tuple[str, ...] = ()
   given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   mixture: '_ModelType | None' = None
+  mixers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  renames: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  written: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  @functools.cached_property
+  def names(self) -> dict[str, str]:
+    """Fields of the shape, and their keys in config.json."""
+    named = {**_KEYS, **self.keys}.items()
+    return {ours: key for ours, key in named if ours not in self.fixed}
 
   @functools.cached_property
   def types(self) -> dict[str, Any]:
@@ -94,7 +110,7 @@ class _ModelType:
   def reads(self) -> frozenset[str]:
     """The keys that are read."""
     own = {one.name for one in dataclasses.fields(self.config)}
-    read = {*{**_KEYS, **self.keys}.values(), *_ALWAYS}
+    read = {*self.names.values(), *_ALWAYS}
     read |= {*self.extra, *self.constants}
     windows = () if self.windows == 'none' else _WINDOWS
     return frozenset(read | own & {*windows, *_SOMETIMES})
@@ -103,7 +119,7 @@ class _ModelType:
     """Whether a config of this type can have a shape."""
     if type(config) is not self.shape:
       return False
-    stated = {*_KEYS, *self.keys, *_COMPUTED}
+    stated = {*self.names, *_COMPUTED}
     others = {
       field.name: self.fixed.get(field.name, field.default)
       for field in dataclasses.fields(config)
@@ -142,6 +158,40 @@ _CAPS = {
 }
 _BEHIND = {'pre_norm': False, 'post_norm': True}
 _BEHIND |= {'qk_norm': True, 'joint_qk_norm': True}
+_LFM2_KEYS = {
+  **{'norm_epsilon': 'norm_eps', 'conv_size': 'conv_L_cache'},
+  'conv_bias': 'conv_bias',
+}
+_LFM2_EXTRA = {
+  **{
+    'block_ff_dim': int,
+    'tie_embedding': bool,
+    'layer_types': list[str] | None,
+  },
+  **{'block_auto_adjust_ff_dim': bool, 'block_multiple_of': int},
+  **{'block_ffn_dim_multiplier': float | None},
+  **{'full_attn_idxs': list[int] | None},
+}
+_LFM2_NAMES = {
+  **{
+    'input_layernorm': 'operator_norm',
+    'post_attention_layernorm': 'ffn_norm',
+  },
+  **{'norm': 'embedding_norm', 'mlp': 'feed_forward', 'o_proj': 'out_proj'},
+  **{'q_norm': 'q_layernorm', 'k_norm': 'k_layernorm'},
+  **{'gate_proj': 'w1', 'up_proj': 'w3', 'down_proj': 'w2'},
+}
+_DELTA_KEYS = {
+  **{'key_heads': 'linear_num_key_heads', 'key_width': 'linear_key_head_dim'},
+  'value_heads': 'linear_num_value_heads',
+  'value_width': 'linear_value_head_dim',
+  'conv_size': 'linear_conv_kernel_dim',
+}
+# The last one is of GGUF files, see `models.checkpoints.gguf_parts`.
+_DELTA_EXTRA = {
+  **{'full_attention_interval': int, 'layer_types': list[str] | None},
+  'linear_heads_tiled': bool,
+}
 _LOCAL = {'sliding_window_pattern': int, 'rope_local_base_freq': float | None}
 
 _GRANITE_4: dict[str, Any] = {
@@ -240,6 +290,31 @@ _MODEL_TYPES = {
     ropes='kinds',
     extra=_LOCAL,
   ),
+  'lfm2': _ModelType(
+    config=transformers.Lfm2Config,
+    shape=lfm2_lib.Lfm2Config,
+    keys=_LFM2_KEYS,
+    fixed={'qk_norm': True, 'activation': 'silu'},
+    extra=_LFM2_EXTRA,
+    idle=('block_mlp_init_scale', 'block_out_init_scale')
+    + ('block_use_xavier_init', 'conv_use_xavier_init'),
+    mixers={_FULL: 'self_attn', 'conv': 'conv'},
+    renames=_LFM2_NAMES,
+    written={'block_auto_adjust_ff_dim': False},
+  ),
+  'qwen3_5_text': _ModelType(
+    config=transformers.Qwen3_5TextConfig,
+    shape=delta_lib.DeltaConfig,
+    keys=_BIASES | _DELTA_KEYS,
+    fixed={'qk_norm': True},
+    extra=_DELTA_EXTRA,
+    is_partial=True,
+    idle=('mamba_ssm_dtype', 'mtp_num_hidden_layers')
+    + ('mtp_use_dedicated_embeddings',),
+    mixers={_FULL: 'self_attn', 'linear_attention': 'linear_attn'},
+    renames={'linear_attn.o_proj': 'linear_attn.out_proj'}
+    | {'linear_attn.rate': 'linear_attn.A_log'},
+  ),
   'mixtral': _ModelType(
     config=transformers.MixtralConfig,
     shape=mixtral_lib.MixtralConfig,
@@ -315,7 +390,7 @@ _SOMETIMES = (
   *('num_local_experts', _ORIGINAL),
 )
 # Fields that follow from several keys, or from a key and others.
-_COMPUTED = {'num_positions', 'head_width', 'rope', 'window'}
+_COMPUTED = {'num_positions', 'head_width', 'rope', 'window', 'mixers'}
 _COMPUTED |= {'attention_scale', 'embedding_scale'}
 
 
@@ -359,10 +434,40 @@ def _check_windows(
     )
 
 
+def _read_mixers(config: Any, kind: _ModelType) -> tuple[str, ...]:
+  """The mixer of each layer, see `LlamaConfig.mixers`."""
+  types, number = config.layer_types, config.num_hidden_layers
+  if len(types) != number:
+    raise ValueError(
+      f'layer_types has {len(types)} entries for {number} layers'
+    )
+  if unknown := {*types} - {*kind.mixers}:
+    raise ValueError(f'layer_types has {sorted(unknown)}, not supported')
+  stated = getattr(config, 'full_attn_idxs', None)
+  with_attention = [at for at, one in enumerate(types) if one == _FULL]
+  if stated is not None and sorted(stated) != with_attention:
+    raise ValueError(
+      f'full_attn_idxs={stated!r:.60} and layer_types={types!r:.60} contradict'
+      ' each other'
+    )
+  return tuple(kind.mixers[one] for one in types)
+
+
+def _adjusted_width(config: Any) -> int:
+  """The width of a perceptron of an LFM2 (transformers, models/lfm2)."""
+  width = int(2 * config.intermediate_size / 3)
+  factor, multiple = config.block_ffn_dim_multiplier, config.block_multiple_of
+  if factor is None:
+    return width
+  if multiple < 1:
+    raise ValueError(f'block_multiple_of must be positive, got {multiple}')
+  return -(-int(factor * width) // multiple) * multiple
+
+
 def _read_shape(config: Any, kind: _ModelType) -> nn_llama.LlamaConfig:
   """The shape that a transformers config describes."""
-  keys = {**_KEYS, **kind.keys}
-  activation = getattr(config, keys['activation'])
+  keys = kind.names
+  activation = getattr(config, keys.get('activation', ''), 'silu')
   if activation not in layers.ACTIVATIONS:
     raise ValueError(
       f'{keys["activation"]}={activation!r} is not known; choose from'
@@ -386,6 +491,12 @@ def _read_shape(config: Any, kind: _ModelType) -> nn_llama.LlamaConfig:
   ropes = rope_keys.read_all(config, kind.ropes, is_partial=kind.is_partial)
   if _SCALAR in keys.values():
     fields['attention_scale'] = 1 / math.sqrt(fields['attention_scale'])
+  if kind.mixers:
+    fields['mixers'] = _read_mixers(config, kind)
+  if getattr(config, 'linear_heads_tiled', False):
+    fields['tiled'] = True
+  if getattr(config, 'block_auto_adjust_ff_dim', False):
+    fields['inner_width'] = _adjusted_width(config)
   return kind.shape(
     **{**fields, **kind.fixed},
     num_positions=rope_keys.context_of(config, ropes),
@@ -483,6 +594,10 @@ def _layer_keys(
     for name, rope in zip(types, ropes, strict=True)
     if rope is not None
   }
+  if kind.mixers:
+    names = {ours: theirs for theirs, ours in kind.mixers.items()}
+    mixers = config.of_layers('mixers')
+    keys['layer_types'] = [names.get(one, one) for one in mixers]
   if kind.ropes == 'kinds':
     return keys | {'rope_parameters': by_type}
   if kind.ropes == 'no_rope_layers':
@@ -497,8 +612,7 @@ def _layer_keys(
 
 def _to_keys(config: nn_llama.LlamaConfig, kind: _ModelType) -> dict[str, Any]:
   """The keys of a config of a type that are to state a shape."""
-  names = {**_KEYS, **kind.keys}
-  keys = {key: getattr(config, ours) for ours, key in names.items()}
+  keys = {key: getattr(config, ours) for ours, key in kind.names.items()}
   if key := kind.keys.get('attention_scale'):
     scale = config.attention_scale or 1 / math.sqrt(config.head_width)
     keys[key] = round(scale**-2) if key == _SCALAR else scale
@@ -506,6 +620,7 @@ def _to_keys(config: nn_llama.LlamaConfig, kind: _ModelType) -> dict[str, Any]:
     'max_position_embeddings': config.num_positions,
     'head_dim': config.head_width,
     **_layer_keys(config, kind),
+    **kind.written,
   }
 
 
@@ -548,6 +663,47 @@ def canonical_name(stored: str, config: nn_llama.LlamaConfig) -> str | None:
     for ours, theirs in _MIXTRAL_NAMES.items():
       name = name.replace(f'.{theirs}.', f'.{ours}.')
   return name
+
+
+def _with_parts(name: str, renames: Mapping[str, str]) -> str:
+  """A name whose parts are called otherwise."""
+  name = f'.{name}.'
+  for old, new in renames.items():
+    name = name.replace(f'.{old}.', f'.{new}.')
+  return name[1:-1]
+
+
+def renamed(kind: str, stored: str, config: nn_llama.LlamaConfig) -> str | None:
+  """The same as `canonical_name`, where a `model_type` has other names."""
+  name = canonical_name(stored, config)
+  ours = {theirs: one for one, theirs in _MODEL_TYPES[kind].renames.items()}
+  return name and _with_parts(name, ours)
+
+
+def delta_name(stored: str, config: delta_lib.DeltaConfig) -> str | None:
+  """The same as `canonical_name`, of a Qwen3.5 that may see.
+
+  What predicts several tokens is not read.
+  """
+  if _VISION.fullmatch(stored) or stored.startswith('mtp.'):
+    return None
+  return renamed('qwen3_5_text', _LANGUAGE.sub('', stored, count=1), config)
+
+
+def to_rates(name: str, rows: np.ndarray) -> np.ndarray:
+  """Values of a Qwen3.5, whose folders have scales minus one and logarithms."""
+  if name.endswith('linear_attn.rate'):
+    return -np.exp(rows.astype(np.float32))
+  own = name.endswith('linear_attn.norm.weight')
+  return rows if own else shift_norms(1.0, name, rows)
+
+
+def from_rates(name: str, rows: np.ndarray) -> np.ndarray:
+  """The inverse of `to_rates`."""
+  if name.endswith('linear_attn.rate'):
+    return np.log(-rows)
+  own = name.endswith('linear_attn.norm.weight')
+  return rows if own else shift_norms(-1.0, name, rows)
 
 
 def parts(
@@ -596,6 +752,7 @@ def stored_name(name: str, config: nn_llama.LlamaConfig) -> str:
   if name == 'lm_head.weight':
     return name
   kind, _ = _model_type(config)
+  name = _with_parts(name, _MODEL_TYPES[kind].renames)
   if kind == 'mixtral':
     name = name.replace('.mlp.', '.block_sparse_moe.')
     for ours, theirs in _MIXTRAL_NAMES.items():

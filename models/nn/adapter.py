@@ -18,6 +18,7 @@ from models.nn import sharding as sharding_lib
 from models.nn.cpu import ops
 from specdec import cache as cache_lib
 from specdec import model as model_lib
+from specdec import recurrent as recurrent_lib
 
 # A module and its shape, of any family; a Mixtral is a Llama.
 Module = nn_gpt2.GPT2 | nn_llama.Llama
@@ -64,6 +65,19 @@ def _share_read(path: tuple[Any, ...], config: Config) -> float:
   return 1.0
 
 
+def _states(
+  config: Config, batch_size: int, *, kernels: bool
+) -> dict[int, recurrent_lib.Recurrent]:
+  """The layers that have a state in place of keys and values, empty."""
+  if isinstance(config, nn_gpt2.GPT2Config):
+    return {}
+  return {
+    layer: config.state_of_layer(batch_size, kernels=kernels)
+    for layer in range(config.num_layers)
+    if layer not in config.attention_layers
+  }
+
+
 def network_facts(
   config: Config,
   dtype: jnp.dtype,
@@ -84,27 +98,31 @@ def network_facts(
   cache_ops = sharding_lib.slot_ops(layout)
   if kernels:
     cache_ops = cache_ops._replace(write=ops.write_slots)
+  empty = functools.partial(_states, config, kernels=kernels)
+  num_layers = config.num_layers - len(empty(1))
 
   def init_cache(batch_size: int, num_slots: int) -> cache_lib.KVCache:
     cache = cache_lib.init_cache(
       batch_size,
       num_slots,
-      num_layers=config.num_layers,
+      num_layers=num_layers,
       num_heads=config.num_kv_heads,
       head_width=config.head_width,
       dtype=dtype,
     )
     widths = dict.fromkeys(hidden, config.width)
     cache = cache_lib.with_hidden(cache, widths, dtype)
+    cache = cache_lib.with_recurrent(cache, empty(batch_size))
     return layout.place(cache.replace(ops=cache_ops))
 
-  per_slot = 2 * config.num_layers * config.num_kv_heads * config.head_width
+  per_slot = 2 * num_layers * config.num_kv_heads * config.head_width
   head_parts = layout.parts('kv_heads')
   return {
     'init_cache': init_cache,
     'vocab_size': config.vocab_size,
     'max_positions': config.num_positions,
     'cache_bytes_per_slot': per_slot * dtype.itemsize,
+    'state_bytes': sum(one.state_bytes for one in empty(1).values()),
     'place': layout.place,
     'row_shards': layout.parts('rows'),
     'slot_shards': head_parts if config.num_kv_heads % head_parts == 0 else 1,

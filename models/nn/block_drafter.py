@@ -140,6 +140,8 @@ class _Convolution(nnx.Module):
 class _ConvolvedLayer(nn_llama.Layer):
   """A layer of DFlash 2, with convolutions around both of its parts."""
 
+  self_attn: nn_llama.Attention
+
   def __init__(
     self,
     config: BlockDrafterConfig,

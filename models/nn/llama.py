@@ -6,9 +6,11 @@ with experts in place of the feed-forward layer. Names and dtypes follow the
 same rules as in `models.nn.gpt2`.
 """
 
+from collections.abc import Mapping
 import dataclasses
 import functools
 import math
+import types
 from typing import Any
 from typing import cast
 from typing import ClassVar
@@ -23,6 +25,7 @@ from models.nn import matrices as matrices_lib
 from models.nn import rope as rope_lib
 from models.nn.cpu import ops
 from specdec import cache as cache_lib
+from specdec import recurrent as recurrent_lib
 
 _Rope = rope_lib.Rope | None
 _Cache = cache_lib.KVCache | None
@@ -77,6 +80,8 @@ class LlamaConfig:
   logit_cap: float | None = None
   sinks: bool = False  # Whether heads have them, see `self_attention`.
   tie_embeddings: bool = False  # Use the token embedding as the head.
+  # The kind of each layer, a key of `Llama.mixers`; one or a tuple, as above.
+  mixers: str | tuple[str, ...] = 'self_attn'
 
   def __post_init__(self) -> None:
     layers.check_config(self)
@@ -107,12 +112,28 @@ class LlamaConfig:
       rope.frequencies(self.head_width)  # Factors of each pair must be as many.
       if rope.query_growth and self.qk_norm:
         raise ValueError('qk_norm with queries that grow is not supported')
+    self._set_layers('mixers', self.of_layers('mixers'))
 
   @property
   def ends_with_training(self) -> bool:
     """Whether longer texts than in the training are rotated otherwise."""
     scalings = (rope and rope.scaling for rope in self.of_layers('rope'))
     return any(isinstance(s, rope_lib.LongRopeScaling) for s in scalings)
+
+  @property
+  def attention_layers(self) -> tuple[int, ...]:
+    """The layers that have keys and values; the others have a state."""
+    mixers = enumerate(self.of_layers('mixers'))
+    return tuple(layer for layer, name in mixers if name == 'self_attn')
+
+  def state_of_layer(
+    self, batch_size: int, *, kernels: bool
+  ) -> recurrent_lib.Recurrent:
+    """A layer without keys and values before any token, its window empty.
+
+    `kernels` says whether those of `models.nn.cpu` compute.
+    """
+    raise NotImplementedError
 
   def _set(self, field: str, value: Any) -> None:
     object.__setattr__(self, field, value)
@@ -146,7 +167,8 @@ class Attention(nnx.Module):
     input_width: int | None = None,  # None: that of the residual stream.
   ):
     self.config = config
-    self.layer = layer
+    # Counted among those that have keys and values.
+    self.layer = config.attention_layers.index(layer)
     self.dtype = dtype
     self.scale = config.attention_scale or 1 / math.sqrt(config.head_width)
     make = functools.partial(layers.Linear, dtype=dtype, rngs=rngs)
@@ -356,6 +378,9 @@ class Layer(nnx.Module):
     *,
     dtype: jax.typing.DTypeLike,
     rngs: nnx.Rngs,
+    mixers: Mapping[str, Any] = types.MappingProxyType(
+      {'self_attn': Attention}
+    ),
   ):
     self.config = config
     norm = lambda wanted: (
@@ -363,7 +388,9 @@ class Layer(nnx.Module):
     )
     both = config.pre_norm and config.post_norm
     self.input_layernorm = norm(config.pre_norm)
-    self.self_attn = Attention(config, layer, dtype=dtype, rngs=rngs)
+    self.mixer = config.of_layers('mixers')[layer]
+    mixer = mixers[self.mixer](config, layer, dtype=dtype, rngs=rngs)
+    setattr(self, self.mixer, mixer)
     # Before the perceptron where nothing is normalised behind attention.
     self.post_attention_layernorm = norm(True)
     self.pre_feedforward_layernorm = norm(both)
@@ -377,8 +404,8 @@ class Layer(nnx.Module):
     mask: jax.Array,
     cache: _Cache,
   ) -> tuple[jax.Array, _Cache, Any]:
-    config = self.config
-    kernels = self.self_attn.o_proj.is_packed
+    config, mixer = self.config, getattr(self, self.mixer)
+    kernels = mixer.o_proj.is_packed
     # A part's output joins the stream, at once or after a norm and a factor.
     at_once = not config.post_norm and config.residual_scale == 1.0
     behind, before = None, self.post_attention_layernorm
@@ -393,7 +420,7 @@ class Layer(nnx.Module):
       out = layers.normalize(out, norm, kernels=kernels)
       return x + config.residual_scale * out
 
-    out, cache = self.self_attn(
+    out, cache = mixer(
       x, self.input_layernorm, rotation, mask, cache, x if at_once else None
     )
     x = add(x, out, behind)
@@ -438,6 +465,8 @@ class Llama(nnx.Module):
   """Llama language model; the arguments are those of `models.nn.gpt2.GPT2`."""
 
   feed_forward: Any = FeedForward  # Class of the layers after attention.
+  #: Classes of what mixes positions, by `LlamaConfig.mixers`.
+  mixers: Mapping[str, Any] = types.MappingProxyType({'self_attn': Attention})
 
   def __init__(
     self,
@@ -458,7 +487,14 @@ class Llama(nnx.Module):
     )
     self.layers = nnx.List(
       [
-        Layer(config, layer, self.feed_forward, dtype=dtype, rngs=rngs)
+        Layer(
+          config,
+          layer,
+          self.feed_forward,
+          dtype=dtype,
+          rngs=rngs,
+          mixers=self.mixers,
+        )
         for layer in range(config.num_layers)
       ]
     )

@@ -132,6 +132,11 @@ def _init_several(init_cache: _InitCache, number: int) -> _InitCache:
 
   def init(batch_size: int, num_slots: int) -> cache_lib.KVCache:
     cache = init_cache(batch_size, num_slots * number)
+    if cache.recurrent:
+      raise ValueError(
+        'a draft whose layers have states cannot read a token of the target as'
+        f' {number} of its own; choose one with the tokenizer of the target'
+      )
     keys = tuple(_joined(one, number) for one in cache.keys)
     like = keys[0] if keys else jnp.zeros((batch_size, 1, num_slots, 1))
     counts = cache.ops.place(jnp.zeros_like(like[..., :1]))

@@ -69,6 +69,10 @@ _PARAMETERS: Mapping[tuple[str, ...], _Names] = {
   ('v_proj', 'weight'): ('kv_heads', None),
   ('o_proj', 'weight'): (None, 'heads'),
   ('self_attn', 'sinks'): ('heads',),
+  # Short convolutions; the parts of a matrix lie one after the other.
+  ('conv', 'in_proj', 'weight'): ('fused_heads', None),
+  ('linear_attn', 'in_proj_qkv', 'weight'): ('fused_heads', None),
+  ('linear_attn', 'in_proj_z', 'weight'): ('fused_heads', None),
   # The perceptron, or each of the experts.
   ('gate_proj', 'weight'): _BY_OUTPUT,
   ('up_proj', 'weight'): _BY_OUTPUT,
@@ -286,6 +290,14 @@ class Layout:
         values=tuple(map(leaf.ops.place, leaf.values)),
         hidden=jax.tree.map(leaf.ops.place, leaf.hidden),
         length=self._place(leaf.length),
+        recurrent=jax.tree.map(
+          # States of heads are divided as keys are.
+          lambda array: (leaf.ops.place if array.ndim == 4 else self._place)(
+            array
+          ),
+          leaf.recurrent,
+        ),
+        marked=None if leaf.marked is None else self._place(leaf.marked),
       )
     sharding = self.sharding(('rows',), leaf.shape)
     return lax.with_sharding_constraint(leaf, sharding)

@@ -116,6 +116,7 @@ class ScorerFacts:
   #: Bytes read from memory per visible cache slot, per forward however many
   #: nodes it scores, and per node.
   bytes_per_slot: int = 0
+  state_bytes: int = 0  #: Bytes of recurrent states per row.
   bytes_per_forward: int = 0
   bytes_per_node: int = 0
 
@@ -135,6 +136,7 @@ class ScorerFacts:
       max_positions=spec.max_positions,
       can_draw=True,
       bytes_per_slot=spec.cache_bytes_per_slot,
+      state_bytes=spec.state_bytes,
       bytes_per_forward=spec.weight_bytes,
       **more,
     )

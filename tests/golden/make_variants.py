@@ -76,6 +76,18 @@ _GEMMA = {'head_dim': 8, 'query_pre_attn_scalar': 12, 'pad_token_id': 0}
 _GEMMA |= _TIED | _WINDOW | _DEEP
 _MULTIPLIERS = {'embedding_multiplier': 3.0, 'logits_scaling': 0.5}
 _MULTIPLIERS |= {'residual_multiplier': 0.7, 'attention_multiplier': 0.4}
+_LFM2 = {'rms_norm_eps': None, 'norm_eps': 1e-5, 'num_hidden_layers': 4}
+_LFM2 |= {'layer_types': ['conv', _FULL, 'conv', 'conv'], 'pad_token_id': 0}
+_AUTO = {'block_multiple_of': 8, 'block_ffn_dim_multiplier': 1.6}
+_OLD_LFM2 = {'layer_types': None, 'full_attn_idxs': [0, 2], 'block_ff_dim': 40}
+_OLD_LFM2 |= {'conv_L_cache': 5, 'conv_bias': True, 'intermediate_size': 40}
+_DELTA = {'num_hidden_layers': 3, 'linear_num_key_heads': 2, 'head_dim': 8}
+_DELTA |= {'linear_num_value_heads': 2, 'linear_key_head_dim': 8}
+_DELTA |= {'linear_value_head_dim': 8, 'full_attention_interval': 2}
+_SHARED = {'linear_num_value_heads': 6, 'linear_key_head_dim': 16}
+_SHARED |= {'linear_value_head_dim': 20, 'linear_conv_kernel_dim': 5}
+_SHARED |= {'attention_bias': True, 'partial_rotary_factor': 0.5}
+_LONG = {'length': 40}  # So that states and chunks matter.
 _of_three = lambda chosen: {
   **{'num_local_experts': 3, 'num_experts_per_tok': chosen},
 }
@@ -117,6 +129,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]] | tuple[str, dict, dict]] = {
     | {'rope_local_base_freq': 50.0, 'sliding_window_pattern': 2}
     | {'rope_scaling': {'rope_type': 'linear', 'factor': 2.0}},
   ),
+  'lfm2': ('lfm2', _LFM2 | _TIED | {'block_auto_adjust_ff_dim': False}, _LONG),
+  'lfm2_old_keys': ('lfm2', _LFM2 | _OLD_LFM2 | _AUTO, _LONG),
+  'lfm2_of_one': ('lfm2', _LFM2 | _TIED | {'conv_L_cache': 1} | _AUTO, _LONG),
+  'qwen3_5': ('qwen3_5_text', _DELTA, _LONG),
+  'qwen3_5_shared_keys': ('qwen3_5_text', _DELTA | _SHARED | _TIED, _LONG),
   'qwen3_biases': ('qwen3', {'head_dim': 4, 'attention_bias': True}),
   'bfloat16': ('llama', {}, {'dtype': 'bfloat16'}),
   **{'mixtral': ('mixtral', _DEEP), 'one_of_three': ('mixtral', _of_three(1))},

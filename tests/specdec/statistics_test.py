@@ -75,9 +75,12 @@ def test_figures_follow_from_origins(prompts, g):
     assert (sum(lengths) < LIMIT * len(prompts)) == ends
     if temperature and not ends:
       assert min(histogram) > 0, 'the draft should be right now and then'
-    of = lambda forwards, slots: {'forwards': forwards, 'slots': slots}
-    assert reads['plain'] == of(max(lengths), plain_slots)
-    assert reads['target'] == of(max(forwards), target_slots)
+    of = lambda counts, slots: {
+      **{'forwards': max(counts), 'rows': sum(counts)},
+      'slots': slots,
+    }
+    assert reads['plain'] == of(lengths, plain_slots)
+    assert reads['target'] == of(forwards, target_slots)
     assert reads['draft']['forwards'] == g * max(forwards)
     if len(prompts) == 1:
       # The visible slots of the caches.

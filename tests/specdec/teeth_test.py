@@ -25,6 +25,7 @@ _FILES = {
 _HELPERS = ('enumeration', 'list_growth', 'list_trees', 'slow_walks')
 _HELPERS += ('slow_head', 'tiny_blocks', 'tiny_drafters', 'tiny_heads')
 _HELPERS += ('block_folders', 'by_heart', 'table_blocks', 'tiny', 'variants')
+_HELPERS += ('tiny_recurrent',)
 
 # Tests that detect several bugs.
 _TESTS = {
@@ -53,6 +54,7 @@ _TESTS = {
   'NEIGHBOURS': ("block_drafter.check_layout('liquid', 'speculators dspark')"),
   'NEXT_STEP': 'growth.test_growth_after_a_step_is_growth_after_a_prefill()',
   'RANDOMNESS': 'enumeration.test_the_randomness_of_a_step_is_of_these_keys()',
+  'STATES': 'recurrent.test_lengthening_and_going_back_by_hand()',
   'STEP': 'step.test_a_decode_of_all_that_a_step_does()',
   'TAIL': (
     'prompt_tail.test_it_drafts_as_if_the_end_of_the_text_were_all_of_it()'
@@ -529,6 +531,28 @@ scales of norms are taken as they are stored
 [models.nn.layers: hub.check_logits('gemma2')]
 scores and logits are not capped
   cap * jnp.tanh(x / cap) => x
+# Layers with a state.
+[recurrent: recurrent.test_parents_and_ancestors_by_hand()]
+a grandparent is counted by slots, not along the path
+  - jnp.max(jnp.where(sees & (rank == number + 1), slots, -1), axis=2)
+  + jnp.max(jnp.where(sees, slots, -1), axis=2) - number
+[recurrent: STATES]
+a rejected node is folded into the state
+  index < count, => index <= count,
+a state takes in what another row added
+  (array[:, 0], slot) => (array[::-1, 0], slot)
+rows that go back keep their state
+  _chosen(stays, self.state, before) => self.state
+[cache: STATES]
+the mark is not moved
+  one.replace(mark=one.state) => one
+a mark is used although the text before it changed
+  (cache.marked <= known, cache.marked, => (cache.marked >= 0, cache.marked,
+accepted nodes are folded in the order of their slots
+  (moved, slots, in_place => (moved, jnp.sort(slots, axis=1), in_place
+[recurrent: recurrent.check_tokens('tree')]
+a node has the state of the slot before it
+  parent[slot] + 1 => slot
 # A draft with another tokenizer.
 [models.nn.matrices: other_tokens.check_what_is_read('gpt2')]
 logits of other ids than the target's
@@ -654,7 +678,7 @@ def _run(test):
 def test_every_bug_is_read():
   names = [line for line in _TABLE.splitlines() if re.match(r'[^\s#[]', line)]
   assert names == [bug.id for bug in _BUGS]
-  assert len(names) == len(set(names)) == 160
+  assert len(names) == len(set(names)) == 168
 
 
 @pytest.mark.parametrize(('module', 'old', 'new', 'test'), _BUGS)

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from collections.abc import Mapping
 import pathlib
 import re
+import types
 from typing import Any
 from typing import NamedTuple
 
@@ -53,6 +54,17 @@ _MINICPM_KEYS = {
   key: name for key, name in _GRANITE_KEYS.items() if key != 'attention.scale'
 }
 _SHARED = 'expert_shared_feed_forward_length'
+_LFM2_KEYS = _LLAMA_KEYS | {
+  'attention.layer_norm_rms_epsilon': 'norm_eps',
+  'shortconv.l_cache': 'conv_L_cache',
+}
+_DELTA_KEYS = _LLAMA_KEYS | {
+  'full_attention_interval': 'full_attention_interval',
+  'ssm.conv_kernel': 'linear_conv_kernel_dim',
+  'ssm.state_size': 'linear_key_head_dim',
+  'ssm.group_count': 'linear_num_key_heads',
+  'ssm.time_step_rank': 'linear_num_value_heads',
+}
 # Keys that a file may lack, beside those of experts.
 _OPTIONAL_KEYS = {
   'attention.head_count_kv',
@@ -63,12 +75,14 @@ _OPTIONAL_KEYS = {
 }
 # For each layer, whether it has the window; or every how many has not.
 PATTERN = 'attention.sliding_window_pattern'
+KV_HEADS = 'attention.head_count_kv'
 # Keys that are read elsewhere, or that change nothing.
 _OTHER_KEYS = {
   PATTERN,
   'attention.temperature_scale',
   'attention.value_length',
   'rope.dimension_count',
+  'rope.dimension_sections',
   'rope.freq_base',
   'rope.freq_base_swa',
   'rope.scaling.attn_factor',
@@ -79,6 +93,7 @@ _OTHER_KEYS = {
   'rope.scaling.yarn_beta_fast',
   'rope.scaling.yarn_beta_slow',
   'rope.scaling.yarn_log_multiplier',
+  'ssm.inner_size',
   'tensor_data_layout',
   'vocab_size',
 }
@@ -90,6 +105,7 @@ _LISTS = (
 )
 _TYPES: dict[str, Any] = {
   **{PATTERN: int | list[bool] | list[int], 'extract_layers': list[int]},
+  'rope.dimension_sections': list[int],
   **{'rope.scaling.type': str, 'tensor_data_layout': str},
   **{'rope.scaling.finetuned': bool, 'norm_before_residual': bool},
   **{'target_layers': list[int], 'rope.dimension_sections': list[int]},
@@ -152,6 +168,27 @@ _BEHIND_NAMES = _LLAMA_NAMES | {
   'post_attention_norm': 'post_attention_layernorm',
   'post_ffw_norm': 'post_feedforward_layernorm',
 }
+_LFM2_NAMES = _LLAMA_NAMES | {
+  'token_embd_norm': 'norm',
+  'shortconv.conv': 'conv.conv',
+  'shortconv.in_proj': 'conv.in_proj',
+  'shortconv.out_proj': 'conv.o_proj',
+}
+_DELTA_NAMES = _LLAMA_NAMES | {
+  'attn_qkv': 'linear_attn.in_proj_qkv',
+  'attn_gate': 'linear_attn.in_proj_z',
+  'ssm_beta': 'linear_attn.in_proj_b',
+  'ssm_alpha': 'linear_attn.in_proj_a',
+  'ssm_conv1d': 'linear_attn.conv1d',
+  'ssm_norm': 'linear_attn.norm',
+  'ssm_out': 'linear_attn.o_proj',
+  'post_attention_norm': 'post_attention_layernorm',
+}
+# Tensors without a leaf of the canonical name.
+_DELTA_VECTORS = {
+  'ssm_a': 'linear_attn.rate',
+  'ssm_dt.bias': 'linear_attn.dt_bias',
+}
 _GEMMA_NAMES = _BEHIND_NAMES | {'ffn_norm': 'pre_feedforward_layernorm'}
 
 
@@ -172,6 +209,10 @@ class Architecture(NamedTuple):
     local_rope: whether layers with a window have a rotation of their own.
     head_from_width: the number of layers of a model whose scores are divided by
       the square root of the width over the number of heads, not of a head's.
+    state_layers: the entry of `layer_types` of layers with a state in place of
+      keys and values, which have 0 heads of them; None if there are none.
+    fixed: keys of config.json that all files have.
+    vectors: whole names of tensors in a layer, and their canonical names.
   """
 
   plain: str | None
@@ -185,6 +226,9 @@ class Architecture(NamedTuple):
   is_partial: bool = False
   local_rope: bool = False
   head_from_width: int | None = None
+  state_layers: str | None = None
+  fixed: Mapping[str, Any] = types.MappingProxyType({})
+  vectors: Mapping[str, str] = types.MappingProxyType({})
 
 
 ARCHITECTURES = {
@@ -209,6 +253,13 @@ ARCHITECTURES = {
     head_from_width=62,
   ),
   'gpt-oss': Architecture(None, 'gpt_oss', names=_GPT_OSS_NAMES, pattern=2),
+  'lfm2': Architecture(
+    'lfm2',
+    keys=_LFM2_KEYS,
+    names=_LFM2_NAMES,
+    state_layers='conv',
+    fixed={'block_auto_adjust_ff_dim': False},
+  ),
   'granite': Architecture('granite', keys=_GRANITE_KEYS, swaps_rows=True),
   'granitemoe': Architecture(
     None,
@@ -223,6 +274,15 @@ ARCHITECTURES = {
   'phi3': Architecture('phi3', names=_FUSED_NAMES, pattern=0, is_partial=True),
   'qwen2': Architecture('qwen2'),
   'qwen3': Architecture('qwen3'),
+  # Heads of values lie in the order in which ggml repeats keys.
+  'qwen35': Architecture(
+    'qwen3_5_text',
+    keys=_DELTA_KEYS,
+    names=_DELTA_NAMES,
+    fixed={'linear_heads_tiled': True},
+    vectors=_DELTA_VECTORS,
+    is_partial=True,
+  ),
   'qwen3moe': Architecture(None, 'qwen3_moe'),
   'smollm3': Architecture('smollm3', swaps_rows=True),
 }
@@ -281,6 +341,10 @@ def own_keys(
     key = full.removeprefix(prefix)
     if key not in known:
       raise ValueError(f'{path}: {full} is not supported')
+    has_states = name in ARCHITECTURES and ARCHITECTURES[name].state_layers
+    if key == KV_HEADS and has_states and isinstance(value, list):
+      # The layers with a state have no heads.
+      value = [one or max(value) for one in value]
     if isinstance(value, list) and key not in _LISTS:
       if not value or any(one != value[0] for one in value):
         raise ValueError(

@@ -136,7 +136,8 @@ class Tensor:
       order = rope_lib.order_of_rows(self.shape[0], self.num_heads)
       yield order, self._block(quants(), 0, 1)[0, self.part.rows]
     else:
-      yield from self._by_rows(self._block)
+      for index, rows in self._by_rows(self._block):
+        yield index, rows.reshape(-1, *self.shape[1:])
 
   def in_blocks(self) -> blocks_lib.BlockMatrix | None:
     """See `checkpoint.StoredTensor`."""

@@ -47,6 +47,8 @@ _NO_EFFECT = re.compile(
 _HARMLESS: dict[str, tuple[Any, ...]] = {
   '_sliding_window_pattern': (6,),
   'activation': ('swiglu',),
+  'attn_output_gate': (True,),
+  'block_use_swiglu': (True,),
   'decoder_sparse_step': (1,),
   'full_attn_mod': (1,),
   'interpolate_factor': (1,),
@@ -56,15 +58,24 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
   'norm_topk_prob': (True,),
   'num_nextn_predict_layers': (1,),
   'parallel_draft_step': (1,),
+  'use_pos_enc': (True,),
 }
 # Keys that would change something if they were off.
-_NEVER_OFF = ('is_causal',)
+_NEVER_OFF = (
+  'attn_output_gate',
+  'block_use_swiglu',
+  'is_causal',
+  'use_pos_enc',
+)
 # Keys that say the same as another one, of which a format reads one.
 _SYNONYMS = {
   **{'hidden_act': 'hidden_activation', 'hidden_activation': 'hidden_act'},
   **{'num_local_experts': 'num_experts', 'n_ctx': 'n_positions'},
   'moe_intermediate_size': 'intermediate_size',
   'experts_per_token': 'num_experts_per_tok',
+  # LFM2 has these.
+  **dict.fromkeys(('block_dim', 'conv_dim', 'conv_dim_out'), 'hidden_size'),
+  **{'num_heads': 'num_attention_heads', 'block_norm_eps': 'norm_eps'},
 }
 
 

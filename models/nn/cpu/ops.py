@@ -59,11 +59,12 @@ class Matrix(NamedTuple):
   kind: int = 0
 
 
-def _or_empty(array: jax.Array | None) -> Any:
+def or_empty(array: jax.Array | None) -> Any:
+  """The array, or for None one of no elements."""
   return np.zeros(0, np.float32) if array is None else array
 
 
-def _check(known: Mapping[str, int], **operands: Any) -> dict[str, int]:
+def check(known: Mapping[str, int], **operands: Any) -> dict[str, int]:
   """Checks operands of a kernel, which would read beyond smaller ones.
 
   Args:
@@ -111,7 +112,7 @@ def _check_product(
     raise ValueError(f'activation={activation} is none of {ACTIVATIONS}')
   width = outputs[0] if gated else sum(outputs)
   rows = string.ascii_lowercase[: x.ndim - 1]
-  _check(
+  check(
     {'O': width},
     x=(x, rows + 'I'),
     residual=(residual, rows + 'O'),
@@ -119,10 +120,10 @@ def _check_product(
     norm_bias=(norm and norm.bias, 'I'),
   )
   for number, matrix in enumerate(matrices):
-    scale = _or_empty(matrix.scale) if dtype == 'int8' else None
+    scale = or_empty(matrix.scale) if dtype == 'int8' else None
     parts = {'scale': (scale, 'O'), 'bias': (matrix.bias, 'O', *_FLOATS)}
     operands = {f'{part}_{number}': parts[part] for part in parts}
-    _check({'O': matrix.outputs}, **operands)
+    check({'O': matrix.outputs}, **operands)
   return width
 
 
@@ -159,11 +160,11 @@ def multiply(
   width = _check_product(x, matrices, dtype, norm, activation, gated, residual)
   rows = x.reshape(-1, x.shape[-1])
   if norm is None:
-    norm = Norm(_or_empty(None), None, 0.0, False)
+    norm = Norm(or_empty(None), None, 0.0, False)
   if residual is not None:
     residual = residual.reshape(-1, width)
   arguments = [
-    _or_empty(part)
+    or_empty(part)
     for matrix in matrices
     for part in (matrix.words, matrix.scale, matrix.bias)
   ]
@@ -172,8 +173,8 @@ def multiply(
   result = call(
     rows,
     norm.scale,
-    _or_empty(norm.bias),
-    _or_empty(residual),
+    or_empty(norm.bias),
+    or_empty(residual),
     *arguments,
     epsilon=np.float32(norm.epsilon),
     center=norm.center,
@@ -203,7 +204,7 @@ def _check_attention(
   """Checks the operands of `attend`, and returns the shape of its result."""
   query_norm, key_norm = norms or (None, None)
   cos, sin = rotation or (None, None)
-  sizes = _check(
+  sizes = check(
     {},
     keys=(keys, 'BHSD', *_FLOATS),
     values=(values, 'BHSD', keys.dtype.name),
@@ -275,9 +276,9 @@ def attend(
   query_norm, key_norm = norms or (None, None)
   result, new_keys, new_values = call(
     projections,
-    _or_empty(query_norm and query_norm.scale),
-    _or_empty(key_norm and key_norm.scale),
-    *(rotation or 2 * [_or_empty(None)]),
+    or_empty(query_norm and query_norm.scale),
+    or_empty(key_norm and key_norm.scale),
+    *(rotation or 2 * [or_empty(None)]),
     mask,
     start,
     keys,
@@ -296,7 +297,7 @@ def write_slots(
   Raises:
     ValueError: an operand is wrong.
   """
-  sizes = _check(
+  sizes = check(
     {},
     slots=(slots, 'BHSD', slots.dtype.name),
     new=(new, 'BHLD', slots.dtype.name),
@@ -315,14 +316,14 @@ def write_slots(
 def normalize(x: jax.Array, norm: Norm) -> jax.Array:
   """The norm of `x [..., width]` float32; ValueError if an operand is wrong."""
   rows = x.reshape(-1, x.shape[-1])
-  _check({}, x=(rows, 'RD'), scale=(norm.scale, 'D'), bias=(norm.bias, 'D'))
+  check({}, x=(rows, 'RD'), scale=(norm.scale, 'D'), bias=(norm.bias, 'D'))
   call = jax.ffi.ffi_call(
     'specdec_normalize', jax.ShapeDtypeStruct(rows.shape, jnp.float32)
   )
   out = call(
     rows,
     norm.scale,
-    _or_empty(norm.bias),
+    or_empty(norm.bias),
     epsilon=np.float32(norm.epsilon),
     center=norm.center,
   )
@@ -340,7 +341,7 @@ def route(
     ValueError: the logits are wrong, or fewer than `count`.
   """
   rows = logits.reshape(-1, logits.shape[-1])
-  _check({}, logits=(rows, 'RE'))
+  check({}, logits=(rows, 'RE'))
   if not 0 < count <= rows.shape[1]:
     raise ValueError(f'{count} experts of logits of shape {logits.shape}')
   chosen = (rows.shape[0], count)
@@ -372,7 +373,7 @@ def sum_rows(
   Raises:
     ValueError: an operand is wrong.
   """
-  _check(
+  check(
     {}, rows=(rows, 'PD'), index=(index, 'TK', 'int32'), weights=(weights, 'TK')
   )
   out = jax.ShapeDtypeStruct((index.shape[0], rows.shape[1]), jnp.float32)

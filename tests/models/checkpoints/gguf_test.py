@@ -23,9 +23,11 @@ from models.checkpoints import families
 from models.checkpoints import hub
 from models.lab.training import tokenizer as tokenizer_lib
 from models.nn import blocks as blocks_lib
+from models.nn import delta as delta_lib
 from models.nn import dtypes
 from models.nn import gemma as gemma_lib
 from models.nn import gpt2 as nn_gpt2
+from models.nn import lfm2 as lfm2_lib
 from models.nn import llama as nn_llama
 from models.nn import matrices as matrices_lib
 from models.nn import mixtral as mixtral_lib
@@ -85,6 +87,17 @@ _CONFIGS = {
     qk_norm=True,
   ),
   'granite': nn_llama.LlamaConfig(**_LLAMA, **_MULTIPLIERS),
+  'lfm2': lfm2_lib.Lfm2Config(
+    **_LLAMA | {'num_layers': 3, 'conv_size': 4, 'tie_embeddings': True},
+    qk_norm=True,
+    mixers=('conv', 'self_attn', 'conv'),
+  ),
+  'qwen35': delta_lib.DeltaConfig(
+    **_LLAMA | {'rope': rope_lib.Rope(fraction=0.25), 'num_layers': 3},
+    **{'qk_norm': True, 'mixers': ('linear_attn', 'self_attn', 'linear_attn')},
+    **{'key_heads': 2, 'value_heads': 4, 'key_width': 64, 'value_width': 32},
+    **{'conv_size': 4, 'tiled': True},
+  ),
   'olmo2': nn_llama.LlamaConfig(**_LLAMA, **_BEHIND),
   'smollm3': nn_llama.LlamaConfig(
     **_LLAMA | {'num_layers': 4, 'rope': (*[_LOCAL] * 3, None)}
@@ -133,7 +146,12 @@ def _metadata(writer, config, arch):
   if arch == 'gpt2':
     writer.add_layer_norm_eps(config.norm_epsilon)
     return
-  if config.num_kv_heads != config.num_heads:  # It is the default.
+  if arch == 'lfm2':
+    heads = [0] * config.num_layers
+    heads[1] = config.num_kv_heads
+    writer.add_head_count_kv(heads)
+    writer.add_shortconv_l_cache(config.conv_size)
+  elif config.num_kv_heads != config.num_heads:  # It is the default.
     writer.add_head_count_kv(config.num_kv_heads)
   writer.add_layer_norm_rms_eps(config.norm_epsilon)
   ropes = [one for one in config.of_layers('rope')[::-1] if one]
@@ -155,11 +173,17 @@ def _metadata(writer, config, arch):
     writer.add_embedding_scale(config.embedding_scale)
     writer.add_residual_scale(config.residual_scale)
     writer.add_logit_scale(config.logit_divisor)
-  for add_width in (
-    *(writer.add_rope_dimension_count, writer.add_key_length),
-    writer.add_value_length,
-  ):
+  for add_width in (writer.add_key_length, writer.add_value_length):
     add_width(config.head_width)
+  writer.add_rope_dimension_count(int(rope.fraction * config.head_width))
+  if arch == 'qwen35':
+    writer.add_rope_dimension_sections([11, 11, 10, 0])
+    writer.add_ssm_conv_kernel(config.conv_size)
+    writer.add_ssm_state_size(config.key_width)
+    writer.add_ssm_group_count(config.key_heads)
+    writer.add_ssm_time_step_rank(config.value_heads)
+    writer.add_ssm_inner_size(config.value_heads * config.value_width)
+    writer.add_full_attention_interval(2)
   if isinstance(config, mixtral_lib.MixtralConfig):
     writer.add_expert_count(config.num_experts)
     writer.add_expert_used_count(config.experts_per_token)
@@ -196,10 +220,20 @@ def _stored(module, arch):
   for path, leaf in hub.flat_params(module)[1].items():
     name = families.parameter_name(path)
     array = np.asarray(leaf, np.float32)
+    if array.ndim == 3:  # A convolution.
+      array = array[:, 0]
     for part, heads in (('q', config.num_heads), ('k', config.num_kv_heads)):
       if arch in _SWAPPED and f'.{part}_proj.' in name:
         array = _permuted(array, heads)
-    own = family.stored_name(name, config)
+    if name.endswith('.rate') or name.endswith('.dt_bias'):
+      layer, own = name.split('.')[1], name.rsplit('.', 1)[1]
+      known = {'rate': 'ssm_a', 'dt_bias': 'ssm_dt.bias'}[own]
+      stacks[f'blk.{layer}.{known}', False].append(array)
+      continue
+    whole = (
+      dataclasses.replace(config, tiled=False) if arch == 'qwen35' else config
+    )
+    own = family.stored_name(name, whole)
     if arch in _OTHERWISE and name != 'lm_head.weight':
       own = f'model.{name}'
     own += '.weight' * own.endswith('sinks')

@@ -9,6 +9,7 @@ import pytest
 from models.nn import blocks as blocks_lib
 from models.nn.cpu import build
 from models.nn.cpu import ops
+from models.nn.cpu import state_ops
 
 _kernels = pytest.mark.skipif(
   not build.is_available(), reason='the CPU kernels need a C++ compiler'
@@ -64,9 +65,52 @@ _CALLS = {
     'weights': _floats((2, 3)),
   },
 }
+
+
+def _convolve(**arrays):
+  return state_ops.convolve(silu=True, **arrays)
+
+
+def _fold_delta(key, delta, decay, **arrays):
+  inputs = {'key': key, 'delta': delta, 'decay': decay}
+  return state_ops.fold_delta(inputs=inputs, tiled=False, **arrays)
+
+
+def _walk_delta(key, delta, decay, gate_0, gate_1, rate_0, rate_1, **arrays):
+  return state_ops.walk_delta(
+    inputs={'key': key, 'delta': delta, 'decay': decay},
+    gates=(gate_0, gate_1),
+    rates=(rate_0, rate_1),
+    tiled=False,
+    **arrays,
+  )
+
+
+_gate = functools.partial(state_ops.gate, silu=True)
+_WINDOW = {
+  **{'state': _floats((2, 6, 5, 7)), 'key': _floats((2, 1, 9, 3 * 5))},
+  **{'delta': _floats((2, 1, 9, 6 * 7)), 'decay': _floats((2, 1, 9, 6))},
+}
+_CALLS |= {
+  _convolve: {
+    **{'x': _floats((2, 4, 20)), 'state': _floats((2, 3, 20))},
+    **{'window': _floats((2, 1, 9, 20)), 'index': _ints((2, 4, 3))},
+    **{'weight': _floats((4, 20)), 'bias': _floats(20)},
+  },
+  _gate: {'x': _floats((2, 5)), 'gates': _floats((2, 5))},
+  _fold_delta: _WINDOW | {'slots': _ints((2, 8)), 'count': _ints(2)},
+  _walk_delta: _WINDOW
+  | {
+    **{'parents': _ints((2, 9)), 'first': _ints(2)},
+    'mixed': _floats((2, 4, 2 * 3 * 5 + 6 * 7)),
+    **{f'gate_{i}': _floats((2, 4, 6)) for i in range(2)},
+    **{f'rate_{i}': _floats(6) for i in range(2)},
+  },
+}
 # Axes that no other operand has, or that may be longer; and rows of any axes.
 _FREE = {(ops.write_slots, 'slots', 2), (ops.write_slots, 'new', 2)}
 _FREE |= {(ops.sum_rows, 'rows', 0), (ops.sum_rows, 'rows', 1)}
+_FREE |= {(_convolve, 'window', 2), (_fold_delta, 'slots', 1)}
 _ROWS = {(_normalize, 'x'), (_route, 'logits')}
 
 
@@ -113,6 +157,13 @@ _MISFITS = [
   (_attend, {'center': True}, 'norms of heads have no bias'),
   (ops.write_slots, {'new': _floats((2, 3, 10, 8))}, 'new .* does not fit'),
   (_route, {'logits': _floats((2, 2))}, '3 experts of logits'),
+  (_fold_delta, {'key': _floats((2, 1, 9, 20))}, 'key .* does not fit a state'),
+  (
+    _walk_delta,
+    {'mixed': _floats((2, 10, 72))}
+    | {f'gate_{i}': _floats((2, 10, 6)) for i in range(2)},
+    '10 nodes in 9 slots',
+  ),
 ]
 
 

@@ -1,0 +1,307 @@
+"""Qwen3.5: gated delta nets, with gated attention in every fourth layer.
+
+A head has a state S, a matrix that maps keys to values, which decays and is
+corrected by every token (Gated DeltaNet, arXiv 2412.06464; transformers,
+models/qwen3_5):
+
+    S <- decay S + k delta^T    with delta = strength (v - decay S^T k)
+    o  = S^T q, with the new S
+
+In the tree nothing but `S^T k` and `S^T q` is computed from the state of the
+parent: `o = decay S^T q + (k q) delta`. A state is made for nodes with children
+alone, and the accepted path is folded into S without products.
+"""
+
+import dataclasses
+import functools
+import types
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from models.nn import attention
+from models.nn import convolution
+from models.nn import layers
+from models.nn import llama as nn_llama
+from models.nn import rope as rope_lib
+from models.nn.cpu import state_ops
+from specdec import cache as cache_lib
+from specdec import recurrent as recurrent_lib
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaConfig(nn_llama.LlamaConfig):
+  """Shape of a Qwen3.5; `num_heads` and the like are those of attention."""
+
+  key_heads: int = dataclasses.field()
+  value_heads: int = dataclasses.field()  # A multiple of `key_heads`.
+  key_width: int = dataclasses.field()
+  value_width: int = dataclasses.field()
+  conv_size: int = dataclasses.field()  # Positions that a convolution sees.
+  # Whether heads of values share those of keys in turns, and not side by side,
+  # as in GGUF files.
+  tiled: bool = False
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.value_heads % self.key_heads:
+      raise ValueError(
+        f'key_heads must divide value_heads {self.value_heads}, got'
+        f' {self.key_heads}'
+      )
+    if self.value_heads == self.key_heads:  # Equal models are equal records.
+      self._set('tiled', False)
+
+  @property
+  def mixed_width(self) -> int:
+    """The width of queries, keys and values of all heads of a delta net."""
+    keys = self.key_heads * self.key_width
+    return 2 * keys + self.value_heads * self.value_width
+
+  def state_of_layer(
+    self, batch_size: int, *, kernels: bool
+  ) -> recurrent_lib.Recurrent:
+    shape = (self.value_heads, self.key_width, self.value_width)
+    state = {
+      'conv': jnp.zeros((batch_size, self.conv_size - 1, self.mixed_width)),
+      'matrix': jnp.zeros((batch_size, *shape)),
+    }
+    widths = {
+      'conv': self.mixed_width,
+      'key': self.key_heads * self.key_width,
+      'delta': self.value_heads * self.value_width,
+      'decay': self.value_heads,
+    }
+    inputs = {
+      name: jnp.zeros((batch_size, 1, 0, width))
+      for name, width in widths.items()
+    }
+    mark = jax.tree.map(jnp.zeros_like, state)
+    fold = _fold_by_kernel(self.tiled) if kernels else None
+    return recurrent_lib.Recurrent(state, inputs, mark, _rule(self.tiled), fold)
+
+
+def _of_heads(keys: jax.Array, state: jax.Array, tiled: bool) -> jax.Array:
+  """Keys or queries `[..., K]` of all heads as `[H, K]` for each state."""
+  heads, width = state.shape[:2]
+  own = keys.reshape(-1, width)
+  group = heads // own.shape[0]
+  if tiled:
+    return jnp.tile(own, (group, 1))
+  return jnp.repeat(own, group, axis=0)
+
+
+def _update(matrix, inputs, tiled):
+  """The states `[H, K, V]` of one row after a token."""
+  key = _of_heads(inputs['key'], matrix, tiled)
+  delta = inputs['delta'].reshape(matrix.shape[0], 1, -1)
+  decay = inputs['decay'][:, None, None]
+  return decay * matrix + key[:, :, None] * delta
+
+
+@functools.cache
+def _rule(tiled: bool) -> recurrent_lib.Step:
+  """The step of a layer; cached, so that equal layers are equal."""
+
+  def step(state, inputs):
+    found = {'matrix': _update(state['matrix'], inputs, tiled)}
+    if 'conv' in state:
+      found['conv'] = convolution.shift(state['conv'], inputs['conv'])
+    return found
+
+  return step
+
+
+@functools.cache
+def _fold_by_kernel(tiled: bool):
+  """See `Recurrent.fold_all`; with the kernels of `models.nn.cpu`."""
+
+  def fold(state, inputs, slots, count):
+    return {
+      'conv': convolution.fold(state['conv'], inputs['conv'], slots, count),
+      'matrix': state_ops.fold_delta(
+        state['matrix'], inputs, slots, count, tiled=tiled
+      ),
+    }
+
+  return fold
+
+
+def _unit(heads: jax.Array) -> jax.Array:
+  squares = jnp.sum(jnp.square(heads), axis=-1, keepdims=True)
+  return heads * jax.lax.rsqrt(squares + 1e-6)
+
+
+def _visit(tiled, state, new):
+  """Computes what a token adds to its parent's state, and its output."""
+  matrix = state['matrix']
+  key, query = (
+    _of_heads(new[name], matrix, tiled)[:, :, None] for name in ('key', 'query')
+  )
+  decay, strength = new['decay'][:, None], new['strength'][:, None]
+  of_key, of_query = (
+    jnp.sum(matrix * vector, axis=1) for vector in (key, query)
+  )
+  value = new['value'].reshape(of_key.shape)
+  delta = strength * (value - decay * of_key)
+  out = decay * of_query + jnp.sum(key * query, axis=1) * delta
+  added = {
+    **{'key': new['key'], 'decay': new['decay']},
+    'delta': delta.reshape(-1),
+  }
+  return added, out.reshape(-1)
+
+
+class DeltaNet(nnx.Module):
+  """A gated delta net in place of attention."""
+
+  def __init__(self, config: DeltaConfig, layer: int, *, dtype, rngs):
+    self.config = config
+    self.layer = layer
+    heads, width = config.value_heads, config.value_heads * config.value_width
+    make = functools.partial(
+      layers.Linear, config.width, dtype=dtype, rngs=rngs, use_bias=False
+    )
+    self.in_proj_qkv = make(config.mixed_width)
+    self.in_proj_z = make(width)
+    self.in_proj_b, self.in_proj_a = make(heads), make(heads)
+    self.conv1d = convolution.Convolution(
+      config.mixed_width, config.conv_size, use_bias=False, rngs=rngs
+    )
+    self.rate = nnx.Param(-jnp.ones(heads, jnp.float32))
+    self.dt_bias = nnx.Param(jnp.ones(heads, jnp.float32))
+    self.norm = layers.RMSNorm(config.value_width, config.norm_epsilon)
+    self.o_proj = layers.Linear(
+      *(width, config.width),
+      **{'dtype': dtype, 'rngs': rngs, 'use_bias': False},
+      stddev=layers.residual_stddev(config.num_layers),
+    )
+
+  def __call__(self, x, norm, rotation, mask, cache, residual):
+    """As `models.nn.llama.Attention`; positions are not used."""
+    del rotation
+    config, kernels = self.config, self.o_proj.is_packed
+    linears = (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
+    projected = layers.project(
+      x, [one.parameters for one in linears], norm=norm
+    )
+    width = config.value_heads * config.value_width
+    ends = config.mixed_width, config.mixed_width + width
+    mixed, gate, gates = jnp.split(projected, ends, axis=-1)
+    empty = config.state_of_layer(x.shape[0], kernels=kernels)
+    one, sees, first = cache_lib.enter_window(cache, self.layer, mask, empty)
+    one = cache_lib.write_inputs(cache, one, {'conv': mixed}, first)
+    mixed = self.conv1d(mixed, one, sees, kernels=kernels, silu=True)
+    walk = self._by_kernel if kernels else self._composed
+    added, out = walk(one, sees, first, mixed, jnp.split(gates, 2, axis=-1))
+    one = cache_lib.write_inputs(cache, one, added, first)
+    cache = cache_lib.with_recurrent_layer(cache, self.layer, one)
+    heads = out.reshape(*out.shape[:2], -1, config.value_width)
+    heads = layers.normalize(heads, self.norm, kernels=kernels)
+    out = gated(heads.reshape(out.shape), gate, silu=True, kernels=kernels)
+    out = layers.project(out, [self.o_proj.parameters], residual=residual)
+    return out, cache
+
+  def _by_kernel(self, one, sees, first, mixed, gates):
+    strength, alpha = gates
+    out, added = state_ops.walk_delta(
+      one.state['matrix'],
+      one.inputs,
+      recurrent_lib.parents(sees),
+      first,
+      mixed,
+      (alpha, strength),
+      (self.rate[...], self.dt_bias[...]),
+      tiled=self.config.tiled,
+    )
+    return added, out
+
+  def _composed(self, one, sees, first, mixed, gates):
+    config = self.config
+    keys = config.key_heads * config.key_width
+    query, key, value = jnp.split(mixed, (keys, 2 * keys), axis=-1)
+    split = lambda x: x.reshape(*x.shape[:2], config.key_heads, -1)
+    strength, alpha = gates
+    step = jax.nn.softplus(alpha + self.dt_bias[...][None, None])
+    new = {
+      'query': _unit(split(query)) * config.key_width**-0.5,
+      'key': _unit(split(key)).reshape(key.shape),
+      'value': value,
+      'decay': jnp.exp(self.rate[...][None, None] * step),
+      'strength': jax.nn.sigmoid(strength),
+    }
+    parts = ('key', 'delta', 'decay')
+    matrix = one.replace(
+      state={'matrix': one.state['matrix']},
+      inputs={name: one.inputs[name] for name in parts},
+    )
+    visit = functools.partial(_visit, config.tiled)
+    return recurrent_lib.walk(matrix, sees, first, new, visit)
+
+
+def gated(x, gate, *, silu: bool, kernels: bool) -> jax.Array:
+  """Values `[..., width]` times the sigmoid, or the SiLU, of a gate."""
+  if kernels:
+    return state_ops.gate(x, gate, silu=silu)
+  return x * (jax.nn.silu(gate) if silu else jax.nn.sigmoid(gate))
+
+
+class GatedAttention(nn_llama.Attention):
+  """Attention whose heads are multiplied with gates of their own.
+
+  Behind the query of each head its matrix has the gate.
+  """
+
+  def __init__(self, config: DeltaConfig, layer: int, *, dtype, rngs):
+    super().__init__(config, layer, dtype=dtype, rngs=rngs)
+    self.q_proj = layers.Linear(
+      config.width,
+      2 * config.num_heads * config.head_width,
+      **{'dtype': dtype, 'rngs': rngs, 'use_bias': config.qkv_bias},
+    )
+
+  def __call__(self, x, norm, rotation, mask, cache, residual):
+    config, kernels = self.config, self.o_proj.is_packed
+    linears = (self.q_proj, self.k_proj, self.v_proj)
+    projected = layers.project(
+      x, [one.parameters for one in linears], norm=norm
+    )
+    heads = projected.reshape(*x.shape[:2], -1, config.head_width)
+    both = heads[:, :, : 2 * config.num_heads]
+    others = heads[:, :, 2 * config.num_heads :]
+    query, gate = both[:, :, ::2], both[:, :, 1::2]
+    if kernels:
+      heads = jnp.concatenate([query, others], axis=2)
+      out, cache = attention.attend_projections(
+        heads.reshape(*x.shape[:2], -1),
+        *(mask, cache, self.layer),
+        slots_shape=(config.num_kv_heads, config.head_width),
+        dtype=self.dtype,
+        scale=self.scale,
+        norms=(self.q_norm.operand, self.k_norm.operand),
+        rotation=rotation and rotation[:2],
+      )
+    else:
+      key, value = jnp.split(others, 2, axis=2)
+      prepared = [
+        rope_lib.rotate(norm(one).swapaxes(1, 2), rotation).astype(self.dtype)
+        for norm, one in ((self.q_norm, query), (self.k_norm, key))
+      ]
+      value = value.swapaxes(1, 2).astype(self.dtype)
+      out, cache = attention.self_attention(
+        *(*prepared, value, mask, cache, self.layer), scale=self.scale
+      )
+      out = out.swapaxes(1, 2).reshape(*x.shape[:2], -1)
+    gate = gate.reshape(out.shape)
+    out = gated(out, gate, silu=False, kernels=kernels)
+    out = layers.project(out, [self.o_proj.parameters], residual=residual)
+    return out, cache
+
+
+class Delta(nn_llama.Llama):
+  """Qwen3.5 language model."""
+
+  mixers = types.MappingProxyType(
+    {'self_attn': GatedAttention, 'linear_attn': DeltaNet}
+  )

@@ -1,0 +1,93 @@
+"""LFM2: short convolutions, with attention in some of the layers.
+
+A convolution sees the inputs of three positions, so its state is two vectors
+(github.com/huggingface/transformers, models/lfm2). All else is a Llama.
+"""
+
+import dataclasses
+import types
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from models.nn import convolution
+from models.nn import layers
+from models.nn import llama as nn_llama
+from specdec import cache as cache_lib
+from specdec import recurrent as recurrent_lib
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lfm2Config(nn_llama.LlamaConfig):
+  """Shape of an LFM2."""
+
+  conv_size: int = 3  # Positions that a convolution sees.
+  conv_bias: bool = False  # Also of the projections around it.
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.conv_size < 1:
+      raise ValueError(f'conv_size must be positive, got {self.conv_size}')
+
+  def state_of_layer(
+    self, batch_size: int, *, kernels: bool
+  ) -> recurrent_lib.Recurrent:
+    del kernels
+    state = {'conv': jnp.zeros((batch_size, self.conv_size - 1, self.width))}
+    inputs = {'conv': jnp.zeros((batch_size, 1, 0, self.width))}
+    mark = jax.tree.map(jnp.zeros_like, state)
+    return recurrent_lib.Recurrent(state, inputs, mark, _step, _fold)
+
+
+def _step(state, inputs):
+  return {'conv': convolution.shift(state['conv'], inputs['conv'])}
+
+
+def _fold(state, inputs, slots, count):
+  found = convolution.fold(state['conv'], inputs['conv'], slots, count)
+  return {'conv': found}
+
+
+class ShortConv(nnx.Module):
+  """A gated short convolution in place of attention."""
+
+  def __init__(self, config: Lfm2Config, layer: int, *, dtype, rngs):
+    self.config = config
+    self.layer = layer
+    options = {'dtype': dtype, 'rngs': rngs, 'use_bias': config.conv_bias}
+    self.in_proj = layers.Linear(config.width, 3 * config.width, **options)
+    self.conv = convolution.Convolution(
+      config.width, config.conv_size, use_bias=config.conv_bias, rngs=rngs
+    )
+    self.o_proj = layers.Linear(
+      config.width,
+      config.width,
+      stddev=layers.residual_stddev(config.num_layers),
+      **options,
+    )
+
+  def __call__(self, x, norm, rotation, mask, cache, residual):
+    """As `models.nn.llama.Attention`; positions are not used."""
+    del rotation
+    projected = layers.project(x, [self.in_proj.parameters], norm=norm)
+    gate, out_gate, values = jnp.split(projected, 3, axis=-1)
+    gated = gate * values
+    kernels = self.o_proj.is_packed
+    empty = self.config.state_of_layer(x.shape[0], kernels=kernels)
+    one, sees, first = cache_lib.enter_window(cache, self.layer, mask, empty)
+    one = cache_lib.write_inputs(cache, one, {'conv': gated}, first)
+    mixed = self.conv(gated, one, sees, kernels=kernels)
+    cache = cache_lib.with_recurrent_layer(cache, self.layer, one)
+    out = layers.project(
+      out_gate * mixed, [self.o_proj.parameters], residual=residual
+    )
+    return out, cache
+
+
+class Lfm2(nn_llama.Llama):
+  """LFM2 language model."""
+
+  mixers = types.MappingProxyType(
+    {'self_attn': nn_llama.Attention, 'conv': ShortConv}
+  )

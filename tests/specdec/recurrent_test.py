@@ -1,0 +1,260 @@
+"""Layers with a state: every node has that of its path, to the last bit."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+import tiny_drafters
+import tiny_recurrent
+import variants
+
+from models.checkpoints import hub
+from models.nn import adapter
+from models.nn.cpu import build
+import specdec
+from specdec import cache as cache_lib
+from specdec import recurrent as recurrent_lib
+
+_HYBRIDS = ('lfm2', 'lfm2_old_keys', 'lfm2_of_one')
+_HYBRIDS += ('qwen3_5', 'qwen3_5_shared_keys')
+_kernels = pytest.mark.skipif(
+  not build.is_available(), reason='the CPU kernels need a C++ compiler'
+)
+
+
+def _load(name, tmp_path, **options):
+  folder = variants.write(name, tmp_path / name)
+  return adapter.as_model(hub.load_module(folder, **options))
+
+
+@jax.jit
+def _row(cache, row):
+  """The cache of one row."""
+  take = lambda array: jax.lax.dynamic_slice_in_dim(array, row, 1)
+  return jax.tree.map(take, cache)
+
+
+@pytest.mark.parametrize('name', _HYBRIDS)
+def test_logits_are_those_of_transformers_however_a_text_is_read(
+  name, tmp_path
+):
+  """They are those of its forward without a cache, in chunks and as a tree."""
+  model, golden = _load(name, tmp_path), np.load(variants.RESULTS)[name]
+  tokens = variants.tokens(name)
+  for size, end in ((1, 40), (7, 35), (32, 32)):
+    logits, _ = tiny_recurrent.in_chunks(model, tokens[:, :end], size)
+    np.testing.assert_allclose(logits, golden[:, :end], rtol=0, atol=2e-4)
+  # The rest of a text is a path of a tree, whose other nodes are random.
+  rng = np.random.default_rng(0)
+  _, cache = tiny_recurrent.in_chunks(model, tokens[:, :14], 7)
+  tree = tiny_recurrent.Tree.random(rng, 2, 26, variants.VOCAB_SIZE)
+  path = [0, *np.sort(rng.permutation(np.arange(1, 26))[:13])]
+  tree.parents[:, path] = [-1, *path[:-1]]
+  tree.tokens[:, path] = tokens[:, 14:28]
+  logits = tree.logits(model, cache)
+  np.testing.assert_allclose(
+    logits[:, path], golden[:, 14:28], rtol=0, atol=2e-4
+  )
+  for node in range(20, 26):
+    _check_path(model, tree, logits, cache, 1, node, atol=2e-4)
+
+
+def _check_path(model, tree, logits, cache, row, leaf, atol):
+  """The logits along a path are those of decoding it token by token."""
+  own = _row(cache, row)
+  for node in tree.path(row, leaf):
+    token = tree.tokens[row, node][None, None]
+    alone, own = tiny_recurrent.chunk(model, token, own)
+    np.testing.assert_allclose(
+      logits[row, node], np.asarray(alone)[0, 0], rtol=0, atol=atol
+    )
+
+
+@_kernels
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'int8', 'int4'])
+@pytest.mark.parametrize('name', ['lfm2_old_keys', 'qwen3_5_shared_keys'])
+def test_a_node_has_the_bits_of_plain_decoding_of_its_path(
+  name, dtype, tmp_path
+):
+  """With the CPU kernels, for trees of several sizes and numbers of rows."""
+  model = _load(name, tmp_path, dtype=dtype, packed=True)
+  rng = np.random.default_rng(1)
+  for rows, nodes in ((1, 5), (4, 16), (2, 64)):
+    prompt = rng.integers(variants.VOCAB_SIZE, size=(rows, 9))
+    _, cache = tiny_recurrent.in_chunks(model, prompt, 9)
+    tree = tiny_recurrent.Tree.random(rng, rows, nodes, variants.VOCAB_SIZE)
+    logits = tree.logits(model, cache)
+    for row in {0, rows - 1}:
+      for leaf in {nodes - 1, nodes // 2}:
+        _check_path(model, tree, logits, cache, row, leaf, atol=0)
+
+
+_VOCAB = 12
+
+
+def _draft(noise=1.0):
+  return tiny_recurrent.hashed(_VOCAB, noise)
+
+
+@functools.cache
+def _drafter(kind):
+  return tiny_drafters.simple(kind, _draft())
+
+
+def _prompts(seed, *lengths):
+  rng = np.random.default_rng(seed)
+  return [rng.integers(_VOCAB, size=length).tolist() for length in lengths]
+
+
+def _expected(prompts, number):
+  target = tiny_recurrent.hashed(_VOCAB)
+  return [tiny_recurrent.greedy(target, text, number) for text in prompts]
+
+
+def check_tokens(kind):
+  """A target whose state is a hash of its path says what a loop computes."""
+  prompts = _prompts(0, 3, 40, 1)
+  result = specdec.generate(
+    tiny_recurrent.hashed(_VOCAB),
+    *(tiny.row_keys(3), prompts),
+    max_new_tokens=24,
+    drafter=_drafter(kind),
+  )
+  assert result.tokens == _expected(prompts, 24)
+  if kind != 'plain':
+    assert 1.3 < result.stats.block_efficiency < 6
+
+
+@pytest.mark.parametrize('kind', ['plain', 'chain', 'tree', 'staged'])
+def test_any_wrong_state_would_show(kind):
+  check_tokens(kind)
+
+
+def check_turns():
+  """A conversation goes on, and back to what was marked, as if read anew."""
+  prompts = _prompts(1, 6, 4)
+  decoding = specdec.Decoding(
+    tiny_recurrent.hashed(_VOCAB),
+    *(tiny.row_keys(2), prompts),
+    max_new_tokens=8,
+    room_for_new_tokens=256,
+    drafter=_drafter('tree'),
+  )
+  decoding.run()
+  for turn in range(5):
+    answers = decoding.result().tokens
+    assert answers == _expected(prompts, 8), turn
+    said = _prompts(turn + 2, 5, 35)
+    longer = [
+      prompt + answer + words
+      for prompt, answer, words in zip(prompts, answers, said, strict=True)
+    ]
+    kept = [len(prompt) + 7 for prompt in prompts]
+    if turn == 1:  # Other answers: back to the ends of the prompts.
+      for row in range(2):
+        longer[row][len(prompts[row]) + 2] ^= 1
+      kept = [len(prompt) - 1 for prompt in prompts]
+    if turn == 2:  # Another prompt: back to the start. The other goes on.
+      longer[0][2] ^= 1
+      kept[0] = 0
+    if turn == 3:  # Shorter than what was marked.
+      longer[0] = longer[0][: len(prompts[0]) - 3]
+      kept[0] = 0
+    prompts = longer
+    decoding.extend(prompts, max_new_tokens=8)
+    assert decoding.num_kept == kept, turn
+    decoding.run()
+  assert decoding.result().tokens == _expected(prompts, 8)
+
+
+def test_a_conversation_of_five_turns():
+  check_turns()
+
+
+def check_slots():
+  """Prompts that come and go, long ones read in parts."""
+  slots = specdec.Slots(
+    tiny_recurrent.hashed(_VOCAB),
+    num_slots=2,
+    context=128,
+    drafter=_drafter('tree'),
+    reading=11,
+  )
+  prompts = _prompts(9, 3, 50, 30, 1, 45)
+  waiting, under_way, ended = [*enumerate(prompts)], {}, {}
+  while waiting or under_way:
+    while waiting and slots.free:
+      index, prompt = waiting.pop(0)
+      row = slots.insert(prompt, jax.random.key(index), max_new_tokens=20)
+      under_way[row] = index
+    for row, result in slots.advance().items():
+      ended[under_way.pop(row)] = result.tokens[0]
+  assert [ended[index] for index in range(len(prompts))] == _expected(
+    prompts, 20
+  )
+
+
+def test_prompts_in_slots():
+  check_slots()
+
+
+def _by_hand(tokens, window):
+  """A cache of one hashed layer that has read tokens, and a window."""
+  model = tiny_recurrent.hashed(_VOCAB)
+  cache = model.spec.init_cache(len(tokens), 32)
+  cache = cache_lib.with_window(cache, len(window[0]))
+  _, cache = tiny_recurrent.chunk(model, jnp.asarray(tokens), cache)
+  inputs = {'token': jnp.asarray(window)[:, None, :, None]}
+  layer = cache.recurrent[0].replace(inputs=inputs)
+  return cache.replace(recurrent={0: layer})
+
+
+def _hash(tokens):
+  return functools.reduce(
+    lambda h, token: (31 * h + token + 1) % 997, tokens, 0
+  )
+
+
+def _states(cache):
+  return cache.recurrent[0].state['hash'].tolist()
+
+
+def test_lengthening_and_going_back_by_hand():
+  cache = _by_hand([[1, 2], [3, 4]], [[5, 6, 7], [8, 9, 10]])
+  assert _states(cache) == [_hash([1, 2]), _hash([3, 4])]
+  ahead = cache_lib.advance(cache, jnp.array([0, 2]))
+  assert _states(ahead) == [_hash([1, 2]), _hash([3, 4, 8, 9])]
+  marked = cache_lib.mark(cache)
+  kept = cache_lib.keep(
+    marked,
+    jnp.array([1, 0]),
+    jnp.array([[2, 1], [2, 0]]),
+    jnp.array([1, 2]),
+    window=3,
+  )
+  assert _states(kept) == [_hash([1, 2, 5, 7]), _hash([3, 4, 10, 8])]
+  assert kept.length.tolist() == [4, 4]
+  for length, left, states in (
+    (jnp.array([4, 9]), [4, 4], _states(kept)),
+    (jnp.array([3, 2]), [2, 2], _states(cache)),
+    (jnp.array([1, 4]), [0, 4], [0, _states(kept)[1]]),
+  ):
+    back = cache_lib.rewind(kept, length)
+    assert (back.length.tolist(), _states(back)) == (left, states)
+    # A mark of a text that changed is no mark.
+    again = cache_lib.rewind(back.replace(length=back.length + 5), 3)
+    assert again.length.tolist() == [0 if one == 0 else 2 for one in left]
+
+
+def test_parents_and_ancestors_by_hand():
+  """A text of one token in the window, then a root and its children."""
+  rows = ['x....', 'xx...', 'xxx..', 'xx.x.', 'xx.xx']
+  sees = np.array([[[one == 'x' for one in row] for row in rows]])
+  assert recurrent_lib.parents(sees).tolist() == [[-1, 0, 1, 1, 3]]
+  # Nodes of a later forward say it, too.
+  assert recurrent_lib.parents(sees[:, 4:]).tolist() == [[-1, 0, -1, 1, 3]]
+  for number, expected in enumerate(([0, 1, 2, 3, 4], [-1, 0, 1, 1, 3])):
+    assert recurrent_lib.ancestor(sees, number).tolist() == [expected]

@@ -1,0 +1,146 @@
+"""Models with states: one whose state is a hash of its path, and forwards."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import specdec
+from specdec import cache as cache_lib
+from specdec import recurrent as recurrent_lib
+
+_ROWS = 997  # Different states; hardly two paths have the same.
+
+
+def _step(state, inputs):
+  return {'hash': (31 * state['hash'] + inputs['token'][0] + 1) % _ROWS}
+
+
+def _layer(batch_size):
+  state = {'hash': jnp.zeros(batch_size, jnp.int32)}
+  mark = jax.tree.map(jnp.copy, state)
+  inputs = {'token': jnp.zeros((batch_size, 1, 0, 1), jnp.int32)}
+  return recurrent_lib.Recurrent(state, inputs, mark, _step)
+
+
+def _apply(params, tokens, positions, mask, cache):
+  del positions
+  one, sees, first = cache_lib.enter_window(cache, 0, mask, _layer(len(tokens)))
+  visit = lambda state, new: (new, _step(state, new)['hash'])
+  added, hashes = recurrent_lib.walk(
+    one, sees, first, {'token': tokens[..., None]}, visit
+  )
+  one = cache_lib.write_inputs(cache, one, added, first)
+  cache = cache_lib.with_recurrent_layer(cache, 0, one)
+  return params['logits'][hashes], cache
+
+
+def _init_cache(batch_size, num_slots):
+  cache = cache_lib.init_empty_cache(batch_size, num_slots)
+  return cache_lib.with_recurrent(cache, {0: _layer(batch_size)})
+
+
+@functools.cache
+def hashed(
+  vocab_size: int, noise: float = 0.0, *, max_positions: int = 1000
+) -> specdec.LanguageModel:
+  """A model whose logits are random for every path; `noise` makes a draft."""
+  rng = np.random.default_rng(0)
+  shape = (_ROWS, vocab_size)
+  logits = 3 * rng.normal(size=shape) + noise * rng.normal(size=shape)
+  return specdec.LanguageModel(
+    params={'logits': jnp.asarray(logits, jnp.float32)},
+    spec=_spec(vocab_size, max_positions),
+  )
+
+
+@functools.cache
+def _spec(vocab_size, max_positions):
+  return specdec.ModelSpec(
+    apply=_apply,
+    init_cache=_init_cache,
+    vocab_size=vocab_size,
+    max_positions=max_positions,
+    weight_bytes=0,
+    cache_bytes_per_slot=0,
+  )
+
+
+def greedy(model: specdec.LanguageModel, text: list[int], number: int):
+  """The next tokens of a hashed model, by a loop over the whole text."""
+  logits, text = np.asarray(model.params['logits']), [*text]
+  for _ in range(number):
+    state = 0
+    for token in text:
+      state = (31 * state + token + 1) % _ROWS
+    text.append(int(np.argmax(logits[state])))
+  return text[-number:] if number else []
+
+
+@jax.jit
+def chunk(model, tokens, cache):
+  """Logits of tokens `[B, L]` after the cache's text, and the cache with them.
+
+  The window is empty afterwards, so that a forward of any size may follow.
+  """
+  size = tokens.shape[1]
+  positions = cache.length[:, None] + jnp.arange(size)[None]
+  mask = cache_lib.causal_mask(cache.length, size, cache.num_slots)
+  logits, cache = model.apply(tokens, positions, mask, cache)
+  cache = cache_lib.advance(cache, jnp.full_like(cache.length, size))
+  return logits, cache_lib.with_window(cache, 0)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _empty(spec, rows):
+  return spec.init_cache(rows, 100)
+
+
+def in_chunks(model, tokens, size):
+  """Logits of texts that are read in chunks, and the cache."""
+  rows, length = tokens.shape
+  cache = _empty(model.spec, rows)
+  found = []
+  for start in range(0, length, size):
+    logits, cache = chunk(model, tokens[:, start : start + size], cache)
+    found.append(np.asarray(logits))
+  return np.concatenate(found, axis=1), cache
+
+
+@dataclasses.dataclass
+class Tree:
+  """Random trees of tokens, one per row."""
+
+  tokens: np.ndarray  # `[B, N]`
+  parents: np.ndarray  # `[B, N]`, -1 of the root.
+
+  @classmethod
+  def random(cls, rng, rows, nodes, vocab_size):
+    parents = np.full((rows, nodes), -1)
+    for node in range(1, nodes):
+      parents[:, node] = rng.integers(max(0, node - 6), node, size=rows)
+    return cls(rng.integers(vocab_size, size=(rows, nodes)), parents)
+
+  def path(self, row, node):
+    """The nodes from the root on."""
+    found = [node]
+    while self.parents[row, found[0]] >= 0:
+      found.insert(0, int(self.parents[row, found[0]]))
+    return found
+
+  def logits(self, model, cache):
+    """Logits `[B, N, V]` of every node, by one forward."""
+    sees = np.zeros((*self.tokens.shape, self.tokens.shape[1]), bool)
+    for row, node in np.ndindex(self.tokens.shape):
+      sees[row, node, self.path(row, node)] = True
+    return np.asarray(_forward(model, self.tokens, sees, cache))
+
+
+@jax.jit
+def _forward(model, tokens, sees, cache):
+  depth = jnp.sum(sees, axis=2) - 1
+  mask = cache.ops.mask(cache.length, sees, cache.num_slots)
+  positions = cache.length[:, None] + depth
+  return model.apply(tokens, positions, mask, cache)[0]
