@@ -121,7 +121,7 @@ def _speculators(case: str, folder: pathlib.Path, target: Any) -> Any:
   config.transformer_layer_config._attn_implementation = 'eager'
   ours = {'embed_tokens', 'lm_head', 'verifier_norm', 'verifier_lm_head'}
   model = getattr(module, kind)(config)
-  model = _load(model, folder, {f'{one}.weight' for one in ours})
+  model = _load(model, folder, {'t2d', *(f'{one}.weight' for one in ours)})
   if not model.use_draft_vocab:
     model.embed_tokens.weight = target.model.embed_tokens.weight
     model.lm_head.weight = target.lm_head.weight

@@ -17,6 +17,7 @@ from models.checkpoints import hub
 from models.checkpoints.heads import block_drafters
 from models.checkpoints.heads import heads
 from models.nn import adapter
+from models.nn import layers
 from models.nn.cpu import build
 import specdec
 from specdec import tracing
@@ -401,3 +402,8 @@ def test_a_target_of_another_width(tmp_path):
   other = dataclasses.replace(_target().config, width=16)
   with pytest.raises(ValueError, match=r'fc\.weight reads 64 numbers'):
     _ = heads.locate(folder, other).config
+
+
+def test_a_cap_leaves_out_what_is_not_computed():
+  capped = layers.soft_cap(jnp.array([-jnp.inf, -50.0, 50.0]), 5.0)
+  np.testing.assert_allclose(capped, [-np.inf, -5, 5], rtol=1e-4)
