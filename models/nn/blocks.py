@@ -415,7 +415,7 @@ class BlockMatrix(flax.struct.PyTreeNode):
       rest = rest.reshape(2, _LANES, *words.shape[1:])
       packed[whole] = rest.transpose(2, 0, 3, 1)
     return PackedBlocks(
-      words=jnp.asarray(packed),
+      words=jax.device_put(packed),  # As it lies, without a copy.
       kind=self.kind,
       shape=(len(words), self.width),
       dtype=self.dtype,
