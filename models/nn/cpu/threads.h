@@ -93,19 +93,22 @@ class Team {
       for (Loop& loop : loops) loop.parts = std::vector<Part>(size);
     }
 
-    // Takes indices of the part `own`, then of those that follow it.
+    // Takes indices of the part `own`, then of those that follow it. What is done
+    // is counted in the end, as threads disturb one another there.
     void Work(Loop& loop, int64_t own) {
       const int64_t size = loop.parts.size();
+      int64_t done = 0;
       for (int64_t i = 0; i < size; ++i) {
         const int64_t part = (own + i) % size;
         const int64_t begin = part * loop.count / size;
         const int64_t length = (part + 1) * loop.count / size - begin;
         // A thread that comes late gets no index, and does not touch the body.
         for (int64_t next; (next = loop.parts[part].next.fetch_add(1)) < length;
-             loop.done.fetch_add(1, std::memory_order_release)) {
+             ++done) {
           loop.call(loop.body, begin + next);
         }
       }
+      if (done > 0) loop.done.fetch_add(done, std::memory_order_release);
     }
 
     // Whether the team was still there.
