@@ -201,8 +201,7 @@ struct K32 {
         scales(SixBits(Line(lines, 1), Line(lines, 3), part)),
         factor(HalfToFloat(Line(lines, 0))) {}
 
-  // Those of the first part, or those of the second one, whose lower bits are
-  // in other words.
+  // The lower bits of the second part's are in other words.
   static Words SixBits(const Words& words, const Words& lower, int part) {
     return part == 0 ? words & 0x3f3f3f3f
                      : (lower & 0x0f0f0f0f) | (words >> 2 & 0x30303030);
