@@ -1,10 +1,20 @@
 // Runs loops and attention by several threads, for the thread sanitizer.
 
 #include <chrono>
+#include <cstdlib>
 #include <thread>
 #include <vector>
 
 #include "heads.h"
+
+// A pool that is full: it runs each task in the thread that schedules it.
+struct FullPool {
+  int64_t num_threads() const { return 4; }
+  template <typename Task>
+  void Schedule(Task task) {
+    task();
+  }
+};
 
 // Starts a thread for each task, and gives it time to be there.
 struct Pool {
@@ -37,18 +47,26 @@ void Attend() {
              out.data()});
 }
 
-// The second loop reads what other threads have written in the first one.
+// The second loop reads what other threads have written in the first one. Later
+// teams get the threads that still wait, and read what earlier ones have written.
+template <typename Threads>
 void Loop() {
   std::vector<int64_t> first(999), second(999);
-  Pool pool;
-  specdec::Team team(pool, 4, 1 << 20);
-  team.For(999, [&](int64_t i) { first[i] = i; });
-  team.For(999, [&](int64_t i) { second[i] = first[998 - i]; });
+  Threads pool;
+  for (int64_t round = 0; round < 3; ++round) {
+    specdec::Team team(pool, 4, 1 << 20);
+    team.For(999, [&](int64_t i) { first[i] = second[i] + i; });
+    team.For(999, [&](int64_t i) { second[i] = first[998 - i]; });
+  }
+  for (int64_t i = 0; i < 999; ++i) {
+    if (second[i] != 1996 - i) std::abort();
+  }
 }
 
 int main() {
   for (int i = 0; i < 100; ++i) {
-    Loop();
+    Loop<FullPool>();
+    Loop<Pool>();
     Attend<float>();
     Attend<uint16_t>();
   }

@@ -20,8 +20,10 @@ of these words; XLA multiplies a `GroupedMatrix`.
 
 from collections.abc import Iterable
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import math
+import mmap
 from typing import Any
 
 import flax.struct
@@ -36,6 +38,7 @@ from models.nn.cpu import ops
 Rows = tuple[slice | np.ndarray, np.ndarray]
 """Indices of n rows, and these rows `[n, in]`; of a vector `[n]`."""
 
+_HUGE_PAGE = 1 << 21  # Bytes.
 _ALIGNMENT = 64  # Bytes; JAX copies arrays on the CPU that begin elsewhere.
 _LANES = 16  # Outputs of a register, of which a group has two.
 _GROUP = 2 * _LANES
@@ -110,10 +113,22 @@ _MOST_EXPONENT = 252  # Twelve times its scale is finite.
 
 
 def aligned_zeros(shape: tuple[int, ...]) -> np.ndarray:
-  """Zeros of uint32 that JAX can take as they are, without a copy."""
+  """Zeros of uint32 that JAX can take as they are, without a copy.
+
+  Large ones are in huge pages, where Linux has some, which it reads faster.
+  """
   size = 4 * math.prod(shape)
-  memory = np.zeros(size + _ALIGNMENT, np.uint8)
-  start = -memory.ctypes.data % _ALIGNMENT
+  huge = size // _HUGE_PAGE * _HUGE_PAGE
+  if huge and hasattr(mmap, 'MADV_HUGEPAGE'):
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    pages = mmap.mmap(-1, size + _HUGE_PAGE, flags)
+    memory = np.frombuffer(pages, np.uint8)
+    start = -memory.ctypes.data % _HUGE_PAGE
+    with contextlib.suppress(OSError):  # This system has none.
+      pages.madvise(mmap.MADV_HUGEPAGE, start, huge)
+  else:
+    memory = np.zeros(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
   return memory[start : start + size].view(np.uint32).reshape(shape)
 
 
@@ -431,7 +446,7 @@ class BlockMatrix(flax.struct.PyTreeNode):
       rest = rest.reshape(2, _LANES, *words.shape[1:])
       packed[whole] = rest.transpose(2, 0, 3, 1)
     return PackedBlocks(
-      words=jnp.asarray(packed),
+      words=jax.device_put(packed),  # As it lies, without a copy.
       kind=self.kind,
       shape=(len(words), self.width),
       dtype=self.dtype,

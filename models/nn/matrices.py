@@ -334,7 +334,7 @@ def _pack(values: np.ndarray, scale: np.ndarray) -> PackedMatrix:
   if values.dtype == np.int8:
     packed ^= np.uint32(0x80808080)
   return PackedMatrix(
-    words=jnp.asarray(packed),
+    words=jax.device_put(packed),  # As it lies, without a copy.
     scale=jnp.asarray(scale, jnp.float32),
     shape=values.shape,
     dtype=values.dtype.name,

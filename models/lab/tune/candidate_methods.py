@@ -9,6 +9,8 @@ PLAIN = 'plain'
 
 _SMALL = {'num_nodes': 8, 'width': 2, 'branching': 2, 'rounds': 4}
 _LARGE = {'num_nodes': 32, 'width': 8, 'branching': 4, 'rounds': 4}
+_TAIL = 256  # Tokens of a long prompt that the draft reads.
+_OF_TAIL = {'draft_prompt': _TAIL}
 _TABLE = {'num_nodes': 8, 'width': 4, 'branching': 4, 'capacity': 128}
 
 # Name, method and options, in the order in which they are tried: the time
@@ -19,6 +21,12 @@ _CANDIDATES: tuple[tuple[str, str, Mapping[str, int]], ...] = (
   ('chain 4', 'chain', {'num_draft_tokens': 4}),
   ('staged N=8', 'staged', _SMALL),
   ('lookup N=8', 'lookup', _TABLE),
+  (f'staged N=8, {_TAIL} of the prompt', 'staged', _SMALL | _OF_TAIL),
+  (
+    f'chain 4, {_TAIL} of the prompt',
+    'chain',
+    {'num_draft_tokens': 4} | _OF_TAIL,
+  ),
   ('ngram+lookup N=8', 'ngram+lookup', _TABLE),
   ('chain 2', 'chain', {'num_draft_tokens': 2}),
   ('tree N=8', 'tree', _SMALL | {'capacity': 32}),
@@ -40,12 +48,14 @@ class Candidate:
 
 
 def list_candidates(
-  base: settings_lib.DraftSettings, *, has_draft: bool
+  base: settings_lib.DraftSettings, *, has_draft: bool, prompt_tokens: int
 ) -> list[Candidate]:
   """The candidates in the order in which they are tried, plain decoding first.
 
   `base` has the settings that the candidates do not vary. If it names an inner
-  drafter, candidates with other inner drafters are left out.
+  drafter, candidates with other inner drafters are left out. Candidates whose
+  draft reads the end of a prompt are listed if `base` does not say how much it
+  reads, and the longest prompt, of `prompt_tokens`, has more.
   """
   methods = {
     PLAIN,
@@ -62,4 +72,8 @@ def list_candidates(
     )
     for name, method, options in _CANDIDATES
     if method in methods
+    and (
+      'draft_prompt' not in options
+      or (base.draft_prompt is None and options['draft_prompt'] < prompt_tokens)
+    )
   ]

@@ -261,8 +261,13 @@ def _replay_all(
 ) -> None:
   """Adds the candidates to `tried`, by name, plain decoding first."""
   has_draft = search.pair.drafting_model is not None
+  listed = candidate_methods.list_candidates(
+    search.drafting,
+    has_draft=has_draft,
+    prompt_tokens=max(len(prompt) for s in samples for prompt in s.prompts),
+  )
   for candidate in itertools.chain(
-    candidate_methods.list_candidates(search.drafting, has_draft=has_draft),
+    listed,
     _fixed_trees(search, tried, samples, costs),
   ):
     if len(tried) > 1 and search.is_late(_REPLAYS_END):

@@ -26,8 +26,8 @@
 
 namespace specdec {
 
-// Like kFar and kNear of formats.h.
-constexpr int64_t kBlocksFar = 6144, kBlocksNear = 1024;
+// Like kFar and kNear of formats.h, for one register of outputs and for two.
+constexpr int64_t kBlocksFar[] = {8192, 12288}, kBlocksNear[] = {2048, 6144};
 
 // The parts of a row: 128 values, the terms taken from sums, and the scale.
 constexpr int64_t kPart = 128;
@@ -81,8 +81,9 @@ inline Words Line(const uint32_t* lines, int64_t index) {
 // it has, with constant arguments,
 //
 //   Weights           four q of a group, a byte each
-//   Scale, Minimum    f and o of a group
+//   Scale             f of a group
 //
+// and, if it has minima, `Minima` of the same words and part, with o of a group.
 // Weights may be larger than q by a factor, by which the scale is smaller.
 
 // Four groups of 32, each with a scale in float16; those of two in a word.
@@ -115,9 +116,16 @@ struct Pairs32 {
   Floats Scale(int group) const {
     return HalfToFloat(Line(lines, group));
   }
-  Floats Minimum(int group) const {
-    return -HalfToFloat(Line(lines, group) >> 16);
-  }
+
+  struct Minima {
+    const uint32_t* lines;
+
+    Minima(const uint32_t* lines, int) : lines(lines) {}
+
+    Floats Of(int group) const {
+      return -HalfToFloat(Line(lines, group) >> 16);
+    }
+  };
 };
 
 // Words whose bits are moved up, or down.
@@ -220,25 +228,20 @@ struct K32 {
   const uint32_t* weights;
   const uint32_t* fifth;
   Words shift;
-  Words scales, minima;  // A byte for each group of the part.
-  Floats factor, minimum;
+  Words scales;  // A byte for each group of the part.
+  Floats factor;
 
   K32(const uint32_t* lines, int part)
       : weights(lines + (kWords - 32 + 16 * part) * kBlock),
         fifth(lines + 4 * kBlock),
-        shift(Words{} + 4 * part) {
-    const Words first = Line(lines, 1), second = Line(lines, 2);
-    const Words third = Line(lines, 3);
-    if (part == 0) {
-      scales = first & 0x3f3f3f3f;
-      minima = second & 0x3f3f3f3f;
-    } else {
-      scales = (third & 0x0f0f0f0f) | (first >> 2 & 0x30303030);
-      minima = (third >> 4 & 0x0f0f0f0f) | (second >> 2 & 0x30303030);
-    }
-    const Words factors = Line(lines, 0);
-    factor = HalfToFloat(factors);
-    minimum = HalfToFloat(factors >> 16);
+        shift(Words{} + 4 * part),
+        scales(SixBits(Line(lines, 1), Line(lines, 3), part)),
+        factor(HalfToFloat(Line(lines, 0))) {}
+
+  // The lower bits of the second part's are in other words.
+  static Words SixBits(const Words& words, const Words& lower, int part) {
+    return part == 0 ? words & 0x3f3f3f3f
+                     : (lower & 0x0f0f0f0f) | (words >> 2 & 0x30303030);
   }
 
   Words Weights(int group, int word) const {
@@ -254,9 +257,19 @@ struct K32 {
     const Floats scale = factor * ToFloats(scales >> 8 * group & 0xff);
     return kBits == 4 && group % 2 ? scale * 0.0625f : scale;
   }
-  Floats Minimum(int group) const {
-    return minimum * ToFloats(minima >> 8 * group & 0xff);
-  }
+
+  struct Minima {
+    Words minima;
+    Floats factor;
+
+    Minima(const uint32_t* lines, int part)
+        : minima(SixBits(Line(lines, 2), Line(lines, 3) >> 4, part)),
+          factor(HalfToFloat(Line(lines, 0) >> 16)) {}
+
+    Floats Of(int group) const {
+      return factor * ToFloats(minima >> 8 * group & 0xff);
+    }
+  };
 };
 
 using Q4_K = K32<4>;
@@ -292,76 +305,103 @@ struct Q6_K {
   }
 };
 
-// Adds the products of R rows and a block of kLanes outputs to `to`, R rows of
-// Sums.
-template <typename Kind, int R>
+// Rows of a tile, whose sums are in registers at once.
+constexpr int kBlockRows = kLanes == kBlock ? 4 : 3;
+// Registers of outputs that several tiles of rows take together: a word of a row
+// is then read once for all of them. One tile, which computes sooner than the
+// memory is read, takes them one after another, as they lie in memory.
+constexpr int kBlockParts = kLanes == kBlock ? 2 : 1;
+
+// Adds the products of R rows with kParts registers of outputs of a block to
+// `to`, R rows of Sums. Blocks that follow are prefetched, of two registers by
+// every second tile a half, so that the memory is read all the time.
+template <typename Kind, int R, int H>
 void AddBlock(const uint32_t* lines, const uint32_t* const (&x)[R],
-              float* to) {
+              int64_t tile, float* to) {
   constexpr int kGroups = kPart / 4 / Kind::kGroupWords;
   constexpr int64_t kTakenOf = TakenOf(Kind::kOffset);
   // Prefetched lines of a group, so that all of them are those of a block.
   constexpr int kSets = kGroups * Kind::kParts;
   constexpr int kLines = (Kind::kWords + kSets - 1) / kSets;
   const auto* ahead = reinterpret_cast<const char*>(lines);
+  if (H > 1) ahead += 64 * Kind::kWords * (tile % 2);
   for (int part = 0; part < Kind::kParts; ++part) {
-    const Kind kind(lines, part);
+    const auto* const last = lines + (H - 1) * Kind::kWords * kBlock;
+    const Kind kinds[] = {{lines, part}, {last, part}};
     const uint32_t* row[R];
     for (int r = 0; r < R; ++r) row[r] = x[r] + part * kPartWords;
-    Floats results[R] = {};
+    Floats results[R][H] = {};
 #pragma GCC unroll 8
     for (int group = 0; group < kGroups; ++group) {
-      Ints sums[R];
+      Ints sums[R][H];
       for (int r = 0; r < R; ++r) {
-        sums[r] = BitCast<Ints>(Floats{} + kStart);
+        std::fill_n(sums[r], H, BitCast<Ints>(Floats{} + kStart));
       }
 #pragma GCC unroll 8
       for (int word = 0; word < Kind::kGroupWords; ++word) {
-        const Words weights = kind.Weights(group, word);
+        Words weights[H];
+        for (int i = 0; i < H; ++i) {
+          weights[i] = kinds[i].Weights(group, word);
+        }
         constexpr int kOf = Kind::kGroupWords;
         for (int i = word * kLines / kOf; i < (word + 1) * kLines / kOf; ++i) {
-          __builtin_prefetch(ahead + kBlocksFar, 0, 2);
-          __builtin_prefetch(ahead + kBlocksNear);
+          __builtin_prefetch(ahead + kBlocksFar[H - 1], 0, 2);
+          __builtin_prefetch(ahead + kBlocksNear[H - 1]);
           ahead += 64;
         }
         const int64_t at = (group * Kind::kGroupWords + word) * Int8::kFactors;
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-          sums[r] = Int8::Step(sums[r], weights, row[r] + at);
+          for (int i = 0; i < H; ++i) {
+            sums[r][i] = Int8::Step(sums[r][i], weights[i], row[r] + at);
+          }
         }
       }
-      const Floats scale = kind.Scale(group);
-      Floats minimum = {};
-      if constexpr (Kind::kHasMinima) minimum = kind.Minimum(group);
+      for (int i = 0; i < H; ++i) {
+        const Floats scale = kinds[i].Scale(group);
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        const float taken = BitCast<float>(row[r][kTakenOf + group]);
-        const auto sum = BitCast<Floats>(sums[r]);
-        if constexpr (Kind::kHasMinima) {
-          results[r] += scale * (sum - kStart);
-          results[r] -= minimum * taken;
-        } else {
-          results[r] += scale * (sum - taken);
+        for (int r = 0; r < R; ++r) {
+          float taken = kStart;
+          if (!Kind::kHasMinima) {
+            taken = BitCast<float>(row[r][kTakenOf + group]);
+          }
+          results[r][i] += scale * (BitCast<Floats>(sums[r][i]) - taken);
+        }
+      }
+    }
+    if constexpr (Kind::kHasMinima) {
+      const typename Kind::Minima minima[] = {{lines, part}, {last, part}};
+#pragma GCC unroll 8
+      for (int group = 0; group < kGroups; ++group) {
+        for (int i = 0; i < H; ++i) {
+          const Floats minimum = minima[i].Of(group);
+          for (int r = 0; r < R; ++r) {
+            results[r][i] -=
+                minimum * BitCast<float>(row[r][kTakenOf + group]);
+          }
         }
       }
     }
     for (int r = 0; r < R; ++r) {
       const float factor = BitCast<float>(row[r][kScale]);
-      float* const sum = to + r * kGroup;
-      Store(sum, Load<Floats>(sum) + results[r] * factor);
+      for (int i = 0; i < H; ++i) {
+        float* const sum = to + r * kGroup + i * kLanes;
+        Store(sum, Load<Floats>(sum) + results[r][i] * factor);
+      }
     }
   }
 }
 
-// The same for `count` rows, at most kRows.
-template <typename Kind, int R = kRows>
+// The same for `count` rows, at most kBlockRows.
+template <typename Kind, int H, int R = kBlockRows>
 void AddBlockOf(int64_t count, const Rows& rows, int64_t first, int64_t at,
-                const uint32_t* lines, float* to) {
+                int64_t tile, const uint32_t* lines, float* to) {
   if (count >= R) {
     const uint32_t* x[R];
     for (int r = 0; r < R; ++r) x[r] = rows.row(first + r) + at;
-    AddBlock<Kind, R>(lines, x, to);
+    AddBlock<Kind, R, H>(lines, x, tile, to);
   } else if constexpr (R > 1) {
-    AddBlockOf<Kind, R - 1>(count, rows, first, at, lines, to);
+    AddBlockOf<Kind, H, R - 1>(count, rows, first, at, tile, lines, to);
   }
 }
 
@@ -434,29 +474,30 @@ struct Blocks {
                        const Group& group, Sums<Blocks>& sums) {
     std::fill_n(sums, count * kGroup, 0);
     Of(group.kind, [&](auto* kind) {
-      MultiplyKind<std::remove_pointer_t<decltype(kind)>>(rows, first, count,
-                                                          group, sums);
+      using Kind = std::remove_pointer_t<decltype(kind)>;
+      const auto multiply = count > kBlockRows ? MultiplyKind<Kind, kBlockParts>
+                                               : MultiplyKind<Kind, 1>;
+      multiply(rows, first, count, group, sums);
     });
   }
 
  private:
-  template <typename Kind>
+  template <typename Kind, int H>
   static void MultiplyKind(const Rows& rows, int64_t first, int64_t count,
                            const Group& group, float* sums) {
-    const int64_t tiles = (count + kRows - 1) / kRows;
     const uint32_t* lines = group.words;
     for (int64_t block = 0; block < group.num_words / Kind::kWords; ++block) {
       const int64_t at = block * Kind::kParts * kPartWords;
-      for (int64_t half = 0; half < kGroup; half += kBlock) {
-        for (int64_t tile = 0; tile < tiles; ++tile) {
-          const int64_t row = tile * kRows;
-          for (int64_t lane = 0; lane < kBlock; lane += kLanes) {
-            AddBlockOf<Kind>(count - row, rows, first + row, at, lines + lane,
-                             sums + row * kGroup + half + lane);
-          }
+      for (int64_t column = 0; column < kGroup; column += H * kLanes) {
+        const int64_t line = column / kBlock * Kind::kWords;
+        for (int64_t row = 0; row < count; row += kBlockRows) {
+          AddBlockOf<Kind, H>(count - row, rows, first + row, at,
+                              row / kBlockRows,
+                              lines + line * kBlock + column % kBlock,
+                              sums + row * kGroup + column);
         }
-        lines += Kind::kWords * kBlock;
       }
+      lines += 2 * Kind::kWords * kBlock;
     }
   }
 };

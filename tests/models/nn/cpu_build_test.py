@@ -88,5 +88,5 @@ def test_threads_wait_for_what_others_write(tmp_path):
   sources = f'-I{pathlib.Path(build.__file__).parent}', 'tests/threads.cc'
   flags = *build.FLAGS, '-O1', '-fsanitize=thread', '-pthread'
   subprocess.run(['g++', *flags, *sources, '-o', program], check=True)
-  done = subprocess.run([program], capture_output=True, text=True)
+  done = subprocess.run([program], capture_output=True, text=True, timeout=300)
   assert done.returncode == 0, done.stderr

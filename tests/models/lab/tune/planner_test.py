@@ -129,17 +129,35 @@ def test_only_what_is_there_and_wanted_is_tried():
     ('lookup', True, 'chain tree staged lookup'),
   ):
     settings = settings_lib.DraftSettings(inner=inner)
-    listed = candidate_methods.list_candidates(settings, has_draft=has_draft)
+    listed = candidate_methods.list_candidates(
+      settings, has_draft=has_draft, prompt_tokens=256
+    )
     found = {candidate.method for candidate in listed}
     assert found == {candidate_methods.PLAIN, *methods.split()}
   # The user's choices are not varied.
   chosen = {'calibration': 0.7, 'max_depth': 5, 'capacity': 400}
   base = settings_lib.with_options(settings_lib.DraftSettings(), chosen)
-  for candidate in candidate_methods.list_candidates(base, has_draft=True):
+  for candidate in candidate_methods.list_candidates(
+    base, has_draft=True, prompt_tokens=1
+  ):
     assert candidate.drafting.stage.calibration == 0.7
     assert candidate.drafting.tree.max_depth == 5
     if candidate.method == 'staged':
       assert candidate.drafting.tree.capacity == 400
+
+
+@pytest.mark.parametrize(
+  ('wanted', 'prompt_tokens', 'read'),
+  [(None, 256, {None}), (None, 257, {None, 256}), (100, 257, {100})],
+)
+def test_a_draft_reads_the_end_of_long_prompts_unless_told_what_to_read(
+  wanted, prompt_tokens, read
+):
+  base = settings_lib.DraftSettings(draft_prompt=wanted)
+  listed = candidate_methods.list_candidates(
+    base, has_draft=True, prompt_tokens=prompt_tokens
+  )
+  assert {candidate.drafting.draft_prompt for candidate in listed} == read
 
 
 def test_a_plan_is_made_of_what_was_counted(winning, monkeypatch):
