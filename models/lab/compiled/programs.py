@@ -308,20 +308,21 @@ def _model(
   config: adapter.Config,
   dtype: jax.typing.DTypeLike,
   layout: sharding_lib.Layout = sharding_lib.Layout(),
+  *,
+  platform: str,
 ) -> model_lib.LanguageModel:
   """A model whose weights are shapes."""
-  return adapter.as_model(
-    hub.shape_module(config, jnp.dtype(dtype), layout), layout
-  )
+  module = hub.shape_module(config, jnp.dtype(dtype), layout)
+  return adapter.as_model(module, layout, on_gpu=platform == 'cuda')
 
 
 def _target(
-  task: CompiledTask, layout: sharding_lib.Layout
+  task: CompiledTask, layout: sharding_lib.Layout, platform: str
 ) -> model_lib.LanguageModel:
   config = config_of(task.models.target)
   layers = min(config.num_layers, task.num_layers or config.num_layers)
   config = dataclasses.replace(config, num_layers=layers)
-  return _model(config, task.models.dtype, layout)
+  return _model(config, task.models.dtype, layout, platform=platform)
 
 
 def _drafter(
@@ -329,6 +330,7 @@ def _drafter(
   task: CompiledTask,
   target: model_lib.LanguageModel,
   layout: sharding_lib.Layout,
+  platform: str,
 ) -> drafter_lib.Drafter:
   if method == 'plain':
     return specdec.PLAIN
@@ -340,7 +342,7 @@ def _drafter(
   draft_layout = sharding_lib.draft_layout(
     layout, choice.draft_mesh, layer_bytes
   )
-  draft = _model(config, choice.dtype, draft_layout)
+  draft = _model(config, choice.dtype, draft_layout, platform=platform)
   # The tokenizer is not used, because no text is encoded.
   pair = pair_lib.Pair(target, draft, None, (), layout)  # type: ignore[arg-type]
   settings = dataclasses.replace(task.drafting, inner='lookup')
@@ -475,8 +477,8 @@ def compile_program(
   devices = abstract_devices(device)
   layout = _layout(devices, mesh, device.description or device.platform)
   devices = devices if mesh else devices[:1]
-  target = _target(task, layout)
-  drafter = _drafter(method, task, target, layout)
+  target = _target(task, layout, device.platform)
+  drafter = _drafter(method, task, target, layout, device.platform)
   request = _request(task, target.spec.vocab_size)
   children = task.children if drafter.stages else None
   rule = rules_lib.to_rule(task.verify, children, drafter)
