@@ -391,7 +391,7 @@ def keep(state: ModelState, added: carried_lib.Added) -> ModelState:
   in_slot = path[:, :, None] == state.window[:, None]
   in_slot &= (path >= 0)[:, :, None]
   scored = jnp.any(in_slot, axis=2)
-  num_scored = jnp.sum(jnp.cumprod(scored.astype(jnp.int32), axis=1), axis=1)
+  num_scored = tree_lib.count_leading(scored)
   cache = cache_lib.keep(
     state.cache,
     state.num_text,
