@@ -38,6 +38,12 @@ _BATCH_SIZE = flags.DEFINE_integer('batch_size', 1, 'rows', lower_bound=1)
 _PROMPT_TOKENS = flags.DEFINE_integer(
   'prompt_tokens', 256, 'slots for the prompt', lower_bound=1
 )
+_EXECUTED = flags.DEFINE_bool(
+  'executed',
+  False,
+  'also count a whole step, with the rounds of a decode of the embedded pair on'
+  ' this machine',
+)
 _TEXT = flags.DEFINE_string(
   'text', None, 'folder to write the text of the compiled programs to'
 )
@@ -77,6 +83,7 @@ def main() -> None:
   import jax
 
   from models.lab.bench import record
+  from models.lab.compiled import executed
   from models.lab.compiled import programs
   from models.lab.compiled import report as report_lib
   from models.nn import dtypes
@@ -96,7 +103,7 @@ def main() -> None:
     drafting=options.draft_settings(),
     **options.decoding(),
   )
-  reports = []
+  reports, steps = [], []
   for method in _METHODS.value:
     compiled = programs.compile_program(method, task, device, mesh)
     if _TEXT.value:
@@ -104,13 +111,21 @@ def main() -> None:
       folder.mkdir(parents=True, exist_ok=True)
       name = f'{_DEVICE.value.replace(":", "-")}-{method}.txt'
       (folder / name).write_text(compiled.text, 'utf-8')
-    reports.append(report_lib.analyse(method, compiled, device))
+    report = report_lib.analyse(method, compiled, device)
+    reports.append(report)
+    if _EXECUTED.value:
+      rounds = executed.rounds_per_step(method, task, compiled.cost_ratio)
+      steps.append(executed.per_step(report, rounds))
   print(report_lib.to_markdown(reports))
+  if steps:
+    print(f'\n{executed.to_markdown(steps)}')
   if _OUTPUT.value:
     settings = options.as_dict() | {'dtype': dtype}
     del settings['text']
     counts = [dataclasses.asdict(counted) for counted in reports]
     result = {'jax': jax.__version__, 'settings': settings, 'programs': counts}
+    if steps:
+      result['executed'] = [dataclasses.asdict(step) for step in steps]
     text = text_files.to_json(result, indent=1) + '\n'
     whole_files.write_text(_OUTPUT.value, text)
 

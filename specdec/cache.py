@@ -400,9 +400,10 @@ def keep(
     )
     return cache.ops.write(array, kept, start)
 
-  moved = cache.replace(
-    keys=tuple(map(move, cache.keys)),
-    values=tuple(map(move, cache.values)),
-    hidden=jax.tree.map(move, cache.hidden),
-  )
+  with jax.named_scope('keep_path'):  # the name in profiles and compiled text
+    moved = cache.replace(
+      keys=tuple(map(move, cache.keys)),
+      values=tuple(map(move, cache.values)),
+      hidden=jax.tree.map(move, cache.hidden),
+    )
   return advance(moved, in_place + count)

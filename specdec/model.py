@@ -59,6 +59,8 @@ class NetworkSpec:
   #: the tokens (a mixture of experts), those for one token.
   weight_bytes: int
   cache_bytes_per_slot: int  #: Bytes read per row, forward and visible slot.
+  #: The slots of a decode are a multiple of it.
+  slot_multiple: int = 1
   #: The number of parameters that each position is multiplied with.
   parameters: int = 0
   #: Fixes where the arrays of a pytree lie that is carried from program to
@@ -177,7 +179,9 @@ def start(
   """
   tokens = texts.tokens
   batch_size = tokens.shape[0]
-  cache = spec.init_cache(batch_size, texts.num_slots + window_size)
+  num_slots = texts.num_slots + window_size
+  num_slots += -num_slots % spec.slot_multiple
+  cache = spec.init_cache(batch_size, num_slots)
   if tokens.shape[1]:
     cache = read(tokens, *_causal(tokens, cache), cache)
   return ModelState(

@@ -150,7 +150,6 @@ def _spec(
   def init_cache(batch_size, num_slots):
     together = False
     if on_gpu:
-      num_slots += -num_slots % _FULL_ROWS
       size = per_slot * batch_size * num_slots * dtype.itemsize
       together = size <= _LARGEST_LAYER * config.num_layers
     cache = cache_lib.init_cache(
@@ -177,6 +176,7 @@ def _spec(
     parameters=parameters,
     place=layout.place,
     row_shards=layout.parts('rows'),
+    slot_multiple=_FULL_ROWS if on_gpu else 1,
     slot_shards=head_parts if config.num_kv_heads % head_parts == 0 else 1,
     hidden=hidden,
   )

@@ -146,7 +146,8 @@ def _attend_for_gpu(query, key, value, mask, **options):
     mask = jnp.tile(mask, (1, group, 1))
     out = _attend_by_sums(rows, key, value, mask, **options)
     return out.reshape(query.shape)
-  if options['cap'] is None and _library_takes(key.shape[3], key.dtype):
+  takes = options['cap'] is None and key.shape[2] % 8 == 0
+  if takes and _library_takes(key.shape[3], key.dtype):
     return _attend_by_library(query, key, value, mask, scale=options['scale'])
   return attend(query, key, value, mask, **options)
 

@@ -65,7 +65,13 @@ _TPU_ENVIRONMENT = {
 # Counts must depend neither on benchmarks of the compiler on this machine nor
 # on the instruction set of its processor.
 _OPTIONS: dict[str, dict[str, Any]] = {
-  'cuda': {'xla_gpu_autotune_level': 0},
+  'cuda': {
+    'xla_gpu_autotune_level': 0,
+    # So that a library's products add bias and residual, and activate. Programs
+    # that run on a GPU need both in XLA_FLAGS (docs/accelerators.md).
+    'xla_gpu_enable_cublaslt': True,
+    'xla_gpu_enable_triton_gemm': False,
+  },
   # Otherwise the compiler moves the cache of each layer onto the chip, writes
   # the new entries there and copies all of it back. Programs that run on a TPU
   # need the option in LIBTPU_INIT_ARGS (docs/accelerators.md).
@@ -292,6 +298,12 @@ class Compiled:
   #: The sizes of the axes of whole weights and caches that are divided.
   divided: frozenset[tuple[int, ...]]
   work: dict[str, Work]  # A forward of `target` and each stage.
+
+  @property
+  def cost_ratio(self) -> float | None:
+    """Bytes of a forward of the outermost stage over the target's."""
+    target, *stages = self.work.values()
+    return stages[0].bytes / target.bytes if stages else None
 
 
 def config_of(name: str, vocab_size: int | None = None) -> adapter.Config:
