@@ -38,6 +38,12 @@ _BATCH_SIZE = flags.DEFINE_integer('batch_size', 1, 'rows', lower_bound=1)
 _PROMPT_TOKENS = flags.DEFINE_integer(
   'prompt_tokens', 256, 'slots for the prompt', lower_bound=1
 )
+_EXECUTED = flags.DEFINE_bool(
+  'executed',
+  False,
+  'also count a whole step, with the rounds of a decode of the embedded pair on'
+  ' this machine',
+)
 _TEXT = flags.DEFINE_string(
   'text', None, 'folder to write the text of the compiled programs to'
 )
@@ -75,6 +81,7 @@ def main() -> None:
   import pathlib
 
   from models.lab.bench import record
+  from models.lab.compiled import executed
   from models.lab.compiled import programs
   from models.lab.compiled import report as report_lib
   from models.nn import dtypes
@@ -92,7 +99,7 @@ def main() -> None:
     drafting=options.draft_settings(),
     **options.decoding(),
   )
-  memory, loops = {}, []
+  memory, loops, steps = {}, [], []
   for method in _METHODS.value:
     compiled = programs.compile_program(method, task, device, mesh)
     if _TEXT.value:
@@ -112,10 +119,16 @@ def main() -> None:
     )
     counted = report_lib.analyse(compiled)
     loops += [{'method': method} | loop for loop in counted]
+    if _EXECUTED.value:
+      rounds = executed.rounds_per_step(method, task, compiled.cost_ratio)
+      steps.append({'method': method} | executed.per_step(counted, rounds))
   print(record.rows_to_table(loops))
+  figures = {'memory': memory, 'loops': loops}
+  if steps:
+    print(f'\n{record.rows_to_table(steps)}')
+    figures['executed'] = steps
   settings = options.as_dict() | {'dtype': dtype}
   del settings['text']
-  figures = {'memory': memory, 'loops': loops}
   record.write_record(_OUTPUT.value, settings, figures)
 
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# All measurements for one accelerator, unattended, in under 20 minutes and
-# without the network. The tables are printed at the end.
+# All measurements for one accelerator, unattended, in under ten minutes and
+# without the network, the most important first. Each step writes its table and
+# files when it ends, so what is done is kept if the rest is cut off.
 #
 #   bash scripts/run_gpu_suite.sh [--reduced] OUT [prompts.jsonl]
 #
@@ -31,6 +32,16 @@ python=${PYTHON:-python}
 export PYTHONPATH="$(dirname "$here")${PYTHONPATH:+:$PYTHONPATH}"
 models=$(mktemp -d)
 trap 'rm -rf "$models"' EXIT
+# For the next run on this machine, or for one that is given the folder.
+export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$out/programs}
+
+# See docs/accelerators.md. A JAX that does not know them would not start.
+library='--xla_gpu_enable_cublaslt=true --xla_gpu_enable_triton_gemm=false'
+default_flags=${XLA_FLAGS:-}
+if XLA_FLAGS="$default_flags $library" "$python" -c \
+  'import jax; jax.devices()' > /dev/null 2>&1; then
+  export XLA_FLAGS="$default_flags $library"
+fi
 
 if ((reduced)); then
   deadline=$((SECONDS + 3600))
@@ -44,13 +55,13 @@ if ((reduced)); then
   batch=2
   widths=1,2,4
 else
-  deadline=$((SECONDS + 1140))
+  deadline=$((SECONDS + 570))
   large=(--width_factor=4 --layers=36)
   xl=(--width_factor=5 --layers=48)
   # One bucket of prompt lengths, because compiling takes most of the time.
-  common=(--prompt_bucket=128 --max_seconds=40)
+  common=(--prompt_bucket=128 --max_seconds=25)
   best='staged'
-  arms="plain,chain,tree,$best,staged(num_nodes=32)"
+  arms="plain,chain,$best,staged(num_nodes=32),staged(cost_ratio=0)"
   few="plain,chain,$best"
   sweep='plain,chain(num_draft_tokens=2|8),tree(num_nodes=16|32,rounds=3)'
   batch=8
@@ -60,21 +71,20 @@ peer=none
 "$python" -c 'import torch' 2> /dev/null && peer=transformers
 
 failed=()
-steps=()
 
 # A step that fails or runs out of time does not stop the others.
 step() {
   local name=$1
   shift
   local left=$((deadline - SECONDS))
-  steps+=("$name")
   if ((left < 10)); then
     failed+=("$name (no time left)")
     return
   fi
-  echo "== $name ($((left / 60)) minutes left)"
+  echo "== $name ($left seconds left)"
   timeout "$left" "$python" "$@" > "$out/$name.log" 2> "$out/$name.err" ||
     failed+=("$name (exit $?)")
+  cat "$out/$name.log"
 }
 
 benchmark() {
@@ -84,39 +94,73 @@ benchmark() {
     --output="$out/$name.json" "$@"
 }
 
+# Kernels of a decode as the profiler of the accelerator times them.
+kernels_timed='
+import collections, glob, json, sys, tempfile
+import jax
+import models
+target, prompts, output = sys.argv[1:]
+prompt = json.loads(open(prompts).readline())["prompt"]
+found = []
+for method in ("plain", "staged"):
+  lm = models.load(target, "demo", method=method, dtype="bfloat16")
+  run = lambda: lm.generate(prompt, max_new_tokens=64)
+  run(), run(), run()  # Command buffers are recorded in the second.
+  folder = tempfile.mkdtemp()
+  with jax.profiler.trace(folder):
+    stats = run().stats
+  (name,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+  times = collections.defaultdict(list)
+  for plane in jax.profiler.ProfileData.from_file(name).planes:
+    for line in plane.lines if plane.name.startswith("/device:GPU") else ():
+      for event in line.events if "Stream" in line.name else ():
+        times[event.name].append(event.duration_ns / 1e6)
+  every = [(sum(of), len(of), name) for name, of in times.items()]
+  found.append({
+    "method": method, "target_forwards": stats.target_forwards,
+    "stage_forwards": dict(stats.stage_forwards),
+    "kernels": sum(n for _, n, _ in every),
+    "kernels_busy_ms": sum(ms for ms, _, _ in every),
+    "longest": [
+      {"kernel": name, "count": n, "ms": round(ms, 3)}
+      for ms, n, name in sorted(every, reverse=True)[:30]
+    ],
+  })
+  json.dump(found, open(output, "w"), indent=1)
+  print(method, found[-1]["kernels"] / max(stats.target_forwards, 1),
+        "kernels per step,", found[-1]["kernels_busy_ms"], "ms busy")
+'
+
 step expand_large "$here/expand_model.py" --model=demo \
   --output="$models/gpt2-large-shape" --dtype=bfloat16 "${large[@]}"
 large_target="$models/gpt2-large-shape"
 sampled=(--temperature=1 --top_k=50)
+on_large=(--target="$large_target" --dtype=bfloat16)
 
-# The most important steps first, in case time runs out.
-benchmark large_greedy --target="$large_target" --dtype=bfloat16 \
-  --arms="$arms" --peer="$peer"
-benchmark large_sampled --target="$large_target" --dtype=bfloat16 \
-  --arms="$few" "${sampled[@]}"
-benchmark demo_greedy --arms="$arms,plain:bfloat16,staged:bfloat16"
-step forward_large "$here/measure.py" forward --target="$large_target" \
-  --dtype=bfloat16 --sizes="$widths"
+step lossless "$here/check_lossless.py" --prompt_file="$prompts" \
+  --num_prompts=2 --max_new_tokens=32 --batch_sizes=1
+benchmark large_greedy "${on_large[@]}" --arms="$arms" --peer="$peer"
+benchmark large_sampled "${on_large[@]}" --arms="$few" "${sampled[@]}"
+step kernels_timed -c "$kernels_timed" "$large_target" "$prompts" \
+  "$out/kernels_timed.json"
+# With XLA's own products, which shows what those of the library gain.
+ours=${XLA_FLAGS:-}
+export XLA_FLAGS=$default_flags
+benchmark large_greedy_xla "${on_large[@]}" --arms="$few"
+export XLA_FLAGS=$ours
+step forward_large "$here/measure.py" forward "${on_large[@]}" \
+  --sizes="$widths"
 step expand_xl "$here/expand_model.py" --model=demo \
   --output="$models/gpt2-xl-shape" --dtype=bfloat16 "${xl[@]}"
 benchmark xl_greedy --target="$models/gpt2-xl-shape" --dtype=bfloat16 \
   --arms="$few"
-benchmark xl_sampled --target="$models/gpt2-xl-shape" --dtype=bfloat16 \
-  --arms="plain,$best" "${sampled[@]}"
-benchmark large_batch --target="$large_target" --dtype=bfloat16 \
-  --arms="plain,$best" --batch_sizes="1,$batch"
-step lossless "$here/check_lossless.py" --prompt_file="$prompts" \
-  --num_prompts=2 --max_new_tokens=32 --batch_sizes=1
-benchmark large_sweep --target="$large_target" --dtype=bfloat16 --arms="$sweep"
+benchmark large_batch "${on_large[@]}" --arms="plain,$best" \
+  --batch_sizes="1,$batch"
+benchmark demo_greedy --arms="$few,plain:bfloat16,staged:bfloat16"
+benchmark large_sweep "${on_large[@]}" --arms="$sweep"
 
 echo
 echo "Done in $((SECONDS / 60)) minutes; files are in $out."
-for name in "${steps[@]}"; do
-  if [[ -s "$out/$name.log" ]]; then
-    printf '\n## %s\n\n' "$name"
-    cat "$out/$name.log"
-  fi
-done
 if ((${#failed[@]})); then
   printf '\nfailed: %s' "${failed[0]}"
   ((${#failed[@]} > 1)) && printf ', %s' "${failed[@]:1}"

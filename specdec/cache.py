@@ -34,11 +34,11 @@ _ROW_BY_ROW = 16
 
 
 def _write_at_once(
-  slots: jax.Array, new: jax.Array, start: jax.Array
+  slots: jax.Array, new: jax.Array, start: jax.Array, first: int = 0
 ) -> jax.Array:
   zero = jnp.zeros((), start.dtype)
   write = lambda slots, new, start: lax.dynamic_update_slice(
-    slots, new, (zero, start, zero)
+    slots, new, (zero + first, start, zero)
   )
   return jax.vmap(write)(slots, new, start)
 
@@ -55,14 +55,17 @@ def _read_at_once(
 
 
 def write_slots(
-  slots: jax.Array, new: jax.Array, start: jax.Array
+  slots: jax.Array, new: jax.Array, start: jax.Array, first: int = 0
 ) -> jax.Array:
-  """Writes `new [B, H, L, Dh]` to `slots [B, H, S, Dh]` from `start [B]` on."""
+  """Writes `new [B, h, L, Dh]` to `slots [B, H, S, Dh]` from `start [B]` on.
+
+  `first` is the first of the h heads that are written.
+  """
 
   def write_row(row: jax.typing.ArrayLike, slots: jax.Array) -> jax.Array:
     row = jnp.asarray(row, start.dtype)
     zero = jnp.zeros_like(row)
-    index = (row, zero, start[row], zero)
+    index = (row, zero + first, start[row], zero)
     of_row = lax.dynamic_slice_in_dim(new, row, 1, axis=0)
     return lax.dynamic_update_slice(slots, of_row, index)
 
@@ -78,7 +81,7 @@ def write_slots(
   looped = lambda slots: lax.fori_loop(0, slots.shape[0], write_row, slots)
   branches = {'cpu': looped, 'default': unrolled}
   if slots.shape[0] > _ROW_BY_ROW:
-    branches['cuda'] = lambda slots: _write_at_once(slots, new, start)
+    branches['cuda'] = lambda slots: _write_at_once(slots, new, start, first)
   return lax.platform_dependent(slots, **branches)
 
 
@@ -167,7 +170,7 @@ class SlotOps(NamedTuple):
   slots lie.
   """
 
-  write: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] = write_slots
+  write: Callable[..., jax.Array] = write_slots
   read: Callable[[jax.Array, jax.Array, int], jax.Array] = read_slots
   mask: Callable[[jax.Array, jax.Array, int], jax.Array] = window_mask
   place: Callable[[jax.Array], jax.Array] = lambda slots: slots
@@ -178,9 +181,16 @@ AFTER_NORM = -1
 
 
 class KVCache(flax.struct.PyTreeNode):
-  """Keys and values of the tokens that a model has seen."""
+  """Keys and values of the tokens that a model has seen.
 
-  keys: tuple[jax.Array, ...]  # `[B, H, S, Dh]` per layer.
+  They are an array each per layer, which kernels can update in place, or one
+  array of all layers. On a GPU, where every operation on an array is a launch,
+  a path is then kept by two operations, however many layers there are.
+  """
+
+  # `[B, H, S, Dh]` per layer; or one of `2 * layers * H` heads, first the keys
+  # and then the values of each layer, and no `values`.
+  keys: tuple[jax.Array, ...]
   values: tuple[jax.Array, ...]  # `[B, H, S, Dh]` per layer.
   length: jax.Array  # `[B]` int32, the number of leading slots that are kept.
   # S; static, and known even of a model that keeps no layers.
@@ -198,11 +208,26 @@ class KVCache(flax.struct.PyTreeNode):
     default_factory=dict
   )
   marked: jax.Array | None = None
+  # During a forward, how many of its entries are written, the first ones; None:
+  # all of them. Static.
+  num_new: int | None = flax.struct.field(pytree_node=False, default=None)
+  # H if all layers are in one array, else None; static.
+  heads_together: int | None = flax.struct.field(
+    pytree_node=False, default=None
+  )
 
   @property
   def write_at(self) -> jax.Array:
     """`[B]` int32, the first slot that a forward writes."""
     return self.length if self.start is None else self.start
+
+  def layer(self, layer: int) -> tuple[jax.Array, jax.Array]:
+    """The keys and the values of a layer, `[B, H, S, Dh]` each."""
+    if self.heads_together is None:
+      return self.keys[layer], self.values[layer]
+    heads = self.heads_together
+    part = lambda first: self.keys[0][:, first : first + heads]
+    return part(2 * layer * heads), part((2 * layer + 1) * heads)
 
 
 def init_cache(
@@ -213,15 +238,27 @@ def init_cache(
   num_heads: int,
   head_width: int,
   dtype: jax.typing.DTypeLike,
+  together: bool = False,
 ) -> KVCache:
-  """An empty cache, of zeros because a masked NaN would still spread."""
-  shape = (batch_size, num_heads, num_slots, head_width)
-  empty = lambda: tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
+  """An empty cache, of zeros because a masked NaN would still spread.
+
+  `together`: whether all layers are in one array.
+  """
+
+  def empty(number: int, heads: int) -> tuple[jax.Array, ...]:
+    shape = (batch_size, heads, num_slots, head_width)
+    return tuple(jnp.zeros(shape, dtype) for _ in range(number))
+
   return KVCache(
-    keys=empty(),
-    values=empty(),
+    keys=(
+      empty(1, 2 * num_layers * num_heads)
+      if together
+      else empty(num_layers, num_heads)
+    ),
+    values=empty(0 if together else num_layers, num_heads),
     length=jnp.zeros(batch_size, jnp.int32),
     num_slots=num_slots,
+    heads_together=num_heads if together else None,
   )
 
 
@@ -250,12 +287,16 @@ def write(
   S in every row: `dynamic_update_slice` would shift the write silently.
   """
 
-  def put(arrays: tuple[jax.Array, ...], new: jax.Array) -> jax.Array:
-    return cache.ops.write(arrays[layer], _finite(new), cache.write_at)
+  def put(array: jax.Array, new: jax.Array, *first: int) -> jax.Array:
+    new = _finite(new)[:, :, : cache.num_new]
+    return cache.ops.write(array, new, cache.write_at, *first)
 
-  return with_layer(
-    cache, layer, put(cache.keys, key), put(cache.values, value)
-  )
+  if cache.heads_together is None:
+    keys, values = cache.layer(layer)
+    return with_layer(cache, layer, put(keys, key), put(values, value))
+  new = jnp.concatenate([key, value], axis=1)
+  every = put(cache.keys[0], new, 2 * layer * cache.heads_together)
+  return cache.replace(keys=(every, *cache.keys[1:]))
 
 
 def with_layer(
@@ -296,7 +337,8 @@ def write_hidden(
   if cache is None or layer not in cache.hidden:
     return cache
   kept = cache.hidden[layer]
-  new = _finite(states.astype(kept.dtype))  # Rounding may make infinity.
+  # Rounding may make infinity.
+  new = _finite(states.astype(kept.dtype))[:, : cache.num_new]
   written = cache.ops.write(kept, new[:, None], cache.write_at)
   return cache.replace(hidden={**cache.hidden, layer: written})
 
@@ -431,6 +473,29 @@ def rewind(cache: KVCache, length: jax.typing.ArrayLike) -> KVCache:
   return cache.replace(length=left, recurrent=back, marked=marked)
 
 
+def _gathered(slots: jax.Array, offsets: jax.Array) -> jax.Array:
+  """Slots `[B, H, n, Dh]` of `slots [B, H, W, Dh]` at `offsets [B, n]`."""
+  pick = lambda slots, at: jnp.take(slots, at, axis=1, mode='clip')
+  return jax.vmap(pick)(slots, offsets)
+
+
+def _multiplied(slots: jax.Array, offsets: jax.Array) -> jax.Array:
+  """`_gathered` by a product with zeros and ones, which is exact.
+
+  A gather from the array that is then written to makes XLA's CPU backend copy
+  the array.
+  """
+  taken = offsets[:, :, None] == jnp.arange(slots.shape[2])[None, None]
+  kept = jnp.einsum(
+    'bnw,bhwd->bhnd',
+    taken.astype(slots.dtype),
+    slots,
+    precision=lax.Precision.HIGHEST,
+    preferred_element_type=jnp.float32,
+  )
+  return kept.astype(slots.dtype)
+
+
 def keep(
   cache: KVCache,
   in_place: jax.Array,
@@ -453,26 +518,23 @@ def keep(
     count: `[B]` int32, the number of entries to keep.
     window: its size, larger than any offset; `length + window <= S`.
   """
-  taken = offsets[:, :, None] == jnp.arange(window)[None, None]
   start = cache.length + in_place
 
   def move(array: jax.Array) -> jax.Array:
-    # A product with zeros and ones, which is exact. A gather from the array
-    # that is then written to makes XLA's CPU backend copy the array.
-    kept = jnp.einsum(
-      'bnw,bhwd->bhnd',
-      taken.astype(array.dtype),
+    kept = lax.platform_dependent(
       cache.ops.read(array, cache.length, window),
-      precision=lax.Precision.HIGHEST,
-      preferred_element_type=jnp.float32,
+      offsets,
+      cuda=_gathered,
+      default=_multiplied,
     )
-    return cache.ops.write(array, kept.astype(array.dtype), start)
+    return cache.ops.write(array, kept, start)
 
-  moved = cache.replace(
-    keys=tuple(map(move, cache.keys)),
-    values=tuple(map(move, cache.values)),
-    hidden=jax.tree.map(move, cache.hidden),
-  )
+  with jax.named_scope('keep_path'):  # the name in profiles and compiled text
+    moved = cache.replace(
+      keys=tuple(map(move, cache.keys)),
+      values=tuple(map(move, cache.values)),
+      hidden=jax.tree.map(move, cache.hidden),
+    )
   index = jnp.arange(window)[None] - in_place[:, None]
   behind = jnp.clip(index, 0, offsets.shape[1] - 1)
   slots = jnp.take_along_axis(offsets, behind, axis=1)

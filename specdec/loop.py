@@ -33,6 +33,7 @@ from specdec import total as total_lib
 from specdec import watchers as watchers_lib
 from specdec.draft import drafter as drafter_lib
 from specdec.draft import stages as stages_lib
+from specdec.tree import tree as tree_lib
 from specdec.verify import accept
 
 ALL_STEPS = np.iinfo(np.int32).max
@@ -272,9 +273,7 @@ def extend(
     `[B]` int32.
   """
   length = request.prompt_length
-  num_equal = jnp.sum(
-    jnp.cumprod((tokens == state.tokens).astype(jnp.int32), axis=1), axis=1
-  )
+  num_equal = tree_lib.count_leading(tokens == state.tokens)
   # The last token is the root, which the caches do not hold.
   kept = jnp.minimum(num_equal, jnp.minimum(state.length, length) - 1)
   usable = cache_lib.usable(state.target.cache, kept)

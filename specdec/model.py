@@ -61,6 +61,8 @@ class NetworkSpec:
   cache_bytes_per_slot: int  #: Bytes read per row, forward and visible slot.
   #: Bytes of the states of recurrent layers per row.
   state_bytes: int = 0
+  #: The slots of a decode are a multiple of it.
+  slot_multiple: int = 1
   #: The number of parameters that each position is multiplied with.
   parameters: int = 0
   #: Fixes where the arrays of a pytree lie that is carried from program to
@@ -179,7 +181,9 @@ def start(
   """
   tokens = texts.tokens
   batch_size = tokens.shape[0]
-  cache = spec.init_cache(batch_size, texts.num_slots + window_size)
+  num_slots = texts.num_slots + window_size
+  num_slots += -num_slots % spec.slot_multiple
+  cache = spec.init_cache(batch_size, num_slots)
   if cache.recurrent:
     # Their states cannot go back, so the last chunk needs room behind the text.
     size = max(window_size, _READ_SIZE)
@@ -402,7 +406,7 @@ def keep(state: ModelState, added: carried_lib.Added) -> ModelState:
   in_slot = path[:, :, None] == state.window[:, None]
   in_slot &= (path >= 0)[:, :, None]
   scored = jnp.any(in_slot, axis=2)
-  num_scored = jnp.sum(jnp.cumprod(scored.astype(jnp.int32), axis=1), axis=1)
+  num_scored = tree_lib.count_leading(scored)
   cache = cache_lib.keep(
     state.cache,
     state.num_text,

@@ -183,7 +183,7 @@ def step(
     length=ctx.length + emitted,
     reason=jnp.where(ctx.active, reason, state.reason),
     target=model_lib.keep(target_state, added),
-    stages=stages_lib.keep(drafter, stages, added),
+    stages=stages_lib.keep(drafter, stages, added, ctx.active),
     adjusters=adjusters_lib.keep(
       request.adjusters, state.adjusters, tree, added
     ),

@@ -11,6 +11,7 @@ from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
+from models.nn import contraction
 from models.nn import gpt2 as nn_gpt2
 from models.nn import llama as nn_llama
 from models.nn import matrices as matrices_lib
@@ -19,6 +20,16 @@ from models.nn.cpu import ops
 from specdec import cache as cache_lib
 from specdec import model as model_lib
 from specdec import recurrent as recurrent_lib
+
+# A library's products on a GPU take a multiple of so many rows, which otherwise
+# are padded by kernels of their own; of a single row XLA makes sums. They also
+# add the bias, activate and add the residual.
+_FULL_ROWS = 8
+
+# Bytes of keys and values in a layer of a cache that is one array on a GPU.
+# Attention of many rows copies them first, which takes longer than to keep a
+# path layer by layer where there are more (docs/accelerators.md).
+_LARGEST_LAYER = 8 << 20
 
 # A module and its shape, of any family; a Mixtral is a Llama.
 Module = nn_gpt2.GPT2 | nn_llama.Llama
@@ -65,6 +76,41 @@ def _share_read(path: tuple[Any, ...], config: Config) -> float:
   return 1.0
 
 
+# Layers whose products are added to the residual stream.
+_ADDED = frozenset({'c_proj', 'o_proj', 'down_proj'})
+
+
+def _for_gpu(params: Any, config: Config) -> Any:
+  """Parameters as a library's products take them, without work in each step.
+
+  Biases of sums with the residual stream are float32, as the stream is. The
+  outputs of a head are a multiple of 8, or a copy is made of it.
+  """
+
+  def convert(path: tuple[Any, ...], leaf: Any) -> Any:
+    is_head = path[0] == config.embedding or path[0] == 'lm_head'
+    shape, dtype = leaf.shape, leaf.dtype
+    if len(shape) == 2 and is_head and not matrices_lib.uses_kernels(leaf):
+      shape = (shape[0] + -shape[0] % 8, shape[1])
+    if path[-1] == 'bias' and _ADDED & {*path}:
+      dtype = jnp.dtype('float32')
+    if (shape, dtype) == (leaf.shape, leaf.dtype):
+      return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+      return jax.ShapeDtypeStruct(shape, dtype, sharding=leaf.sharding)
+    rows = ((0, shape[0] - leaf.shape[0]), *((0, 0),) * (len(shape) - 1))
+    return jnp.pad(leaf.astype(dtype), rows)
+
+  is_array = lambda leaf: isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+  flat = traverse_util.flatten_dict(params)
+  return traverse_util.unflatten_dict(
+    {
+      path: convert(path, leaf) if is_array(leaf) else leaf
+      for path, leaf in flat.items()
+    }
+  )
+
+
 def _states(
   config: Config, batch_size: int, *, kernels: bool
 ) -> dict[int, recurrent_lib.Recurrent]:
@@ -85,6 +131,7 @@ def network_facts(
   *,
   kernels: bool,
   hidden: tuple[int, ...] = (),
+  on_gpu: bool = False,
 ) -> dict[str, Any]:
   """The fields of a `NetworkSpec` that follow from the shape of its layers.
 
@@ -94,6 +141,7 @@ def network_facts(
     layout: where it lies.
     kernels: whether those of `models.nn.cpu` compute.
     hidden: the states that its cache keeps, see `as_model`.
+    on_gpu: whether it has the form for a GPU.
   """
   cache_ops = sharding_lib.slot_ops(layout)
   if kernels:
@@ -101,7 +149,10 @@ def network_facts(
   empty = functools.partial(_states, config, kernels=kernels)
   num_layers = config.num_layers - len(empty(1))
 
+  per_slot = 2 * num_layers * config.num_kv_heads * config.head_width
+
   def init_cache(batch_size: int, num_slots: int) -> cache_lib.KVCache:
+    size = per_slot * batch_size * num_slots * dtype.itemsize
     cache = cache_lib.init_cache(
       batch_size,
       num_slots,
@@ -109,13 +160,13 @@ def network_facts(
       num_heads=config.num_kv_heads,
       head_width=config.head_width,
       dtype=dtype,
+      together=on_gpu and size <= _LARGEST_LAYER * num_layers,
     )
     widths = dict.fromkeys(hidden, config.width)
     cache = cache_lib.with_hidden(cache, widths, dtype)
     cache = cache_lib.with_recurrent(cache, empty(batch_size))
     return layout.place(cache.replace(ops=cache_ops))
 
-  per_slot = 2 * num_layers * config.num_kv_heads * config.head_width
   head_parts = layout.parts('kv_heads')
   return {
     'init_cache': init_cache,
@@ -125,6 +176,7 @@ def network_facts(
     'state_bytes': sum(one.state_bytes for one in empty(1).values()),
     'place': layout.place,
     'row_shards': layout.parts('rows'),
+    'slot_multiple': _FULL_ROWS if on_gpu else 1,
     'slot_shards': head_parts if config.num_kv_heads % head_parts == 0 else 1,
   }
 
@@ -139,6 +191,7 @@ def _spec(
   kernels: bool,
   layout: sharding_lib.Layout,
   hidden: tuple[int, ...],
+  on_gpu: bool,
 ) -> model_lib.ModelSpec:
   """The record of a shape; cached, so that loading it again does not recompile.
 
@@ -154,19 +207,36 @@ def _spec(
     cache: cache_lib.KVCache,
   ) -> tuple[jax.Array, cache_lib.KVCache]:
     module = nnx.merge(graph, params)
-    with layout.in_use():
-      logits, written = module(tokens, positions, mask, cache)
-    # Later functions sort and draw over the whole vocabulary. Only training
-    # has no cache.
-    logits = layout.gather_vocabulary(logits)
-    return logits, cast(cache_lib.KVCache, written)
+    number = tokens.shape[1]
+    if on_gpu:
+      # More of the last one, which are not written.
+      more = -number % (_FULL_ROWS // math.gcd(tokens.shape[0], _FULL_ROWS))
+      pad = lambda array: jnp.pad(
+        array, [(0, 0), (0, more), (0, 0)][: array.ndim], mode='edge'
+      )
+      tokens, positions, mask = map(pad, (tokens, positions, mask))
+      cache = cache.replace(num_new=number)
+    with layout.in_use(), contraction.in_use(for_gpu=on_gpu):
+      logits, found = module(tokens, positions, mask, cache)
+    written = cast(cache_lib.KVCache, found)  # Only training has no cache.
+    if on_gpu:
+      logits, written = logits[:, :number], written.replace(num_new=None)
+    # Later functions sort and draw over the whole vocabulary.
+    return layout.gather_vocabulary(logits), written
 
   return model_lib.ModelSpec(
     apply=apply,
     weight_bytes=weight_bytes,
     parameters=parameters,
     hidden=hidden,
-    **network_facts(config, dtype, layout, kernels=kernels, hidden=hidden),
+    **network_facts(
+      config,
+      dtype,
+      layout,
+      kernels=kernels,
+      hidden=hidden,
+      on_gpu=on_gpu,
+    ),
   )
 
 
@@ -174,6 +244,8 @@ def as_model(
   module: Module,
   layout: sharding_lib.Layout = sharding_lib.Layout(),
   hidden: tuple[int, ...] = (),
+  *,
+  on_gpu: bool | None = None,
 ) -> model_lib.LanguageModel:
   """Splits a module into the parameters and functions that `specdec` decodes.
 
@@ -184,10 +256,19 @@ def as_model(
     layout: where the module lies, as it was loaded.
     hidden: the hidden states that its cache keeps for a drafting head, keys of
       `specdec.cache.KVCache.hidden`.
+    on_gpu: whether it will run on a GPU; None: if that is JAX's default.
   """
+  if on_gpu is None:
+    on_gpu = jax.default_backend() == 'gpu'
   config = module.config
+  # Several devices have parts of the heads, and states have windows of their
+  # own.
+  has_states = bool(_states(config, 1, kernels=False))
+  on_gpu = on_gpu and layout.mesh is None and not has_states
   graph, variables = nnx.split(module)
   params = nnx.to_pure_dict(variables)
+  if on_gpu:
+    params = _for_gpu(params, config)
   weight_bytes = parameters = 0.0
   kernels = False
   for path, leaf in traverse_util.flatten_dict(params).items():
@@ -211,5 +292,6 @@ def as_model(
       kernels,
       layout,
       hidden,
+      on_gpu,
     ),
   )

@@ -16,6 +16,10 @@ from models.nn import layers
 from models.nn.cpu import ops
 from specdec import cache as cache_lib
 
+# Products that a GPU sums up at once in attention of few queries, whose slots
+# are read once per query from its second cache.
+_MOST_SUMS = 1 << 23
+
 # Finite, so that a query that sees nothing (padding) does not become NaN.
 _MASKED_SCORE = -1e30
 
@@ -123,6 +127,83 @@ def attend(
   )
 
 
+def _attend_by_sums(
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  mask: jax.Array,
+  *,
+  scale: float,
+  cap: float | None = None,
+) -> jax.Array:
+  """Attention of few queries: two kernels of a GPU, which read slots in place.
+
+  Products would need copies of the slots of a layer.
+  """
+  query, key, value32 = (one.astype(jnp.float32) for one in (query, key, value))
+  scores = jnp.sum(query[:, :, :, None] * key[:, :, None], axis=-1)
+  scores = layers.soft_cap(scale * scores, cap)
+  scores = jnp.where(mask[:, None], scores, _MASKED_SCORE)
+  probs = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+  return jnp.sum(probs.astype(jnp.float32)[..., None] * value32[:, :, None], 3)
+
+
+def _attend_by_library(
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  mask: jax.Array,
+  *,
+  scale: float,
+) -> jax.Array:
+  """Attention by cuDNN, in one call."""
+  query, key, value = (one.swapaxes(1, 2) for one in (query, key, value))
+  out = jax.nn.dot_product_attention(
+    *(query, key, value),
+    mask=mask[:, None],
+    scale=scale,
+    implementation='cudnn',
+  )
+  return out.swapaxes(1, 2).astype(jnp.float32)
+
+
+@functools.cache
+def _library_takes(head_width: int, dtype: jnp.dtype) -> bool:
+  """Whether cuDNN is there and computes attention of such heads."""
+  shape = jax.ShapeDtypeStruct((1, 2, 1, head_width), dtype)
+  attend = functools.partial(
+    jax.nn.dot_product_attention, implementation='cudnn'
+  )
+  try:
+    jax.eval_shape(attend, shape, shape, shape)
+  except (NotImplementedError, RuntimeError, ValueError):
+    return False
+  return True
+
+
+def _attend_for_gpu(
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  mask: jax.Array,
+  *,
+  scale: float,
+  cap: float | None = None,
+  sinks: jax.Array | None = None,
+) -> jax.Array:
+  """`attend` to slots that lie among those of other layers."""
+  group = query.shape[1] // key.shape[1]
+  if sinks is None and query.size * key.shape[2] <= _MOST_SUMS:
+    rows = query.reshape(*key.shape[:2], -1, query.shape[3])
+    mask = jnp.tile(mask, (1, group, 1))
+    out = _attend_by_sums(rows, key, value, mask, scale=scale, cap=cap)
+    return out.reshape(query.shape)
+  takes = cap is None and sinks is None and key.shape[2] % 8 == 0
+  if takes and _library_takes(key.shape[3], key.dtype):
+    return _attend_by_library(query, key, value, mask, scale=scale)
+  return attend(query, key, value, mask, scale=scale, cap=cap, sinks=sinks)
+
+
 def self_attention(
   query: jax.Array,
   key: jax.Array,
@@ -149,10 +230,12 @@ def self_attention(
   Returns:
     `[B, Hq, L, Dh]` float32, and the cache with the new entries.
   """
+  function = attend
   if cache is not None:
     cache = cache_lib.write(cache, layer, key, value)
-    key, value = cache.keys[layer], cache.values[layer]
-  return attend(query, key, value, mask, **options), cache
+    key, value = cache.layer(layer)
+    function = attend if cache.heads_together is None else _attend_for_gpu
+  return function(query, key, value, mask, **options), cache
 
 
 def attend_projections(
@@ -185,7 +268,7 @@ def attend_projections(
     keys = values = jnp.zeros((batch, heads, mask.shape[2], width), dtype)
     start = jnp.zeros(batch, jnp.int32)
   else:
-    keys, values = cache.keys[layer], cache.values[layer]
+    keys, values = cache.layer(layer)
     start = cache.write_at
   out, keys, values = ops.attend(
     projections, mask, start, keys, values, **options

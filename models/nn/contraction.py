@@ -1,10 +1,36 @@
 """Products of rows with matrices `[out, in]` of plain numbers, by XLA."""
 
+from collections.abc import Iterator
+import contextlib
+import contextvars
 import functools
+from typing import Any
 
 import jax
 from jax import lax
 import jax.numpy as jnp
+
+_for_gpu = contextvars.ContextVar('for_gpu', default=False)
+
+
+@contextlib.contextmanager
+def in_use(*, for_gpu: bool) -> Iterator[None]:
+  """What is traced within runs on a GPU, where every operation is a launch."""
+  before = _for_gpu.set(for_gpu)
+  try:
+    yield
+  finally:
+    _for_gpu.reset(before)
+
+
+def takes_launches(weight: Any) -> bool:
+  """Whether it is a matrix of 16-bit floats that a GPU multiplies.
+
+  Libraries then compute bias, activation and residual within its products, if
+  these are written in its dtype.
+  """
+  is_array = isinstance(weight, jax.Array)
+  return _for_gpu.get() and is_array and weight.dtype.itemsize == 2
 
 
 def precision(dtype: jnp.dtype) -> lax.Precision:
@@ -13,8 +39,13 @@ def precision(dtype: jnp.dtype) -> lax.Precision:
   return lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
 
 
-def _contract(x: jax.Array, weight: jax.Array) -> jax.Array:
-  """`x @ weight.T`, accumulated in int32 for int8 and in float32 otherwise."""
+def _contract(
+  x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None
+) -> jax.Array:
+  """`x @ weight.T`, accumulated in int32 for int8 and in float32 otherwise.
+
+  `dtype` is that of the result; None: in which it is accumulated.
+  """
   is_int8 = weight.dtype == jnp.int8
   inputs = tuple(range(1, x.ndim))
   return lax.dot_general(
@@ -22,7 +53,7 @@ def _contract(x: jax.Array, weight: jax.Array) -> jax.Array:
     weight,
     ((inputs, inputs), ((), ())),
     precision=precision(weight.dtype),
-    preferred_element_type=jnp.int32 if is_int8 else jnp.float32,
+    preferred_element_type=dtype or (jnp.int32 if is_int8 else jnp.float32),
   )
 
 
@@ -33,7 +64,9 @@ def _contract_padded(
   return _contract(jnp.broadcast_to(x, (num_rows, *x.shape[1:])), weight)[:1]
 
 
-def rows_matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
+def rows_matmul(
+  x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None
+) -> jax.Array:
   """`x @ weight.T` for `x` `[rows, in]` and `weight` `[out, in]` of one dtype.
 
   Inputs may have several axes.
@@ -41,8 +74,8 @@ def rows_matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
   The padding is chosen when the program is lowered, so one traced program
   serves every platform.
   """
-  if x.shape[0] > 1 or weight.dtype == jnp.float32:
-    return _contract(x, weight)
+  if x.shape[0] > 1 or weight.dtype == jnp.float32 or dtype is not None:
+    return _contract(x, weight, dtype)
   return lax.platform_dependent(
     x,
     weight,

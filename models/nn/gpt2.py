@@ -231,4 +231,5 @@ class GPT2(nnx.Module):
     head = embedding if tied else self.lm_head.get_value()
     x = layers.normalize(x, self.ln_f, kernels=matrices_lib.uses_kernels(head))
     cache = cache_lib.write_hidden(cache, cache_lib.AFTER_NORM, x)
-    return matrices_lib.matmul(x, head), cache
+    # On a GPU a head has some outputs more.
+    return matrices_lib.matmul(x, head)[..., : self.config.vocab_size], cache

@@ -12,6 +12,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from models.nn import contraction
 from models.nn import matrices as matrices_lib
 from models.nn.cpu import ops
 
@@ -158,9 +159,12 @@ class LayerNorm(nnx.Module):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     mean = jnp.mean(x, axis=-1, keepdims=True)
-    variance = lax.platform_dependent(
-      x, mean, cuda=_variance_by_origin, default=_variance
-    )
+    if x.size == x.shape[-1]:
+      variance = lax.platform_dependent(
+        x, mean, cuda=_variance_by_origin, default=_variance
+      )
+    else:  # XLA computes the norm of several rows in one kernel.
+      variance = _variance(x, mean)
     scale, bias = (
       jnp.expand_dims(vector[...], range(x.ndim - 1))
       for vector in (self.scale, self.bias)
@@ -209,6 +213,38 @@ def _product(x: jax.Array, linear: Parameters) -> jax.Array:
   return out + jnp.expand_dims(bias.astype(jnp.float32), range(x.ndim - 1))
 
 
+def _project_for_gpu(
+  rows: jax.Array,
+  linears: Sequence[Parameters],
+  activation: str,
+  gated: bool,
+  residual: jax.Array | None,
+) -> jax.Array:
+  """`project` of normalised rows, as one call of a library for each product.
+
+  Such a call also adds a bias, applies an activation and adds the residual if
+  all are in the dtype of its result, which is that of the weights unless it is
+  added to the residual stream. It computes them in float32.
+  """
+  results = []
+  for weight, bias in linears:
+    assert isinstance(weight, jax.Array)
+    dtype = weight.dtype if residual is None else jnp.dtype('float32')
+    flat = rows.reshape(-1, rows.shape[-1]).astype(weight.dtype)
+    out = contraction.rows_matmul(flat, weight, dtype)
+    if bias is not None:
+      out += bias.astype(out.dtype)[None]
+    if residual is not None:
+      out += residual.reshape(out.shape)
+    results.append(out)
+  function = ACTIVATIONS[activation]
+  if gated:
+    out = function(results[0].astype(jnp.float32)) * results[1]
+  else:
+    out = function(jnp.concatenate(results, axis=-1))
+  return out.astype(jnp.float32).reshape(*rows.shape[:-1], -1)
+
+
 def project(
   x: jax.Array,
   linears: Sequence[Parameters],
@@ -252,6 +288,8 @@ def project(
   else:
     kernels = matrices_lib.uses_kernels(matrices[0])
     rows = normalize(x, norm, kernels=kernels)
+    if all(map(contraction.takes_launches, matrices)):
+      return _project_for_gpu(rows, linears, activation, gated, residual)
     results = [_product(rows, linear) for linear in linears]
   if activation in _GATES:
     out = _GATES[activation](*results)

@@ -533,7 +533,8 @@ class Llama(nnx.Module):
     head = embedding if tied else self.lm_head.get_value()
     x = layers.normalize(x, self.norm, kernels=matrices_lib.uses_kernels(head))
     cache = cache_lib.write_hidden(cache, cache_lib.AFTER_NORM, x)
-    logits = matrices_lib.matmul(x, head)
+    # On a GPU a head has some outputs more.
+    logits = matrices_lib.matmul(x, head)[..., : config.vocab_size]
     if config.logit_divisor != 1.0:
       logits /= config.logit_divisor
     logits = layers.soft_cap(logits, config.logit_cap)

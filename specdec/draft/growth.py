@@ -73,37 +73,45 @@ def _grow(
     _depth_limit(stage, ctx),
   )
 
-  def draft(states: _States, tree: tree_lib.TokenTree) -> _Grown:
+  def draft(
+    states: _States, tree: tree_lib.TokenTree, pays: jax.Array | None = None
+  ) -> _Grown:
     """Lets the inner stages draft below the nodes not yet scored."""
+    finished = expanded | states[0].scored
+    if pays is not None:
+      finished |= ~pays
     inner_states, tree = _grow(
-      stages[1:],
-      states[1:],
-      tree,
-      ctx,
-      expanded | states[0].scored,
-      inner_origin,
+      stages[1:], states[1:], tree, ctx, finished, inner_origin
     )
     return (states[0], *inner_states), tree
 
-  def plan(
-    states: _States, tree: tree_lib.TokenTree, rounds_done: jax.Array
-  ) -> tuple[jax.Array, jax.Array]:
-    """The nodes of the next round, `[B, W]`, and whether there is one."""
-    nodes, pays = policy.next_nodes(tree, states[0].scored, rounds_done)
-    return nodes, (rounds_done < stage.config.rounds) & pays
+  plan = lambda states, tree, rounds_done: policy.next_nodes(
+    tree, states[0].scored, rounds_done
+  )
+
+  def goes_on(carry: _Carry) -> jax.Array:
+    rounds_done, *_, pays = carry
+    if policy.takes_all_rounds:
+      # A loop of a known length is one that no host waits for. The rounds that
+      # a CPU leaves out have no nodes.
+      pays = lax.platform_dependent(
+        pays, cpu=lambda pays: pays, default=jnp.ones_like
+      )
+    return (rounds_done < stage.config.rounds) & pays
 
   def body(carry: _Carry) -> _Carry:
-    rounds_done, states, tree, nodes, _ = carry
+    rounds_done, states, tree, nodes, pays = carry
     rounds_done += 1
-    state, tree = _score(stage, states[0], tree, nodes, ctx, policy)
-    states, tree = draft((state, *states[1:]), tree)
+    state, tree = _score(stage, states[0], tree, nodes, ctx, policy, pays)
+    masked = pays if policy.takes_all_rounds else None
+    states, tree = draft((state, *states[1:]), tree, masked)
     return rounds_done, states, tree, *plan(states, tree, rounds_done)
 
   rounds_done = jnp.zeros((), jnp.int32)
   states, tree = draft(states, tree)
   carry = (rounds_done, states, tree, *plan(states, tree, rounds_done))
   with jax.named_scope(f'grow_{stage.name}'):
-    _, states, tree, *_ = lax.while_loop(lambda carry: carry[-1], body, carry)
+    _, states, tree, *_ = lax.while_loop(goes_on, body, carry)
   return states, tree
 
 
@@ -114,28 +122,29 @@ def _score(
   nodes: jax.Array,
   ctx: context_lib.StepContext,
   policy: '_Policy',
+  pays: jax.Array,
 ) -> tuple[stages_lib.StageState, tree_lib.TokenTree]:
-  """One forward of a stage, whose candidates join the tree."""
+  """One forward of a stage, whose candidates join the tree if it `pays`."""
   width = stage.forward_width(ctx.max_depth, has_inner=policy.has_inner)
   padding = ((0, 0), (0, width - nodes.shape[1]))
   nodes = jnp.pad(nodes, padding, constant_values=tree_lib.NO_NODE)
+  if policy.takes_all_rounds:
+    nodes = jnp.where(pays, nodes, tree_lib.NO_NODE)
   scores, scorer = stage.scorer.score(
     state.scorer, tree, nodes, ctx, stage.config
   )
   tree = ctx.followed(policy.insert(tree, scores))
-  if_active = lambda number: jnp.where(ctx.active, number, 0)
   entries = jnp.where(scores.nodes >= 0, scores.nodes, tree.capacity)
   put = lambda array, at, probs: array.at[at].set(probs, mode='drop')
-  counters = state.counters
+  read = jnp.broadcast_to(scores.forwards, scores.slots_read.shape)
+  read = jnp.stack([read, scores.slots_read], axis=1)
+  if policy.takes_all_rounds:
+    read = jnp.where(pays, read, 0)
   state = state.replace(
     scorer=scorer,
     scored=state.scored | _contains(scores.nodes, tree.capacity),
     proposals=jax.vmap(put)(state.proposals, entries, scores.drawn_from),
-    counters=counters.replace(
-      forwards=counters.forwards + scores.forwards,
-      row_forwards=counters.row_forwards + if_active(scores.forwards),
-      slots_read=counters.slots_read + if_active(scores.slots_read),
-    ),
+    counted=state.counted + read,
   )
   return state, tree
 
@@ -168,10 +177,15 @@ class _Policy:
   first_origin: int  #: See `_grow`.
   depth_limit: jax.Array  #: See `_depth_limit`.
 
+  @property
+  def takes_all_rounds(self) -> bool:
+    """Whether growth hardly ever stops before the last round; static."""
+    raise NotImplementedError
+
   def next_nodes(
     self, tree: tree_lib.TokenTree, scored: jax.Array, rounds_done: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
-    """`[B, W]` int32 nodes, and `[]` bool, whether to score them."""
+    """`[B, W]` int32 nodes, and `[]` bool, whether it pays to score them."""
     raise NotImplementedError
 
   def insert(
@@ -183,6 +197,8 @@ class _Policy:
 
 class _FixedTopology(_Policy):
   """Every child is a node of the topology: nothing is sorted."""
+
+  takes_all_rounds = True
 
   @property
   def _topology(self) -> topology_lib.Topology:
@@ -246,6 +262,12 @@ class Frontier(flax.struct.PyTreeNode):
 class _BestFirst(_Policy):
   """The likeliest nodes are scored, as long as it pays."""
 
+  @property
+  def takes_all_rounds(self) -> bool:
+    """Of a model that need not pay; those of tables often have nothing left."""
+    stage = self.stage
+    return stage.config.cost_ratio == 0 and bool(stage.scorer.facts.networks)
+
   def next_nodes(
     self, tree: tree_lib.TokenTree, scored: jax.Array, rounds_done: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
@@ -254,6 +276,7 @@ class _BestFirst(_Policy):
       stage=self.stage,
       max_depth=self.ctx.max_depth,
       num_nodes=self.ctx.shape.num_nodes,
+      weighs=self.stage.config.cost_ratio != 0,
     )
     frontier = jax.vmap(of_row)(
       tree, scored, self.expanded, self.depth_limit, self.ctx.active
@@ -347,8 +370,11 @@ def _frontier(
   stage: drafter_lib.Stage,
   max_depth: int,
   num_nodes: int,
+  weighs: bool,
 ) -> Frontier:
   """The frontier of one row; `[M]` per field of the tree.
+
+  Gain and expectation are 0 unless it `weighs` them against a cost.
 
   Nodes that are `expanded [M]` (see `_grow`) are scored only if the stage needs
   them as ancestors: their keys and values are seen by their descendants.
@@ -361,24 +387,29 @@ def _frontier(
   can_grow = candidates & (tree.depth < max_depth) & active & ~expanded
   if not facts.needs_ancestors:
     candidates &= ~expanded
-  nodes, _ = tree_lib.best_nodes(tree, candidates, width)
-  _, log_prob = tree_lib.best_nodes(tree, used, num_nodes)
+  if not weighs:
+    nodes, _ = tree_lib.best_nodes(tree, candidates, width)
+    nothing = jnp.zeros(())
+    return Frontier(nodes, jnp.any(can_grow), nothing, nothing)
+  (nodes, _), (growing, _), (_, log_prob) = tree_lib.best_of_sets(
+    tree, (candidates, can_grow, used), (width, width, num_nodes)
+  )
   return Frontier(
     nodes=nodes,
     can_grow=jnp.any(can_grow),
-    gain=_gain(tree, scored, can_grow, width),
+    gain=_gain(tree, scored, growing),
     expected=jnp.sum(jnp.exp(log_prob)),
   )
 
 
 def _gain(
-  tree: tree_lib.TokenTree, scored: jax.Array, can_grow: jax.Array, width: int
+  tree: tree_lib.TokenTree, scored: jax.Array, nodes: jax.Array
 ) -> jax.Array:
-  """The expected gain in tokens, `[]`.
+  """The expected gain in tokens, `[]`, of scoring `nodes [W]`.
 
-  The sum over the W best nodes of max(share * p(node) - p(its children), 0),
-  where share is the fraction of the probability of scored nodes that their
-  children have in the tree: K children do not have all of it.
+  The sum over the nodes of max(share * p(node) - p(its children), 0), where
+  share is the fraction of the probability of scored nodes that their children
+  have in the tree: K children do not have all of it.
   """
   prob = jnp.exp(tree.log_prob)
   parent = jnp.where(tree.parent >= 0, tree.parent, tree.capacity)
@@ -388,6 +419,5 @@ def _gain(
   of_scored = jnp.sum(jnp.where(scored, prob, 0.0))
   share = jnp.sum(jnp.where(scored, of_children, 0.0))
   share = jnp.where(of_scored > 0, share / jnp.maximum(of_scored, 1e-6), 1.0)
-  nodes, _ = tree_lib.best_nodes(tree, can_grow, width)
   new = jnp.maximum(share * prob - of_children, 0.0)[nodes]
   return jnp.sum(jnp.where(nodes >= 0, new, 0.0))

@@ -37,7 +37,9 @@ class StageState(flax.struct.PyTreeNode):
   #: `[B, M, V]` float32, the distributions that the children of each node were
   #: drawn from in this step; of size 0 if none are drawn.
   proposals: jax.Array
-  counters: StageCounters  #: The counters so far.
+  #: `[B, 2]` int32, forwards and visible cache slots of this step.
+  counted: jax.Array
+  counters: StageCounters  #: The counters of the steps before.
 
 
 def _num_scored(drafter: drafter_lib.Drafter) -> list[int]:
@@ -67,6 +69,7 @@ def start(
       scorer=stage.scorer.start(texts, num_scored),
       scored=jnp.zeros((batch_size, capacity), bool),
       proposals=jnp.zeros((batch_size, capacity, drawn_from)),
+      counted=jnp.zeros((batch_size, 2), jnp.int32),
       counters=init_stage_counters(batch_size),
     )
 
@@ -98,16 +101,29 @@ def keep(
   drafter: drafter_lib.Drafter,
   states: tuple[StageState, ...],
   added: carried_lib.Added,
+  active: jax.Array,
 ) -> tuple[StageState, ...]:
-  """`Scorer.keep` of all stages.
+  """`Scorer.keep` of all stages; `active [B]` bool are the rows not done.
 
   The states of stages that the drafter does not have stay as they are: a plain
   step between speculative ones.
   """
+
+  def count(state: StageState) -> StageCounters:
+    of_rows = jnp.where(active[:, None], state.counted, 0)
+    before = state.counters
+    return StageCounters(
+      forwards=before.forwards + state.counted[0, 0],
+      row_forwards=before.row_forwards + of_rows[:, 0],
+      slots_read=before.slots_read + of_rows[:, 1],
+    )
+
   kept = tuple(
     state.replace(
       scorer=stage.scorer.keep(state.scorer, added),
       scored=jnp.zeros_like(state.scored),
+      counted=jnp.zeros_like(state.counted),
+      counters=count(state),
     )
     for stage, state in zip(drafter.stages, states, strict=False)
   )

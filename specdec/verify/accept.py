@@ -100,7 +100,7 @@ def count_valid(logits: jax.Array, verdict: Verdict) -> jax.Array:
   usable = verdict.along_path(sampling_lib.is_usable(logits)) | (
     verdict.index < 0
   )
-  return jnp.sum(jnp.cumprod(usable.astype(jnp.int32), axis=1), axis=1)
+  return tree_lib.count_leading(usable)
 
 
 def count_emitted(

@@ -347,10 +347,16 @@ def matrices_of(
   target: model_lib.LanguageModel, config: Any
 ) -> tuple[Any, Any]:
   """The embedding and the output matrix of a target of this shape."""
-  embedding = target.params[config.embedding]['embedding']
+
+  def whole(matrix: Any) -> Any:
+    # On a GPU they have some rows more.
+    exact = matrix.shape[0] == config.vocab_size
+    return matrix if exact else matrix[: config.vocab_size]
+
+  embedding = whole(target.params[config.embedding]['embedding'])
   if config.tie_embeddings:
     return embedding, embedding
-  return embedding, target.params['lm_head']
+  return embedding, whole(target.params['lm_head'])
 
 
 def rows_of(matrix: Any, ids: np.ndarray) -> np.ndarray:

@@ -29,6 +29,7 @@ _HOST_SPACE = 5
 _RELAYOUT = frozenset({'parameter', 'copy', 'transpose', 'bitcast', 'tuple'})
 _VIEWS = ('bitcast', 'get-tuple-element', 'tuple', 'reshape')
 _SLICES = ('slice', 'dynamic-slice', 'gather')
+_KEEPING = '/keep_path/'
 _LAYER = re.compile(r'/layer_(\d+)(?:/|$)')
 _ALL = float('inf')  # Bytes of a whole array, however large it is.
 _COLLECTIVE = re.compile(
@@ -89,12 +90,14 @@ class Loop:
   name: str = ''  # `op_name` of the loop; empty outside of loops.
   kernels: int = 0
   forward_kernels: int = 0  # Those that belong to a model's forward.
+  keep_kernels: int = 0  # Those that move cache entries of an accepted path.
   layer_kernels: Counter = dataclasses.field(default_factory=Counter)
   prefetches: int = 0
   copies: Counter = dataclasses.field(default_factory=Counter)
   collectives: Counter = dataclasses.field(default_factory=Counter)
   host_transfers: list[str] = dataclasses.field(default_factory=list)
   branches: int = 0  # Conditionals and inner loops.
+  conditionals: int = 0  # Those of the branches that are no loops.
   bytes: int = 0  # Read from or written to main memory.
   cycles: int = 0  # As the compiler expects; 0 except on TPUs.
   loops: list['Loop'] = dataclasses.field(default_factory=list)
@@ -157,6 +160,7 @@ def _count_computation(program: hlo.Program, name: str) -> Loop:
         for branch in names
       ]
       total.branches += 1
+      total.conditionals += 1
       total.add(max(branches, key=lambda branch: branch.kernels))
     elif instruction.opcode in ('call', 'async-start') and called:
       for part in next(iter(called.values())):
@@ -177,6 +181,7 @@ def _count_instruction(
     total.bytes = traffic(program, computation, instruction)
   if _is_host_transfer(instruction):
     total.host_transfers.append(instruction.name)
+  total.keep_kernels = int(is_kernel and _KEEPING in instruction.op_name)
   if is_kernel and '/forward/' in f'{instruction.op_name}/':
     total.forward_kernels = 1
     if layer := _LAYER.search(instruction.op_name):
@@ -267,7 +272,10 @@ def traffic(
   siblings = program.computations[computation]
   operands = [siblings[name].arrays for name in instruction.operands]
   sizes = [bytes_of(arrays) for arrays in operands]
-  result = bytes_of(instruction.arrays)
+  arrays = instruction.arrays
+  if 'cublas' in instruction.target:
+    arrays = arrays[:1]  # The other is room to work in.
+  result = bytes_of(arrays)
   if opcode.endswith('-done'):
     return 0
   if opcode.endswith('-start'):

@@ -65,7 +65,13 @@ _TPU_ENVIRONMENT = {
 # Counts must depend neither on benchmarks of the compiler on this machine nor
 # on the instruction set of its processor.
 _OPTIONS: dict[str, dict[str, Any]] = {
-  'cuda': {'xla_gpu_autotune_level': 0},
+  'cuda': {
+    'xla_gpu_autotune_level': 0,
+    # So that a library's products add bias and residual, and activate. Programs
+    # that run on a GPU need both in XLA_FLAGS (docs/accelerators.md).
+    'xla_gpu_enable_cublaslt': True,
+    'xla_gpu_enable_triton_gemm': False,
+  },
   # Otherwise the compiler moves the cache of each layer onto the chip, writes
   # the new entries there and copies all of it back. Programs that run on a TPU
   # need the option in LIBTPU_INIT_ARGS (docs/accelerators.md).
@@ -272,6 +278,8 @@ class Compiled:
   #: The sizes of the axes of whole weights and caches that are divided.
   divided: frozenset[tuple[int, ...]]
   stages: tuple[str, ...]  # Names.
+  #: Bytes of a forward of the outermost stage over the target's.
+  cost_ratio: float | None
 
 
 def config_of(name: str, vocab_size: int | None = None) -> adapter.Config:
@@ -288,20 +296,21 @@ def _model(
   config: adapter.Config,
   dtype: jax.typing.DTypeLike,
   layout: sharding_lib.Layout = sharding_lib.Layout(),
+  *,
+  platform: str,
 ) -> model_lib.LanguageModel:
   """A model whose weights are shapes."""
-  return adapter.as_model(
-    hub.shape_module(config, jnp.dtype(dtype), layout), layout
-  )
+  module = hub.shape_module(config, jnp.dtype(dtype), layout)
+  return adapter.as_model(module, layout, on_gpu=platform == 'cuda')
 
 
 def _target(
-  task: CompiledTask, layout: sharding_lib.Layout
+  task: CompiledTask, layout: sharding_lib.Layout, platform: str
 ) -> model_lib.LanguageModel:
   config = config_of(task.models.target)
   layers = min(config.num_layers, task.num_layers or config.num_layers)
   config = dataclasses.replace(config, num_layers=layers)
-  return _model(config, task.models.dtype, layout)
+  return _model(config, task.models.dtype, layout, platform=platform)
 
 
 def _drafter(
@@ -309,6 +318,7 @@ def _drafter(
   task: CompiledTask,
   target: model_lib.LanguageModel,
   layout: sharding_lib.Layout,
+  platform: str,
 ) -> drafter_lib.Drafter:
   if method == 'plain':
     return specdec.PLAIN
@@ -320,7 +330,7 @@ def _drafter(
   draft_layout = sharding_lib.draft_layout(
     layout, choice.draft_mesh, layer_bytes
   )
-  draft = _model(config, choice.dtype, draft_layout)
+  draft = _model(config, choice.dtype, draft_layout, platform=platform)
   # The tokenizer is not used, because no text is encoded.
   pair = pair_lib.Pair(target, draft, None, (), layout)  # type: ignore[arg-type]
   settings = dataclasses.replace(task.drafting, inner='lookup')
@@ -400,6 +410,16 @@ def _layout(
   return sharding_lib.make_layout(Mesh(grid, [*mesh]))
 
 
+def _cost_ratio(
+  target: model_lib.LanguageModel, drafter: drafter_lib.Drafter
+) -> float | None:
+  if not drafter.stages:
+    return None
+  outermost = drafter.stages[0]
+  read = outermost.scorer.facts.bytes_of(outermost.config.width)
+  return read / target.spec.weight_bytes
+
+
 def compile_program(
   method: str,
   task: CompiledTask,
@@ -420,8 +440,8 @@ def compile_program(
   devices = abstract_devices(device)
   layout = _layout(devices, mesh, device.description or device.platform)
   devices = devices if mesh else devices[:1]
-  target = _target(task, layout)
-  drafter = _drafter(method, task, target, layout)
+  target = _target(task, layout, device.platform)
+  drafter = _drafter(method, task, target, layout, device.platform)
   request = _request(task, target.spec.vocab_size)
   children = task.children if drafter.stages else None
   rule = rules_lib.to_rule(task.verify, children, drafter)
@@ -456,4 +476,5 @@ def compile_program(
     held=(own, sum(map(_bytes, held)) - saved),
     divided=frozenset(counts.axes_of(leaf.shape) for leaf in divided),
     stages=tuple(stage.name for stage in drafter.stages),
+    cost_ratio=_cost_ratio(target, drafter),
   )

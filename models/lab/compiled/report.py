@@ -29,6 +29,7 @@ def loop_figures(
     'kernels': loop.kernels,
     'kernels_per_layer': round(loop.kernels_per_layer, 2),
     'bookkeeping': loop.other_kernels,
+    'keeping': loop.keep_kernels,
     'copies': dict(loop.copies),
     'collectives': collectives,
     'collectives_per_layer': round(loop.collectives_per_layer, 2),
@@ -38,6 +39,7 @@ def loop_figures(
     ),
     'host_transfers': len(loop.host_transfers),
     'branches': loop.branches,
+    'conditions': loop.conditionals,
     'bytes': loop.bytes,
     'cycles': loop.cycles,
   }

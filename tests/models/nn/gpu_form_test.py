@@ -1,0 +1,86 @@
+"""The form of a model for a GPU, run on CPU: one cache, few rows are more."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+import tiny_drafters
+
+from models.nn import adapter
+from models.nn import attention
+import specdec
+from specdec import cache as cache_lib
+
+
+def _module(name):
+  if name == 'llama':
+    return tiny.llama_module('llama', dtype=jnp.bfloat16)
+  shape = {'num_positions': tiny.MAX_POSITIONS, 'width': 32}
+  return tiny.module(dtype=jnp.bfloat16, vocab_size=45, **shape)
+
+
+def _forms(name):
+  module, hidden = _module(name), (0, cache_lib.AFTER_NORM)
+  make = lambda on_gpu: adapter.as_model(module, hidden=hidden, on_gpu=on_gpu)
+  return make(False), make(True)
+
+
+def _steps(model):
+  """Logits and caches of a prompt, of single tokens and of a few."""
+
+  def run(params, tokens):
+    del params
+    cache, found = model.spec.init_cache(1, 16), []
+    for part in jnp.split(tokens, (4, 5, 6), axis=1):
+      length = part.shape[1]
+      positions = cache.length[:, None] + jnp.arange(length)[None]
+      mask = cache_lib.causal_mask(cache.length, length, cache.num_slots)
+      logits, cache = model.apply(part, positions, mask, cache)
+      cache = cache_lib.advance(cache, length)
+      found.append(logits)
+    return jnp.concatenate(found, axis=1), cache
+
+  tokens = np.random.default_rng(0).integers(40, size=(1, 9))
+  return jax.jit(run)(model.params, tokens)
+
+
+@pytest.mark.parametrize('most_sums', [1 << 23, 0])
+@pytest.mark.parametrize('name', ['gpt2', 'llama'])
+def test_it_computes_what_the_other_form_computes(name, most_sums, monkeypatch):
+  monkeypatch.setattr(attention, '_MOST_SUMS', most_sums)
+  common, for_gpu = _forms(name)
+  (logits, cache), (found, one) = _steps(common), _steps(for_gpu)
+  assert found.shape == logits.shape
+  np.testing.assert_allclose(found, logits, rtol=0.05, atol=0.1)
+  assert (len(one.keys), len(one.values)) == (1, 0)
+  for layer in range(len(cache.keys)):
+    for ours, theirs in zip(one.layer(layer), cache.layer(layer), strict=True):
+      np.testing.assert_allclose(
+        *(each[:, :, :9].astype('float32') for each in (ours, theirs)),
+        *(0.05, 0.05),
+      )
+
+
+def test_it_decodes_as_plainly():
+  """Path by path, in rows of several lengths."""
+  _, target = _forms('gpt2')
+  decode = lambda drafter: specdec.generate(
+    *(target, jax.random.key(0), [[1, 2, 3], [4, 5]]),
+    drafter=drafter,
+    max_new_tokens=24,
+  )
+  plain = decode(specdec.PLAIN)
+  tree = decode(tiny_drafters.simple('tree', target))
+  assert tree.tokens == plain.tokens
+  assert tree.stats.target_forwards < 0.6 * plain.stats.target_forwards
+
+
+def test_long_texts_have_an_array_per_layer():
+  """A layer's slots are copied for a forward, which many would make slow."""
+  _, model = _forms('gpt2')
+  caches = [
+    jax.eval_shape(lambda size=size: model.spec.init_cache(1, size))
+    for size in (100, 100_000)
+  ]
+  assert [len(cache.values) for cache in caches] == [0, 2]
