@@ -16,10 +16,10 @@ from models.nn import adapter
 from models.nn.cpu import build
 import specdec
 from specdec import cache as cache_lib
+from specdec import cached_states as states_lib
 from specdec import recurrent as recurrent_lib
 
-_HYBRIDS = ('lfm2', 'lfm2_old_keys', 'lfm2_of_one')
-_HYBRIDS += ('qwen3_5', 'qwen3_5_shared_keys')
+_HYBRIDS = ('lfm2_old_keys', 'qwen3_5_shared_keys')
 _kernels = pytest.mark.skipif(
   not build.is_available(), reason='the CPU kernels need a C++ compiler'
 )
@@ -75,7 +75,7 @@ def _check_path(model, tree, logits, cache, row, leaf, atol):
 
 @_kernels
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'int8', 'int4'])
-@pytest.mark.parametrize('name', ['lfm2_old_keys', 'qwen3_5_shared_keys'])
+@pytest.mark.parametrize('name', _HYBRIDS)
 def test_a_node_has_the_bits_of_plain_decoding_of_its_path(
   name, dtype, tmp_path
 ):
@@ -205,17 +205,11 @@ def _by_hand(tokens, window):
   """A cache of one hashed layer that has read tokens, and a window."""
   model = tiny_recurrent.hashed(_VOCAB)
   cache = model.spec.init_cache(len(tokens), 32)
-  cache = cache_lib.with_window(cache, len(window[0]))
+  cache = states_lib.with_window(cache, len(window[0]))
   _, cache = tiny_recurrent.chunk(model, jnp.asarray(tokens), cache)
   inputs = {'token': jnp.asarray(window)[:, None, :, None]}
   layer = cache.recurrent[0].replace(inputs=inputs)
   return cache.replace(recurrent={0: layer})
-
-
-def _hash(tokens):
-  return functools.reduce(
-    lambda h, token: (31 * h + token + 1) % 997, tokens, 0
-  )
 
 
 def _states(cache):
@@ -224,10 +218,16 @@ def _states(cache):
 
 def test_lengthening_and_going_back_by_hand():
   cache = _by_hand([[1, 2], [3, 4]], [[5, 6, 7], [8, 9, 10]])
-  assert _states(cache) == [_hash([1, 2]), _hash([3, 4])]
+  assert _states(cache) == [
+    tiny_recurrent.hash_of([1, 2]),
+    tiny_recurrent.hash_of([3, 4]),
+  ]
   ahead = cache_lib.advance(cache, jnp.array([0, 2]))
-  assert _states(ahead) == [_hash([1, 2]), _hash([3, 4, 8, 9])]
-  marked = cache_lib.mark(cache)
+  assert _states(ahead) == [
+    tiny_recurrent.hash_of([1, 2]),
+    tiny_recurrent.hash_of([3, 4, 8, 9]),
+  ]
+  marked = states_lib.mark(cache)
   kept = cache_lib.keep(
     marked,
     jnp.array([1, 0]),
@@ -235,7 +235,10 @@ def test_lengthening_and_going_back_by_hand():
     jnp.array([1, 2]),
     window=3,
   )
-  assert _states(kept) == [_hash([1, 2, 5, 7]), _hash([3, 4, 10, 8])]
+  assert _states(kept) == [
+    tiny_recurrent.hash_of([1, 2, 5, 7]),
+    tiny_recurrent.hash_of([3, 4, 10, 8]),
+  ]
   assert kept.length.tolist() == [4, 4]
   for length, left, states in (
     (jnp.array([4, 9]), [4, 4], _states(kept)),
