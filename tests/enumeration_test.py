@@ -750,19 +750,19 @@ def test_match_with_a_head_says_what_plain_decoding_does():
     assert 1.2 < np.mean(steps) < 0.8 * _MATCH_LENGTH
 
 
-@pytest.mark.parametrize('kind', ['chain', 'staged'])
-def test_match_with_states_says_what_plain_decoding_does(kind):
+def test_match_with_states_says_what_plain_decoding_does():
   """The state of target and draft is a hash of the path, so any fold counts."""
   target = tiny_recurrent.hashed(_MATCH_VOCAB_SIZE)
   draft = tiny_recurrent.hashed(_MATCH_VOCAB_SIZE, noise=9.0)
   logits = np.asarray(target.params['logits'])
   logits_of = lambda texts: logits[[*map(tiny_recurrent.hash_of, texts)]]
   run, counted = enumeration.quick_jit(_decode_with_noise), []
-  for name in ('temperature 1', 'penalty, bias, filters', 'greedy'):
+  for name in ('temperature 1', 'penalty, bias, filters'):
     values = enumeration.SAMPLINGS[name]
-    noises, expected = _noises(logits_of, values)
+    # Those that lead to every sequence, and a few others.
+    noises, expected = (one[:100] for one in _noises(logits_of, values))
     sampling = enumeration.full_sampling(values, _MATCH_VOCAB_SIZE)
-    drafter = tiny_drafters.simple(kind, draft)
+    drafter = tiny_drafters.simple('staged', draft)
     emitted, num_steps = run(target, drafter, sampling, noises)
     np.testing.assert_array_equal(emitted, expected, err_msg=name)
     counted += np.asarray(num_steps).tolist()

@@ -13,11 +13,14 @@ import variants
 
 from models.checkpoints import hub
 from models.nn import adapter
+from models.nn import other_tokens
 from models.nn.cpu import build
 import specdec
 from specdec import cache as cache_lib
 from specdec import cached_states as states_lib
+from specdec import memory
 from specdec import recurrent as recurrent_lib
+from specdec import statistics
 
 _HYBRIDS = ('lfm2_old_keys', 'qwen3_5_shared_keys')
 _kernels = pytest.mark.skipif(
@@ -261,3 +264,36 @@ def test_parents_and_ancestors_by_hand():
   assert recurrent_lib.parents(sees[:, 4:]).tolist() == [[-1, 0, -1, 1, 3]]
   for number, expected in enumerate(([0, 1, 2, 3, 4], [-1, 0, 1, 1, 3])):
     assert recurrent_lib.ancestor(sees, number).tolist() == [expected]
+
+
+def test_states_are_counted():
+  """Their memory before a decode, and what steps read of them."""
+  model = adapter.as_model(tiny.llama_module('delta'))
+  matrix, conv = 4 * 16 * 8, 2 * 2 * 16 + 4 * 8
+  state, inputs = 4 * (matrix + 3 * conv), 4 * (conv + 2 * 16 + 4 * 8 + 4)
+  assert model.spec.state_bytes == state
+  drafter = tiny_drafters.simple('chain', model)
+  parts = memory.decode_bytes(
+    model, drafter, (3, 16), specdec.DecodeConfig(max_new_tokens=8)
+  )
+  # A state and its mark, and the windows of the target and the draft.
+  [held] = [size for part, size in parts.items() if 'states' in part]
+  assert held == 3 * (2 * 2 * state + (4 + 1) * inputs)
+  result = specdec.generate(
+    model, tiny.row_keys(2), [[1], [2, 3]], max_new_tokens=4, drafter=drafter
+  )
+  stats = result.stats
+  assert stats.costs['draft']['per_row'] == 2 * state
+  assert stats.reads['target']['rows'] == stats.target_forwards
+  plain = statistics.bytes_read({'target': stats.reads['plain']}, stats.costs)
+  slots = stats.reads['plain']['slots'] * 2 * 2 * 8 * 4
+  assert plain == 4 * model.spec.weight_bytes + slots + 8 * 2 * state
+
+
+def test_a_draft_with_states_reads_tokens_as_they_are():
+  draft = adapter.as_model(tiny.llama_module('lfm2'))
+  same = jnp.arange(tiny.VOCAB_SIZE)
+  with pytest.raises(
+    ValueError, match=r'cannot read a token .* as 2 of its own'
+  ):
+    other_tokens.with_other_tokens(draft, same, jnp.stack([same, same], 1))
