@@ -268,8 +268,8 @@ init_empty_cache = functools.partial(
 """`init_cache` of a model without layers, which keeps the lengths only."""
 
 
-def _finite(new: jax.Array) -> jax.Array:
-  """Entries with zeros for NaN and inf.
+def finite(new: jax.Array) -> jax.Array:
+  """Returns entries with zeros for NaN and inf.
 
   A masked NaN would still spread, since 0 x NaN is NaN, from a candidate to the
   whole tree. The logits of the candidate itself remain NaN.
@@ -288,7 +288,7 @@ def write(
   """
 
   def put(array: jax.Array, new: jax.Array, *first: int) -> jax.Array:
-    new = _finite(new)[:, :, : cache.num_new]
+    new = finite(new)[:, :, : cache.num_new]
     return cache.ops.write(array, new, cache.write_at, *first)
 
   if cache.heads_together is None:
@@ -338,85 +338,9 @@ def write_hidden(
     return cache
   kept = cache.hidden[layer]
   # Rounding may make infinity.
-  new = _finite(states.astype(kept.dtype))[:, : cache.num_new]
+  new = finite(states.astype(kept.dtype))[:, : cache.num_new]
   written = cache.ops.write(kept, new[:, None], cache.write_at)
   return cache.replace(hidden={**cache.hidden, layer: written})
-
-
-def with_recurrent(
-  cache: KVCache, layers: Mapping[int, recurrent_lib.Recurrent]
-) -> KVCache:
-  """An empty cache that also has recurrent layers."""
-  marked = jnp.zeros_like(cache.length) if layers else None
-  return cache.replace(recurrent=layers, marked=marked)
-
-
-def with_window(cache: KVCache, num_slots: int) -> KVCache:
-  """The cache with empty windows of so many slots in its recurrent layers."""
-  resized = {
-    layer: one.with_window(num_slots) for layer, one in cache.recurrent.items()
-  }
-  return cache.replace(recurrent=resized)
-
-
-def enter_window(
-  cache: KVCache | None,
-  layer: int,
-  mask: jax.Array,
-  empty: recurrent_lib.Recurrent,
-) -> tuple[recurrent_lib.Recurrent, jax.Array, jax.Array]:
-  """A recurrent layer at the beginning of a forward over L tokens.
-
-  Args:
-    cache: the cache; without one (training), the L tokens are the whole text.
-    layer: a key of `KVCache.recurrent`.
-    mask: `[B, L, S]` bool over the slots of the cache, `[B, L, L]` without one.
-    empty: the layer before any token, used without a cache.
-
-  Returns:
-    The layer, `[B, L, T]` bool, the slots of the window that each token sees,
-    and `[B]` int32, the slot of the first one. A forward of T tokens or more
-    has a window of its own.
-  """
-  one = empty if cache is None else cache.recurrent[layer]
-  if mask.shape[1] >= one.num_slots:
-    one = one.with_window(mask.shape[1])
-  if cache is None:
-    return one, mask, jnp.zeros(mask.shape[0], jnp.int32)
-  window = lambda row, at: lax.dynamic_slice_in_dim(
-    row, at, one.num_slots, axis=1
-  )
-  sees = jax.vmap(window)(mask, cache.length)
-  return one, sees, cache.write_at - cache.length
-
-
-def write_inputs(
-  cache: KVCache | None,
-  one: recurrent_lib.Recurrent,
-  new: Mapping[str, jax.Array],
-  first: jax.Array,
-) -> recurrent_lib.Recurrent:
-  """Writes inputs `[B, L, width]` to the window, from slots `first [B]` on.
-
-  NaN and inf are written as zeros. Other inputs stay as they are.
-  """
-  inputs = dict(one.inputs)
-  for name, array in new.items():
-    array = _finite(array)[:, None]
-    if array.shape[2] < one.num_slots:
-      assert cache is not None
-      array = cache.ops.write(inputs[name], array, first)
-    inputs[name] = array
-  return one.replace(inputs=inputs)
-
-
-def with_recurrent_layer(
-  cache: KVCache | None, layer: int, one: recurrent_lib.Recurrent
-) -> KVCache | None:
-  """The cache with another recurrent layer; None without a cache."""
-  if cache is None:
-    return None
-  return cache.replace(recurrent={**cache.recurrent, layer: one})
 
 
 def _lengthened(cache: KVCache, slots: jax.Array, count: jax.Array) -> KVCache:
@@ -433,16 +357,6 @@ def advance(cache: KVCache, count: jax.Array) -> KVCache:
   size = max((one.num_slots for one in layers), default=0)
   slots = jnp.broadcast_to(jnp.arange(size)[None], (count.shape[0], size))
   return _lengthened(cache, slots, count)
-
-
-def mark(cache: KVCache) -> KVCache:
-  """Marks the states of recurrent layers, so that `rewind` finds them."""
-  if not cache.recurrent:
-    return cache
-  marks = {
-    layer: one.replace(mark=one.state) for layer, one in cache.recurrent.items()
-  }
-  return cache.replace(recurrent=marks, marked=cache.length)
 
 
 def usable(cache: KVCache, length: jax.typing.ArrayLike) -> jax.Array:

@@ -247,10 +247,13 @@ def llama_module(
   graph, variables = nnx.split(
     nnx.eval_shape(lambda: make(config, dtype=dtype, rngs=nnx.Rngs(0)))
   )
-  leaves, structure = jax.tree.flatten(nnx.to_pure_dict(variables))
+  pure = nnx.to_pure_dict(variables)
+  leaves, structure = jax.tree_util.tree_flatten_with_path(pure)
   drawn = []
-  for index, leaf in enumerate(leaves):
+  for index, (path, leaf) in enumerate(leaves):
     rng = np.random.default_rng(_LLAMA_SEED + index)
     values = 0.5 * rng.standard_normal(leaf.shape) + (leaf.ndim == 1)
+    if path[-1].key == 'rate':  # States decay.
+      values = -np.abs(values)
     drawn.append(jnp.asarray(values, leaf.dtype))
   return nnx.merge(graph, jax.tree.unflatten(structure, drawn))

@@ -9,6 +9,7 @@ import numpy as np
 
 import specdec
 from specdec import cache as cache_lib
+from specdec import cached_states as states_lib
 from specdec import recurrent as recurrent_lib
 
 _ROWS = 997  # Different states; hardly two paths have the same.
@@ -27,19 +28,21 @@ def _layer(batch_size):
 
 def _apply(params, tokens, positions, mask, cache):
   del positions
-  one, sees, first = cache_lib.enter_window(cache, 0, mask, _layer(len(tokens)))
-  visit = lambda state, new: (new, _step(state, new)['hash'])
+  one, sees, first = states_lib.enter_window(
+    cache, 0, mask, _layer(len(tokens))
+  )
+  visit = lambda state, added: (added, _step(state, added)['hash'])
   added, hashes = recurrent_lib.walk(
     one, sees, first, {'token': tokens[..., None]}, visit
   )
-  one = cache_lib.write_inputs(cache, one, added, first)
-  cache = cache_lib.with_recurrent_layer(cache, 0, one)
+  one = states_lib.write_inputs(cache, one, added, first)
+  cache = states_lib.with_recurrent_layer(cache, 0, one)
   return params['logits'][hashes], cache
 
 
 def _init_cache(batch_size, num_slots):
   cache = cache_lib.init_empty_cache(batch_size, num_slots)
-  return cache_lib.with_recurrent(cache, {0: _layer(batch_size)})
+  return states_lib.with_recurrent(cache, {0: _layer(batch_size)})
 
 
 @functools.cache
@@ -68,14 +71,17 @@ def _spec(vocab_size, max_positions):
   )
 
 
+def hash_of(text) -> int:
+  """The state after a text, by a loop."""
+  add = lambda state, token: (31 * state + token + 1) % _ROWS
+  return functools.reduce(add, map(int, text), 0)
+
+
 def greedy(model: specdec.LanguageModel, text: list[int], number: int):
   """The next tokens of a hashed model, by a loop over the whole text."""
   logits, text = np.asarray(model.params['logits']), [*text]
   for _ in range(number):
-    state = 0
-    for token in text:
-      state = (31 * state + token + 1) % _ROWS
-    text.append(int(np.argmax(logits[state])))
+    text.append(int(np.argmax(logits[hash_of(text)])))
   return text[-number:] if number else []
 
 
@@ -90,7 +96,7 @@ def chunk(model, tokens, cache):
   mask = cache_lib.causal_mask(cache.length, size, cache.num_slots)
   logits, cache = model.apply(tokens, positions, mask, cache)
   cache = cache_lib.advance(cache, jnp.full_like(cache.length, size))
-  return logits, cache_lib.with_window(cache, 0)
+  return logits, states_lib.with_window(cache, 0)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -589,8 +589,12 @@ def _layer_keys(
     keys['layer_types'] = types
   if kind.windows == 'switched':
     keys['use_sliding_window'] = any(slides)
+  # Some classes have another default than 1.
+  part = lambda rope: (
+    {'partial_rotary_factor': rope.fraction} if kind.is_partial else {}
+  )
   by_type = {
-    name: rope_keys.write(rope)
+    name: rope_keys.write(rope) | part(rope)
     for name, rope in zip(types, ropes, strict=True)
     if rope is not None
   }

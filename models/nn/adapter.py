@@ -18,6 +18,7 @@ from models.nn import matrices as matrices_lib
 from models.nn import sharding as sharding_lib
 from models.nn.cpu import ops
 from specdec import cache as cache_lib
+from specdec import cached_states as states_lib
 from specdec import model as model_lib
 from specdec import recurrent as recurrent_lib
 
@@ -164,7 +165,7 @@ def network_facts(
     )
     widths = dict.fromkeys(hidden, config.width)
     cache = cache_lib.with_hidden(cache, widths, dtype)
-    cache = cache_lib.with_recurrent(cache, empty(batch_size))
+    cache = states_lib.with_recurrent(cache, empty(batch_size))
     return layout.place(cache.replace(ops=cache_ops))
 
   head_parts = layout.parts('kv_heads')

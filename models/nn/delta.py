@@ -26,7 +26,7 @@ from models.nn import layers
 from models.nn import llama as nn_llama
 from models.nn import rope as rope_lib
 from models.nn.cpu import state_ops
-from specdec import cache as cache_lib
+from specdec import cached_states as states_lib
 from specdec import recurrent as recurrent_lib
 
 
@@ -190,13 +190,13 @@ class DeltaNet(nnx.Module):
     ends = config.mixed_width, config.mixed_width + width
     mixed, gate, gates = jnp.split(projected, ends, axis=-1)
     empty = config.state_of_layer(x.shape[0], kernels=kernels)
-    one, sees, first = cache_lib.enter_window(cache, self.layer, mask, empty)
-    one = cache_lib.write_inputs(cache, one, {'conv': mixed}, first)
+    one, sees, first = states_lib.enter_window(cache, self.layer, mask, empty)
+    one = states_lib.write_inputs(cache, one, {'conv': mixed}, first)
     mixed = self.conv1d(mixed, one, sees, kernels=kernels, silu=True)
     walk = self._by_kernel if kernels else self._composed
     added, out = walk(one, sees, first, mixed, jnp.split(gates, 2, axis=-1))
-    one = cache_lib.write_inputs(cache, one, added, first)
-    cache = cache_lib.with_recurrent_layer(cache, self.layer, one)
+    one = states_lib.write_inputs(cache, one, added, first)
+    cache = states_lib.with_recurrent_layer(cache, self.layer, one)
     heads = out.reshape(*out.shape[:2], -1, config.value_width)
     heads = layers.normalize(heads, self.norm, kernels=kernels)
     out = gated(heads.reshape(out.shape), gate, silu=True, kernels=kernels)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from models.nn import convolution
 from models.nn import layers
 from models.nn import llama as nn_llama
-from specdec import cache as cache_lib
+from specdec import cached_states as states_lib
 from specdec import recurrent as recurrent_lib
 
 
@@ -75,10 +75,10 @@ class ShortConv(nnx.Module):
     gated = gate * values
     kernels = self.o_proj.is_packed
     empty = self.config.state_of_layer(x.shape[0], kernels=kernels)
-    one, sees, first = cache_lib.enter_window(cache, self.layer, mask, empty)
-    one = cache_lib.write_inputs(cache, one, {'conv': gated}, first)
+    one, sees, first = states_lib.enter_window(cache, self.layer, mask, empty)
+    one = states_lib.write_inputs(cache, one, {'conv': gated}, first)
     mixed = self.conv(gated, one, sees, kernels=kernels)
-    cache = cache_lib.with_recurrent_layer(cache, self.layer, one)
+    cache = states_lib.with_recurrent_layer(cache, self.layer, one)
     out = layers.project(
       out_gate * mixed, [self.o_proj.parameters], residual=residual
     )

@@ -132,11 +132,6 @@ def _init_several(init_cache: _InitCache, number: int) -> _InitCache:
 
   def init(batch_size: int, num_slots: int) -> cache_lib.KVCache:
     cache = init_cache(batch_size, num_slots * number)
-    if cache.recurrent:
-      raise ValueError(
-        'a draft whose layers have states cannot read a token of the target as'
-        f' {number} of its own; choose one with the tokenizer of the target'
-      )
     keys = tuple(_joined(one, number) for one in cache.keys)
     like = keys[0] if keys else jnp.zeros((batch_size, 1, num_slots, 1))
     counts = cache.ops.place(jnp.zeros_like(like[..., :1]))
@@ -187,7 +182,16 @@ def with_other_tokens(
     same: `[V]` int32, the draft token that each token is, or -1.
     parts: `[V, R]` int32, the draft tokens that each token is read as, at least
       one, the last of them in the last place; -1 before the first.
+
+  Raises:
+    ValueError: the draft has layers with states, and R is above 1.
   """
+  if draft.spec.state_bytes and parts.shape[1] > 1:
+    raise ValueError(
+      'a draft whose layers have states cannot read a token of the target as'
+      f' {parts.shape[1]} of its own; choose one with the tokenizer of the'
+      ' target'
+    )
   spec = _spec(draft.spec, *parts.shape)
   params = {'draft': draft.params, 'same': same, 'parts': parts}
   return model_lib.LanguageModel(params=params, spec=spec)

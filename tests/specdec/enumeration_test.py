@@ -17,6 +17,8 @@ import list_trees
 import numpy as np
 import pytest
 import slow_walks
+import tiny_drafters
+import tiny_recurrent
 
 from models.nn import table_model
 import specdec
@@ -671,10 +673,11 @@ def _decode_with_noise(target, drafter, sampling, noise):
   return result.tokens[:, 1:], result.counters.target_forwards
 
 
-def _noises(table, values):
+def _noises(logits_of, values):
   """`[n, T, V]` noises by position, `[n, L]` what they lead to.
 
-  Every possible sequence is among these.
+  Every possible sequence is among these; `logits_of` texts `[n, L]` are those
+  of the target after them, `[n, V]`.
   """
   rng = np.random.default_rng(0)
   tokens = range(_MATCH_VOCAB_SIZE)
@@ -689,11 +692,15 @@ def _noises(table, values):
   texts = np.full((len(noises), 1), enumeration.PROMPT)
   for place in range(1, _MATCH_LENGTH + 1):
     seen = (texts[:, :, None] == np.array(tokens)).any(1)
-    probs = enumeration.exact_probs(table[texts[:, -1]], seen, values)
+    probs = enumeration.exact_probs(logits_of(texts), seen, values)
     with np.errstate(divide='ignore'):
       best = np.argmax(np.log(probs) + noises[:, place], axis=1)
     texts = np.concatenate([texts, best[:, None]], axis=1)
   return noises, texts[:, 1:]
+
+
+def _of_table(table):
+  return lambda texts: table[texts[:, -1]]
 
 
 _LONG = ('chain of 3', 'ragged tree', 'tables', 'tree')
@@ -709,7 +716,7 @@ def test_match_says_what_plain_decoding_does(name):
     rng = np.random.default_rng(number)
     target = 1.3 * rng.normal(size=(_MATCH_VOCAB_SIZE,) * 2)
     target = target.astype(np.float32)
-    noises, expected = _noises(target, values)
+    noises, expected = _noises(_of_table(target), values)
     if sampling == 'temperature 1':
       assert len(np.unique(expected, axis=0)) == 3**_MATCH_LENGTH
     for kind in ('similar', 'adversarial'):
@@ -741,8 +748,27 @@ def check_match_with_states(make):
   run = enumeration.quick_jit(_decode_with_noise)
   for name in ('temperature 1', 'penalty, bias, filters', 'greedy'):
     values = enumeration.SAMPLINGS[name]
-    noises, expected = _noises(table, values)
+    noises, expected = _noises(_of_table(table), values)
     sampling = enumeration.full_sampling(values, _MATCH_VOCAB_SIZE)
     emitted, steps = run(target, drafter, sampling, noises)
     np.testing.assert_array_equal(emitted, expected, err_msg=name)
     assert 1.2 < np.mean(steps) < 0.8 * _MATCH_LENGTH
+
+
+def test_match_with_states_says_what_plain_decoding_does():
+  """The state of target and draft is a hash of the path, so any fold counts."""
+  target = tiny_recurrent.hashed(_MATCH_VOCAB_SIZE)
+  draft = tiny_recurrent.hashed(_MATCH_VOCAB_SIZE, noise=9.0)
+  logits = np.asarray(target.params['logits'])
+  logits_of = lambda texts: logits[[*map(tiny_recurrent.hash_of, texts)]]
+  run, counted = enumeration.quick_jit(_decode_with_noise), []
+  for name in ('temperature 1', 'penalty, bias, filters'):
+    values = enumeration.SAMPLINGS[name]
+    # Those that lead to every sequence, and a few others.
+    noises, expected = (one[:100] for one in _noises(logits_of, values))
+    sampling = enumeration.full_sampling(values, _MATCH_VOCAB_SIZE)
+    drafter = tiny_drafters.simple('staged', draft)
+    emitted, num_steps = run(target, drafter, sampling, noises)
+    np.testing.assert_array_equal(emitted, expected, err_msg=name)
+    counted += np.asarray(num_steps).tolist()
+  assert 1.2 < np.mean(counted) < 0.9 * _MATCH_LENGTH

@@ -13,13 +13,16 @@ import variants
 
 from models.checkpoints import hub
 from models.nn import adapter
+from models.nn import other_tokens
 from models.nn.cpu import build
 import specdec
 from specdec import cache as cache_lib
+from specdec import cached_states as states_lib
+from specdec import memory
 from specdec import recurrent as recurrent_lib
+from specdec import statistics
 
-_HYBRIDS = ('lfm2', 'lfm2_old_keys', 'lfm2_of_one')
-_HYBRIDS += ('qwen3_5', 'qwen3_5_shared_keys')
+_HYBRIDS = ('lfm2_old_keys', 'qwen3_5_shared_keys')
 _kernels = pytest.mark.skipif(
   not build.is_available(), reason='the CPU kernels need a C++ compiler'
 )
@@ -75,7 +78,7 @@ def _check_path(model, tree, logits, cache, row, leaf, atol):
 
 @_kernels
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'int8', 'int4'])
-@pytest.mark.parametrize('name', ['lfm2_old_keys', 'qwen3_5_shared_keys'])
+@pytest.mark.parametrize('name', _HYBRIDS)
 def test_a_node_has_the_bits_of_plain_decoding_of_its_path(
   name, dtype, tmp_path
 ):
@@ -205,17 +208,11 @@ def _by_hand(tokens, window):
   """A cache of one hashed layer that has read tokens, and a window."""
   model = tiny_recurrent.hashed(_VOCAB)
   cache = model.spec.init_cache(len(tokens), 32)
-  cache = cache_lib.with_window(cache, len(window[0]))
+  cache = states_lib.with_window(cache, len(window[0]))
   _, cache = tiny_recurrent.chunk(model, jnp.asarray(tokens), cache)
   inputs = {'token': jnp.asarray(window)[:, None, :, None]}
   layer = cache.recurrent[0].replace(inputs=inputs)
   return cache.replace(recurrent={0: layer})
-
-
-def _hash(tokens):
-  return functools.reduce(
-    lambda h, token: (31 * h + token + 1) % 997, tokens, 0
-  )
 
 
 def _states(cache):
@@ -224,10 +221,16 @@ def _states(cache):
 
 def test_lengthening_and_going_back_by_hand():
   cache = _by_hand([[1, 2], [3, 4]], [[5, 6, 7], [8, 9, 10]])
-  assert _states(cache) == [_hash([1, 2]), _hash([3, 4])]
+  assert _states(cache) == [
+    tiny_recurrent.hash_of([1, 2]),
+    tiny_recurrent.hash_of([3, 4]),
+  ]
   ahead = cache_lib.advance(cache, jnp.array([0, 2]))
-  assert _states(ahead) == [_hash([1, 2]), _hash([3, 4, 8, 9])]
-  marked = cache_lib.mark(cache)
+  assert _states(ahead) == [
+    tiny_recurrent.hash_of([1, 2]),
+    tiny_recurrent.hash_of([3, 4, 8, 9]),
+  ]
+  marked = states_lib.mark(cache)
   kept = cache_lib.keep(
     marked,
     jnp.array([1, 0]),
@@ -235,7 +238,10 @@ def test_lengthening_and_going_back_by_hand():
     jnp.array([1, 2]),
     window=3,
   )
-  assert _states(kept) == [_hash([1, 2, 5, 7]), _hash([3, 4, 10, 8])]
+  assert _states(kept) == [
+    tiny_recurrent.hash_of([1, 2, 5, 7]),
+    tiny_recurrent.hash_of([3, 4, 10, 8]),
+  ]
   assert kept.length.tolist() == [4, 4]
   for length, left, states in (
     (jnp.array([4, 9]), [4, 4], _states(kept)),
@@ -258,3 +264,36 @@ def test_parents_and_ancestors_by_hand():
   assert recurrent_lib.parents(sees[:, 4:]).tolist() == [[-1, 0, -1, 1, 3]]
   for number, expected in enumerate(([0, 1, 2, 3, 4], [-1, 0, 1, 1, 3])):
     assert recurrent_lib.ancestor(sees, number).tolist() == [expected]
+
+
+def test_states_are_counted():
+  """Their memory before a decode, and what steps read of them."""
+  model = adapter.as_model(tiny.llama_module('delta'))
+  matrix, conv = 4 * 16 * 8, 2 * 2 * 16 + 4 * 8
+  state, inputs = 4 * (matrix + 3 * conv), 4 * (conv + 2 * 16 + 4 * 8 + 4)
+  assert model.spec.state_bytes == state
+  drafter = tiny_drafters.simple('chain', model)
+  parts = memory.decode_bytes(
+    model, drafter, (3, 16), specdec.DecodeConfig(max_new_tokens=8)
+  )
+  # A state and its mark, and the windows of the target and the draft.
+  [held] = [size for part, size in parts.items() if 'states' in part]
+  assert held == 3 * (2 * 2 * state + (4 + 1) * inputs)
+  result = specdec.generate(
+    model, tiny.row_keys(2), [[1], [2, 3]], max_new_tokens=4, drafter=drafter
+  )
+  stats = result.stats
+  assert stats.costs['draft']['per_row'] == 2 * state
+  assert stats.reads['target']['rows'] == stats.target_forwards
+  plain = statistics.bytes_read({'target': stats.reads['plain']}, stats.costs)
+  slots = stats.reads['plain']['slots'] * 2 * 2 * 8 * 4
+  assert plain == 4 * model.spec.weight_bytes + slots + 8 * 2 * state
+
+
+def test_a_draft_with_states_reads_tokens_as_they_are():
+  draft = adapter.as_model(tiny.llama_module('lfm2'))
+  same = jnp.arange(tiny.VOCAB_SIZE)
+  with pytest.raises(
+    ValueError, match=r'cannot read a token .* as 2 of its own'
+  ):
+    other_tokens.with_other_tokens(draft, same, jnp.stack([same, same], 1))

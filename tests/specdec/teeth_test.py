@@ -543,9 +543,10 @@ a state takes in what another row added
   (array[:, 0], slot) => (array[::-1, 0], slot)
 rows that go back keep their state
   _chosen(stays, self.state, before) => self.state
-[cache: STATES]
+[cached_states: STATES]
 the mark is not moved
   one.replace(mark=one.state) => one
+[cache: STATES]
 a mark is used although the text before it changed
   (cache.marked <= known, cache.marked, => (cache.marked >= 0, cache.marked,
 accepted nodes are folded in the order of their slots
