@@ -82,6 +82,22 @@ def test_products_are_those_of_the_weights_of_gguf(kind, shape):
   np.testing.assert_array_equal(spoiled[2:], result[2:])
 
 
+@_kernels
+@pytest.mark.parametrize('outputs', [40, 10_000])  # Few pages, huge ones.
+@pytest.mark.parametrize('kind', ['Q4_K', 'int8'])
+def test_a_packed_matrix_lies_where_it_was_packed(kind, outputs, monkeypatch):
+  made = []
+  make = blocks_lib.aligned_zeros
+  keep = lambda shape: made.append(make(shape)) or made[-1]
+  monkeypatch.setattr(blocks_lib, 'aligned_zeros', keep)
+  if kind == 'int8':
+    matrix = matrices_lib.quantize(np.ones((outputs, 512)))
+  else:
+    matrix = _drawn(kind, (outputs, 512))[0]
+  words = matrices_lib.pack(matrix).words
+  assert words.unsafe_buffer_pointer() == made[0].ctypes.data
+
+
 @pytest.mark.parametrize('kind', blocks_lib.KINDS)
 def test_xla_expands_what_gguf_does(kind):
   """To the last bit, also where a factor is denormal."""
