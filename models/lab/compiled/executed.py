@@ -78,7 +78,8 @@ def per_step(
   names = [name for name in rounds if any(_is_of(one, name) for one in loops)]
   times = {name: rounds[name] for name in names}
   total = {
-    what: step[what] + sum(
+    what: step[what]
+    + sum(
       _mean([one[what] for one in loops if _is_of(one, name)]) * times[name]
       for name in names
     )
