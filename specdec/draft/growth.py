@@ -264,9 +264,8 @@ class _BestFirst(_Policy):
 
   @property
   def takes_all_rounds(self) -> bool:
-    """Of a model that need not pay; those of tables often have nothing left."""
-    stage = self.stage
-    return stage.config.cost_ratio == 0 and bool(stage.scorer.facts.networks)
+    """If nothing need pay: an n-gram, for example, always has candidates."""
+    return self.stage.config.cost_ratio == 0
 
   def next_nodes(
     self, tree: tree_lib.TokenTree, scored: jax.Array, rounds_done: jax.Array
