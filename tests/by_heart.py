@@ -47,22 +47,10 @@ def hidden(tokens):
   return logits, cache.hidden
 
 
-def _noisy(params, key, amount):
-  """Parameters with every entry changed by about this fraction of itself."""
-  leaves, structure = jax.tree.flatten(params)
-  keys = jax.random.split(key, len(leaves))
-  noisy = [
-    leaf * (1 + amount * jax.random.normal(key, leaf.shape))
-    for leaf, key in zip(leaves, keys, strict=True)
-  ]
-  return jax.tree.unflatten(structure, noisy)
-
-
-def fitted(make_loss, params, reads, *, steps, noise=0.0):
+def fitted(make_loss, params, reads, *, steps):
   """Parameters after training on the texts; of `make_loss` see the trainers.
 
-  `reads` are the states that the drafter reads. What is trained with some noise
-  still knows the texts when its weights are rounded.
+  `reads` are the states that the drafter reads.
   """
   logits, of_layers = hidden(texts())
   states = [of_layers[one][:, 0] for one in reads]
@@ -85,10 +73,7 @@ def fitted(make_loss, params, reads, *, steps, noise=0.0):
     def step(number, carry):
       params, state = carry
       drawn = batch | {'draw': number.astype(jnp.uint32)}
-      near = params
-      if noise:
-        near = _noisy(params, jax.random.key(number), noise)
-      grads = jax.grad(lambda params: loss(params, drawn)[0])(near)
+      grads = jax.grad(lambda params: loss(params, drawn)[0])(params)
       updates, state = optimizer.update(grads, state)
       return optax.apply_updates(params, updates), state
 

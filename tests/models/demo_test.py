@@ -47,15 +47,16 @@ def test_every_method_helps_and_changes_nothing(pair):
   assert tau['ngram'] > 1.4
 
 
-def test_the_head_helps_and_changes_nothing(pair):
-  choice = choice_lib.ModelChoice('demo', None, head='demo')
+@pytest.mark.parametrize('head', ['demo', 'demo-block'])
+def test_a_head_helps_and_changes_nothing(pair, head):
+  choice = choice_lib.ModelChoice('demo', None, head=head)
   drafted = _generate(pair_lib.load_pair(choice), 'chain')
   assert drafted.tokens == _generate(pair, 'plain').tokens
   assert drafted.stats.block_efficiency > 2
 
 
 def test_small_enough_to_ship_and_draft_cheap_enough_to_help(pair):
-  names = ('demo', 'demo-draft', 'demo-head')
+  names = ('demo', 'demo-draft', 'demo-head', 'demo-block')
   folders = [hub.locate(name).path for name in names]
   files = [file for folder in folders for file in folder.iterdir()]
   assert sum(file.stat().st_size for file in files) <= 40e6

@@ -4,6 +4,7 @@ The drafter of these tests is a table. It knows the target by heart if it has
 an edge term, and marginals that are wrong without it.
 """
 
+import constraint_test
 import numpy as np
 import pytest
 import table_blocks
@@ -98,3 +99,22 @@ def check_noise():
   found = _generate(_shape('chain', scorer), sampling=sampling)
   assert found.tokens == _generate(specdec.PLAIN, sampling=sampling).tokens
   assert found.stats.block_efficiency > 4
+
+
+def test_rows_come_and_go_and_constraints_hold():
+  drafter = _shape('tree', _drafter())
+  options = {'constraint': constraint_test.Turns(), 'eos_ids': [1]}
+  plain = _generate(specdec.PLAIN, **options)
+  assert _generate(drafter, **options).tokens == plain.tokens
+  plain = _generate(specdec.PLAIN)
+  slots = specdec.Slots(_target(), num_slots=2, context=40, drafter=drafter)
+  ended, keys = [], tiny.row_keys(3)
+  rows = zip(_PROMPTS, keys, _TEMPERATURES, strict=True)
+  for prompt, key, temperature in rows:
+    while not slots.free:
+      ended += slots.advance().values()
+    sampling = specdec.Sampling(temperature=temperature)
+    slots.insert(prompt, key, max_new_tokens=_LIMIT, sampling=sampling)
+  while len(ended) < len(_PROMPTS):
+    ended += slots.advance().values()
+  assert sorted(one.tokens[0] for one in ended) == sorted(plain.tokens)
