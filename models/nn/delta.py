@@ -12,9 +12,12 @@ parent: `o = decay S^T q + (k q) delta`. A state is made for nodes with children
 alone, and the accepted path is folded into S without products.
 """
 
+from collections.abc import Callable
+from collections.abc import Sequence
 import dataclasses
 import functools
 import types
+from typing import Any
 
 from flax import nnx
 import jax
@@ -26,8 +29,11 @@ from models.nn import layers
 from models.nn import llama as nn_llama
 from models.nn import rope as rope_lib
 from models.nn.cpu import state_ops
+from specdec import cache as cache_lib
 from specdec import cached_states as states_lib
 from specdec import recurrent as recurrent_lib
+
+_Arrays = dict[str, jax.Array]  # By the names of what they are.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +49,7 @@ class DeltaConfig(nn_llama.LlamaConfig):
   # as in GGUF files.
   tiled: bool = False
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     super().__post_init__()
     if self.value_heads % self.key_heads:
       raise ValueError(
@@ -92,7 +98,9 @@ def _of_heads(keys: jax.Array, state: jax.Array, tiled: bool) -> jax.Array:
   return jnp.repeat(own, group, axis=0)
 
 
-def _update(matrix, inputs, tiled):
+def _update(
+  matrix: jax.Array, inputs: _Arrays, tiled: bool
+) -> jax.Array:
   """The states `[H, K, V]` of one row after a token."""
   key = _of_heads(inputs['key'], matrix, tiled)
   delta = inputs['delta'].reshape(matrix.shape[0], 1, -1)
@@ -104,7 +112,7 @@ def _update(matrix, inputs, tiled):
 def _rule(tiled: bool) -> recurrent_lib.Step:
   """The step of a layer; cached, so that equal layers are equal."""
 
-  def step(state, inputs):
+  def step(state: _Arrays, inputs: _Arrays) -> _Arrays:
     found = {'matrix': _update(state['matrix'], inputs, tiled)}
     if 'conv' in state:
       found['conv'] = convolution.shift(state['conv'], inputs['conv'])
@@ -114,10 +122,12 @@ def _rule(tiled: bool) -> recurrent_lib.Step:
 
 
 @functools.cache
-def _fold_by_kernel(tiled: bool):
+def _fold_by_kernel(tiled: bool) -> Callable[..., _Arrays]:
   """See `Recurrent.fold_all`; with the kernels of `models.nn.cpu`."""
 
-  def fold(state, inputs, slots, count):
+  def fold(
+    state: _Arrays, inputs: _Arrays, slots: jax.Array, count: jax.Array
+  ) -> _Arrays:
     return {
       'conv': convolution.fold(state['conv'], inputs['conv'], slots, count),
       'matrix': state_ops.fold_delta(
@@ -133,7 +143,9 @@ def _unit(heads: jax.Array) -> jax.Array:
   return heads * jax.lax.rsqrt(squares + 1e-6)
 
 
-def _visit(tiled, state, new):
+def _visit(
+  tiled: bool, state: _Arrays, new: _Arrays
+) -> tuple[_Arrays, jax.Array]:
   """Computes what a token adds to its parent's state, and its output."""
   matrix = state['matrix']
   key, query = (
@@ -156,7 +168,9 @@ def _visit(tiled, state, new):
 class DeltaNet(nnx.Module):
   """A gated delta net in place of attention."""
 
-  def __init__(self, config: DeltaConfig, layer: int, *, dtype, rngs):
+  def __init__(
+    self, config: DeltaConfig, layer: int, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
+  ):
     self.config = config
     self.layer = layer
     heads, width = config.value_heads, config.value_heads * config.value_width
@@ -173,12 +187,23 @@ class DeltaNet(nnx.Module):
     self.dt_bias = nnx.Param(jnp.ones(heads, jnp.float32))
     self.norm = layers.RMSNorm(config.value_width, config.norm_epsilon)
     self.o_proj = layers.Linear(
-      *(width, config.width),
-      **{'dtype': dtype, 'rngs': rngs, 'use_bias': False},
+      width,
+      config.width,
+      dtype=dtype,
+      rngs=rngs,
+      use_bias=False,
       stddev=layers.residual_stddev(config.num_layers),
     )
 
-  def __call__(self, x, norm, rotation, mask, cache, residual):
+  def __call__(
+    self,
+    x: jax.Array,
+    norm: layers.Norm | None,
+    rotation: rope_lib.Rotation | None,
+    mask: jax.Array,
+    cache: cache_lib.KVCache | None,
+    residual: jax.Array | None,
+  ) -> tuple[jax.Array, cache_lib.KVCache | None]:
     """As `models.nn.llama.Attention`; positions are not used."""
     del rotation
     config, kernels = self.config, self.o_proj.is_packed
@@ -203,7 +228,14 @@ class DeltaNet(nnx.Module):
     out = layers.project(out, [self.o_proj.parameters], residual=residual)
     return out, cache
 
-  def _by_kernel(self, one, sees, first, mixed, gates):
+  def _by_kernel(
+    self,
+    one: recurrent_lib.Recurrent,
+    sees: jax.Array,
+    first: jax.Array,
+    mixed: jax.Array,
+    gates: Sequence[jax.Array],
+  ) -> tuple[_Arrays, jax.Array]:
     strength, alpha = gates
     out, added = state_ops.walk_delta(
       one.state['matrix'],
@@ -217,7 +249,14 @@ class DeltaNet(nnx.Module):
     )
     return added, out
 
-  def _composed(self, one, sees, first, mixed, gates):
+  def _composed(
+    self,
+    one: recurrent_lib.Recurrent,
+    sees: jax.Array,
+    first: jax.Array,
+    mixed: jax.Array,
+    gates: Sequence[jax.Array],
+  ) -> tuple[_Arrays, jax.Array]:
     config = self.config
     keys = config.key_heads * config.key_width
     query, key, value = jnp.split(mixed, (keys, 2 * keys), axis=-1)
@@ -240,7 +279,9 @@ class DeltaNet(nnx.Module):
     return recurrent_lib.walk(matrix, sees, first, new, visit)
 
 
-def gated(x, gate, *, silu: bool, kernels: bool) -> jax.Array:
+def gated(
+  x: jax.Array, gate: jax.Array, *, silu: bool, kernels: bool
+) -> jax.Array:
   """Values `[..., width]` times the sigmoid, or the SiLU, of a gate."""
   if kernels:
     return state_ops.gate(x, gate, silu=silu)
@@ -253,15 +294,27 @@ class GatedAttention(nn_llama.Attention):
   Behind the query of each head its matrix has the gate.
   """
 
-  def __init__(self, config: DeltaConfig, layer: int, *, dtype, rngs):
+  def __init__(
+    self, config: DeltaConfig, layer: int, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
+  ):
     super().__init__(config, layer, dtype=dtype, rngs=rngs)
     self.q_proj = layers.Linear(
       config.width,
       2 * config.num_heads * config.head_width,
-      **{'dtype': dtype, 'rngs': rngs, 'use_bias': config.qkv_bias},
+      dtype=dtype,
+      rngs=rngs,
+      use_bias=config.qkv_bias,
     )
 
-  def __call__(self, x, norm, rotation, mask, cache, residual):
+  def __call__(
+    self,
+    x: jax.Array,
+    norm: layers.Norm | None,
+    rotation: rope_lib.Rotation | None,
+    mask: jax.Array,
+    cache: cache_lib.KVCache | None,
+    residual: jax.Array | None,
+  ) -> tuple[jax.Array, cache_lib.KVCache | None]:
     config, kernels = self.config, self.o_proj.is_packed
     linears = (self.q_proj, self.k_proj, self.v_proj)
     projected = layers.project(
@@ -284,13 +337,13 @@ class GatedAttention(nn_llama.Attention):
       )
     else:
       key, value = jnp.split(others, 2, axis=2)
-      prepared = [
+      query, key = (
         rope_lib.rotate(norm(one).swapaxes(1, 2), rotation).astype(self.dtype)
         for norm, one in ((self.q_norm, query), (self.k_norm, key))
-      ]
+      )
       value = value.swapaxes(1, 2).astype(self.dtype)
       out, cache = attention.self_attention(
-        *(*prepared, value, mask, cache, self.layer), scale=self.scale
+        query, key, value, mask, cache, self.layer, scale=self.scale
       )
       out = out.swapaxes(1, 2).reshape(*x.shape[:2], -1)
     gate = gate.reshape(out.shape)

@@ -6,6 +6,7 @@ A convolution sees the inputs of three positions, so its state is two vectors
 
 import dataclasses
 import types
+from typing import Any
 
 from flax import nnx
 import jax
@@ -14,6 +15,8 @@ import jax.numpy as jnp
 from models.nn import convolution
 from models.nn import layers
 from models.nn import llama as nn_llama
+from models.nn import rope as rope_lib
+from specdec import cache as cache_lib
 from specdec import cached_states as states_lib
 from specdec import recurrent as recurrent_lib
 
@@ -25,7 +28,7 @@ class Lfm2Config(nn_llama.LlamaConfig):
   conv_size: int = 3  # Positions that a convolution sees.
   conv_bias: bool = False  # Also of the projections around it.
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     super().__post_init__()
     if self.conv_size < 1:
       raise ValueError(f'conv_size must be positive, got {self.conv_size}')
@@ -40,11 +43,18 @@ class Lfm2Config(nn_llama.LlamaConfig):
     return recurrent_lib.Recurrent(state, inputs, mark, _step, _fold)
 
 
-def _step(state, inputs):
+def _step(
+  state: dict[str, jax.Array], inputs: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
   return {'conv': convolution.shift(state['conv'], inputs['conv'])}
 
 
-def _fold(state, inputs, slots, count):
+def _fold(
+  state: dict[str, jax.Array],
+  inputs: dict[str, jax.Array],
+  slots: jax.Array,
+  count: jax.Array,
+) -> dict[str, jax.Array]:
   found = convolution.fold(state['conv'], inputs['conv'], slots, count)
   return {'conv': found}
 
@@ -52,10 +62,12 @@ def _fold(state, inputs, slots, count):
 class ShortConv(nnx.Module):
   """A gated short convolution in place of attention."""
 
-  def __init__(self, config: Lfm2Config, layer: int, *, dtype, rngs):
+  def __init__(
+    self, config: Lfm2Config, layer: int, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
+  ):
     self.config = config
     self.layer = layer
-    options = {'dtype': dtype, 'rngs': rngs, 'use_bias': config.conv_bias}
+    options: dict[str, Any] = {'dtype': dtype, 'rngs': rngs, 'use_bias': config.conv_bias}
     self.in_proj = layers.Linear(config.width, 3 * config.width, **options)
     self.conv = convolution.Convolution(
       config.width, config.conv_size, use_bias=config.conv_bias, rngs=rngs
@@ -67,7 +79,15 @@ class ShortConv(nnx.Module):
       **options,
     )
 
-  def __call__(self, x, norm, rotation, mask, cache, residual):
+  def __call__(
+    self,
+    x: jax.Array,
+    norm: layers.Norm | None,
+    rotation: rope_lib.Rotation | None,
+    mask: jax.Array,
+    cache: cache_lib.KVCache | None,
+    residual: jax.Array | None,
+  ) -> tuple[jax.Array, cache_lib.KVCache | None]:
     """As `models.nn.llama.Attention`; positions are not used."""
     del rotation
     projected = layers.project(x, [self.in_proj.parameters], norm=norm)
