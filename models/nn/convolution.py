@@ -41,9 +41,7 @@ def fold(
 class Convolution(nnx.Module):
   """A depthwise convolution, in float32."""
 
-  def __init__(
-    self, width: int, size: int, *, use_bias: bool, rngs: nnx.Rngs
-  ):
+  def __init__(self, width: int, size: int, *, use_bias: bool, rngs: nnx.Rngs):
     init = jax.nn.initializers.normal(size**-0.5)
     self.weight = nnx.Param(init(rngs.params(), (width, 1, size), jnp.float32))
     self.bias = nnx.Param(jnp.zeros(width, jnp.float32)) if use_bias else None

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 import types
-from typing import Any
 
 from flax import nnx
 import jax
@@ -98,9 +97,7 @@ def _of_heads(keys: jax.Array, state: jax.Array, tiled: bool) -> jax.Array:
   return jnp.repeat(own, group, axis=0)
 
 
-def _update(
-  matrix: jax.Array, inputs: _Arrays, tiled: bool
-) -> jax.Array:
+def _update(matrix: jax.Array, inputs: _Arrays, tiled: bool) -> jax.Array:
   """The states `[H, K, V]` of one row after a token."""
   key = _of_heads(inputs['key'], matrix, tiled)
   delta = inputs['delta'].reshape(matrix.shape[0], 1, -1)
@@ -169,7 +166,12 @@ class DeltaNet(nnx.Module):
   """A gated delta net in place of attention."""
 
   def __init__(
-    self, config: DeltaConfig, layer: int, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
+    self,
+    config: DeltaConfig,
+    layer: int,
+    *,
+    dtype: jax.typing.DTypeLike,
+    rngs: nnx.Rngs,
   ):
     self.config = config
     self.layer = layer
@@ -295,7 +297,12 @@ class GatedAttention(nn_llama.Attention):
   """
 
   def __init__(
-    self, config: DeltaConfig, layer: int, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
+    self,
+    config: DeltaConfig,
+    layer: int,
+    *,
+    dtype: jax.typing.DTypeLike,
+    rngs: nnx.Rngs,
   ):
     super().__init__(config, layer, dtype=dtype, rngs=rngs)
     self.q_proj = layers.Linear(

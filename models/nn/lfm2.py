@@ -63,11 +63,20 @@ class ShortConv(nnx.Module):
   """A gated short convolution in place of attention."""
 
   def __init__(
-    self, config: Lfm2Config, layer: int, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
+    self,
+    config: Lfm2Config,
+    layer: int,
+    *,
+    dtype: jax.typing.DTypeLike,
+    rngs: nnx.Rngs,
   ):
     self.config = config
     self.layer = layer
-    options: dict[str, Any] = {'dtype': dtype, 'rngs': rngs, 'use_bias': config.conv_bias}
+    options: dict[str, Any] = {
+      'dtype': dtype,
+      'rngs': rngs,
+      'use_bias': config.conv_bias,
+    }
     self.in_proj = layers.Linear(config.width, 3 * config.width, **options)
     self.conv = convolution.Convolution(
       config.width, config.conv_size, use_bias=config.conv_bias, rngs=rngs
