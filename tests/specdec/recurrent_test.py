@@ -136,6 +136,19 @@ def test_any_wrong_state_would_show(kind):
   check_tokens(kind)
 
 
+def test_plain_steps_between_trees():
+  """The draft reads later what the fallback decoded without it."""
+  prompts = _prompts(3, 4, 9)
+  result = specdec.generate(
+    *(tiny_recurrent.hashed(_VOCAB), tiny.row_keys(2), prompts),
+    max_new_tokens=90,
+    drafter=_drafter('tree'),
+    break_even=9.0,
+  )
+  assert result.tokens == _expected(prompts, 90)
+  assert 0 < result.stats.plain_steps < result.stats.target_forwards
+
+
 def check_turns():
   """A conversation goes on, and back to what was marked, as if read anew."""
   prompts = _prompts(1, 6, 4)
