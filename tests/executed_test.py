@@ -27,7 +27,7 @@ def test_loops_count_as_often_as_they_run():
   assert step.kernels == 500 + 2 * 100 + 4.5 * 31
   assert step.bookkeeping == 60 + 2 * 20 + 4.5 * 31
   assert step.keeping == 6
-  # Of the step, a conditional in it, the draft's loop and three of the table's.
+  # The step, a conditional, the draft's loop and three loops of the table.
   assert step.waits == 1 + 1 + (1 + 2) + (3 + 4.5)
   assert '| staged | 840 | 240 | 6 | 12.5 |' in executed.to_markdown([step])
 

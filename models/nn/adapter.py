@@ -107,6 +107,48 @@ def _for_gpu(params: Any, config: Config) -> Any:
   )
 
 
+def _in_full_rows(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+  """`[B, L, ...]` each, with more of the last position."""
+  rows, number = arrays[0].shape
+  more = -number % (_FULL_ROWS // math.gcd(rows, _FULL_ROWS))
+  widths = (0, 0), (0, more), (0, 0)
+  return tuple(
+    jnp.pad(array, widths[: array.ndim], mode='edge') for array in arrays
+  )
+
+
+def _slot_bytes(config: Config, dtype: jnp.dtype) -> int:
+  """Bytes of keys and values in a slot of all layers."""
+  width = config.num_kv_heads * config.head_width
+  return 2 * config.num_layers * width * dtype.itemsize
+
+
+def _empty_cache(
+  config: Config,
+  dtype: jnp.dtype,
+  cache_ops: cache_lib.SlotOps,
+  layout: sharding_lib.Layout,
+  hidden: tuple[int, ...],
+  on_gpu: bool,
+  batch_size: int,
+  num_slots: int,
+) -> cache_lib.KVCache:
+  """See `NetworkSpec.init_cache`; the other arguments are those of `_spec`."""
+  size = _slot_bytes(config, dtype) * batch_size * num_slots
+  cache = cache_lib.init_cache(
+    batch_size,
+    num_slots,
+    num_layers=config.num_layers,
+    num_heads=config.num_kv_heads,
+    head_width=config.head_width,
+    dtype=dtype,
+    together=on_gpu and size <= _LARGEST_LAYER * config.num_layers,
+  )
+  widths = dict.fromkeys(hidden, config.width)
+  cache = cache_lib.with_hidden(cache, widths, dtype)
+  return layout.place(cache.replace(ops=cache_ops))
+
+
 @functools.cache
 def _spec(
   graph: nnx.GraphDef,
@@ -124,7 +166,6 @@ def _spec(
   The arguments are those of `ModelSpec`, `graph` of the module; `kernels` says
   whether those of `models.nn.cpu` compute.
   """
-  per_slot = 2 * config.num_layers * config.num_kv_heads * config.head_width
   cache_ops = sharding_lib.slot_ops(layout)
   if kernels:
     cache_ops = cache_ops._replace(write=ops.write_slots)
@@ -133,12 +174,7 @@ def _spec(
     module = nnx.merge(graph, params)
     number = tokens.shape[1]
     if on_gpu:
-      # More of the last one, which are not written.
-      more = -number % (_FULL_ROWS // math.gcd(tokens.shape[0], _FULL_ROWS))
-      pad = lambda array: jnp.pad(
-        array, [(0, 0), (0, more), (0, 0)][: array.ndim], mode='edge'
-      )
-      tokens, positions, mask = map(pad, (tokens, positions, mask))
+      tokens, positions, mask = _in_full_rows(tokens, positions, mask)
       cache = cache.replace(num_new=number)
     with layout.in_use(), contraction.in_use(for_gpu=on_gpu):
       logits, cache = module(tokens, positions, mask, cache)
@@ -147,24 +183,9 @@ def _spec(
     # Later functions sort and draw over the whole vocabulary.
     return layout.gather_vocabulary(logits), cache
 
-  def init_cache(batch_size, num_slots):
-    together = False
-    if on_gpu:
-      size = per_slot * batch_size * num_slots * dtype.itemsize
-      together = size <= _LARGEST_LAYER * config.num_layers
-    cache = cache_lib.init_cache(
-      batch_size,
-      num_slots,
-      num_layers=config.num_layers,
-      num_heads=config.num_kv_heads,
-      head_width=config.head_width,
-      dtype=dtype,
-      together=together,
-    )
-    widths = dict.fromkeys(hidden, config.width)
-    cache = cache_lib.with_hidden(cache, widths, dtype)
-    return layout.place(cache.replace(ops=cache_ops))
-
+  init_cache = functools.partial(
+    _empty_cache, config, dtype, cache_ops, layout, hidden, on_gpu
+  )
   head_parts = layout.parts('kv_heads')
   return model_lib.ModelSpec(
     apply=apply,
@@ -172,7 +193,7 @@ def _spec(
     vocab_size=config.vocab_size,
     max_positions=config.num_positions,
     weight_bytes=weight_bytes,
-    cache_bytes_per_slot=per_slot * dtype.itemsize,
+    cache_bytes_per_slot=_slot_bytes(config, dtype),
     parameters=parameters,
     place=layout.place,
     row_shards=layout.parts('rows'),

@@ -89,16 +89,6 @@ def _grow(
     tree, states[0].scored, rounds_done
   )
 
-  def goes_on(carry: _Carry) -> jax.Array:
-    rounds_done, *_, pays = carry
-    if policy.takes_all_rounds:
-      # On a GPU the host waits for every condition, unless the length of a loop
-      # is known. The rounds that others leave out have no nodes.
-      pays = lax.platform_dependent(
-        pays, cuda=jnp.ones_like, default=lambda pays: pays
-      )
-    return (rounds_done < stage.config.rounds) & pays
-
   def body(carry: _Carry) -> _Carry:
     rounds_done, states, tree, nodes, pays = carry
     rounds_done += 1
@@ -111,7 +101,7 @@ def _grow(
   states, tree = draft(states, tree)
   carry = (rounds_done, states, tree, *plan(states, tree, rounds_done))
   with jax.named_scope(f'grow_{stage.name}'):
-    _, states, tree, *_ = lax.while_loop(goes_on, body, carry)
+    _, states, tree, *_ = lax.while_loop(policy.goes_on, body, carry)
   return states, tree
 
 
@@ -181,6 +171,17 @@ class _Policy:
   def takes_all_rounds(self) -> bool:
     """Whether growth hardly ever stops before the last round; static."""
     raise NotImplementedError
+
+  def goes_on(self, carry: _Carry) -> jax.Array:
+    """Whether there is another round, `[]` bool."""
+    rounds_done, *_, pays = carry
+    if self.takes_all_rounds:
+      # On a GPU the host waits for every condition, unless the length of a loop
+      # is known. The rounds that others leave out have no nodes.
+      pays = lax.platform_dependent(
+        pays, cuda=jnp.ones_like, default=lambda pays: pays
+      )
+    return (rounds_done < self.stage.config.rounds) & pays
 
   @property
   def masks_rounds(self) -> bool:

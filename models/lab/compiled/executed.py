@@ -24,7 +24,7 @@ _PROMPTS, _NEW_TOKENS = 6, 64
 
 @dataclasses.dataclass(frozen=True)
 class Executed:
-  """What a device does in one step, on the mean.
+  """The mean work of a device in one step.
 
   `waits` are those of the device for the host: a condition that the host reads
   before it launches what follows. `rounds` are those of each stage whose loop
