@@ -112,6 +112,16 @@ def _for_gpu(params: Any, config: Config) -> Any:
   )
 
 
+def _in_full_rows(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+  """`[B, L, ...]` each, with more of the last position."""
+  rows, number = arrays[0].shape
+  more = -number % (_FULL_ROWS // math.gcd(rows, _FULL_ROWS))
+  widths = (0, 0), (0, more), (0, 0)
+  return tuple(
+    jnp.pad(array, widths[: array.ndim], mode='edge') for array in arrays
+  )
+
+
 def _states(
   config: Config, batch_size: int, *, kernels: bool
 ) -> dict[int, recurrent_lib.Recurrent]:
@@ -210,12 +220,7 @@ def _spec(
     module = nnx.merge(graph, params)
     number = tokens.shape[1]
     if on_gpu:
-      # More of the last one, which are not written.
-      more = -number % (_FULL_ROWS // math.gcd(tokens.shape[0], _FULL_ROWS))
-      pad = lambda array: jnp.pad(
-        array, [(0, 0), (0, more), (0, 0)][: array.ndim], mode='edge'
-      )
-      tokens, positions, mask = map(pad, (tokens, positions, mask))
+      tokens, positions, mask = _in_full_rows(tokens, positions, mask)
       cache = cache.replace(num_new=number)
     with layout.in_use(), contraction.in_use(for_gpu=on_gpu):
       logits, found = module(tokens, positions, mask, cache)

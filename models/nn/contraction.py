@@ -15,7 +15,7 @@ _for_gpu = contextvars.ContextVar('for_gpu', default=False)
 
 @contextlib.contextmanager
 def in_use(*, for_gpu: bool) -> Iterator[None]:
-  """What is traced within runs on a GPU, where every operation is a launch."""
+  """A context in which models are traced that run on a GPU, or not."""
   before = _for_gpu.set(for_gpu)
   try:
     yield

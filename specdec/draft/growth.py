@@ -89,21 +89,11 @@ def _grow(
     tree, states[0].scored, rounds_done
   )
 
-  def goes_on(carry: _Carry) -> jax.Array:
-    rounds_done, *_, pays = carry
-    if policy.takes_all_rounds:
-      # A loop of a known length is one that no host waits for. The rounds that
-      # a CPU leaves out have no nodes.
-      pays = lax.platform_dependent(
-        pays, cpu=lambda pays: pays, default=jnp.ones_like
-      )
-    return (rounds_done < stage.config.rounds) & pays
-
   def body(carry: _Carry) -> _Carry:
     rounds_done, states, tree, nodes, pays = carry
     rounds_done += 1
     state, tree = _score(stage, states[0], tree, nodes, ctx, policy, pays)
-    masked = pays if policy.takes_all_rounds else None
+    masked = pays if policy.masks_rounds else None
     states, tree = draft((state, *states[1:]), tree, masked)
     return rounds_done, states, tree, *plan(states, tree, rounds_done)
 
@@ -111,7 +101,7 @@ def _grow(
   states, tree = draft(states, tree)
   carry = (rounds_done, states, tree, *plan(states, tree, rounds_done))
   with jax.named_scope(f'grow_{stage.name}'):
-    _, states, tree, *_ = lax.while_loop(goes_on, body, carry)
+    _, states, tree, *_ = lax.while_loop(policy.goes_on, body, carry)
   return states, tree
 
 
@@ -128,7 +118,7 @@ def _score(
   width = stage.forward_width(ctx.max_depth, has_inner=policy.has_inner)
   padding = ((0, 0), (0, width - nodes.shape[1]))
   nodes = jnp.pad(nodes, padding, constant_values=tree_lib.NO_NODE)
-  if policy.takes_all_rounds:
+  if policy.masks_rounds:
     nodes = jnp.where(pays, nodes, tree_lib.NO_NODE)
   scores, scorer = stage.scorer.score(
     state.scorer, tree, nodes, ctx, stage.config
@@ -138,7 +128,7 @@ def _score(
   put = lambda array, at, probs: array.at[at].set(probs, mode='drop')
   read = jnp.broadcast_to(scores.forwards, scores.slots_read.shape)
   read = jnp.stack([read, scores.slots_read], axis=1)
-  if policy.takes_all_rounds:
+  if policy.masks_rounds:
     read = jnp.where(pays, read, 0)
   state = state.replace(
     scorer=scorer,
@@ -182,6 +172,22 @@ class _Policy:
     """Whether growth hardly ever stops before the last round; static."""
     raise NotImplementedError
 
+  def goes_on(self, carry: _Carry) -> jax.Array:
+    """Whether there is another round, `[]` bool."""
+    rounds_done, *_, pays = carry
+    if self.takes_all_rounds:
+      # On a GPU the host waits for every condition, unless the length of a loop
+      # is known. The rounds that others leave out have no nodes.
+      pays = lax.platform_dependent(
+        pays, cuda=jnp.ones_like, default=lambda pays: pays
+      )
+    return (rounds_done < self.stage.config.rounds) & pays
+
+  @property
+  def masks_rounds(self) -> bool:
+    """Whether rounds that do not pay must be told to do nothing; static."""
+    return self.takes_all_rounds
+
   def next_nodes(
     self, tree: tree_lib.TokenTree, scored: jax.Array, rounds_done: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
@@ -199,6 +205,7 @@ class _FixedTopology(_Policy):
   """Every child is a node of the topology: nothing is sorted."""
 
   takes_all_rounds = True
+  masks_rounds = False  # Rows that cannot grow have no nodes.
 
   @property
   def _topology(self) -> topology_lib.Topology:

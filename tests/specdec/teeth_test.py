@@ -201,7 +201,7 @@ duplicates are not merged
   wanted & (find_children(tree, parents, tokens) == NO_NODE) => wanted
 [tree.tree: tree.test_the_best_nodes_are_a_connected_subtree(6, 'different')]
 the best nodes are not connected
-  best_nodes(tree, => best_nodes(tree.replace(log_prob=tree.cond_log_prob),
+  best_by(tree.log_prob, num => best_by(tree.cond_log_prob, num
 [tree.tree: tree.test_accumulating_new_edges('tiny')]
 log-probabilities are summed from the node up
   -     log_prob = jnp.where(is_child, summed, log_prob)
@@ -216,7 +216,7 @@ a context of the text instead of the path
 # Growth.
 [draft.growth: growth.check('model, table')]
 an inner stage drafts below what has been scored
-  expanded | states[0].scored, => expanded,
+  expanded | states[0].scored => expanded
 children keep the numbers of the inner stage
   jnp.where(known, log_probs, tree.cond_log_prob) => tree.cond_log_prob
 [draft.growth: growth_stop.test_rows_that_are_done_have_no_say()]

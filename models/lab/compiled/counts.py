@@ -97,7 +97,7 @@ class Loop:
   collectives: Counter = dataclasses.field(default_factory=Counter)
   host_transfers: list[str] = dataclasses.field(default_factory=list)
   branches: int = 0  # Conditionals and inner loops.
-  conditionals: int = 0  # Those of the branches that are no loops.
+  conditionals: int = 0  # The branches that are no loops.
   bytes: int = 0  # Read from or written to main memory.
   cycles: int = 0  # As the compiler expects; 0 except on TPUs.
   loops: list['Loop'] = dataclasses.field(default_factory=list)
