@@ -63,7 +63,7 @@ def _anchors(
 def _markov_scores(
   module: block_drafter.BlockDrafter, states: jax.Array, parents: jax.Array
 ) -> jax.Array:
-  """What the tokens `parents [B, W]` add to the scores of all, `[B, W, V]`."""
+  """The scores `[B, W, V]` that the tokens `parents [B, W]` add to all."""
   head = module.markov_head
   matrix = head.markov_w2.weight.get_value()
   return matrices_lib.matmul(head.context(states, parents), matrix)

@@ -140,7 +140,7 @@ class Lesson:
   embedding: Any
   lm_head: Any
   reads: tuple[int, ...]
-  num_layers: int  # Of the target.
+  num_layers: int  # The number of layers of the target.
 
   def answers(
     self,
@@ -211,7 +211,7 @@ def _in_files(
   folder: pathlib.Path,
   report: trainer.Report,
 ) -> list[np.ndarray]:
-  """What `make` gives for `_WINDOWS` windows at a time, kept in files."""
+  """The results of `make` for `_WINDOWS` windows at a time, kept in files."""
   files = []
   what = f'{folder.parent.name} for {folder.name}'
   for first in tqdm.tqdm(range(0, len(tokens), _WINDOWS), what):
@@ -261,7 +261,7 @@ class TargetTraining(trainer.Training):
   target_dtype: str = dtypes.AUTO  # That the target computes in.
   length: int = 256  # Tokens of a window.
   answer_tokens: int = 0  # Its last ones, which the target writes itself.
-  # Of the drafter's layers; what is None is as in the target.
+  # The layers of the drafter have these; None: as in the target.
   num_heads: int | None = None
   num_kv_heads: int | None = None
   inner_width: int | None = None
@@ -287,7 +287,7 @@ class TargetTraining(trainer.Training):
     """The shape for a target; ValueError if a number does not fit."""
 
   def of_layers(self, target: adapter.Config) -> dict[str, Any]:
-    """What the shape of every drafter has; ValueError as `config` raises it."""
+    """The fields of every shape; raises ValueError as `config` does."""
     num_heads = self.num_heads or target.num_heads
     kv_heads = self.num_kv_heads or (
       num_heads if self.num_heads else target.num_kv_heads

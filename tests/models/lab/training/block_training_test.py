@@ -110,7 +110,7 @@ _LENGTH, _DEPTH = 12, 3
 
 @jax.jit
 def _block(drafter, states, tokens, anchor):
-  """What a drafter gives at an anchor of a window, as when it decodes.
+  """The scores of a drafter at an anchor of a window, as when it decodes.
 
   Log-probabilities `[D, V]` behind the true tokens, and how it rates these.
   """
