@@ -197,8 +197,7 @@ def _spec(
   graph: nnx.GraphDef[Module],
   config: Config,
   dtype: jnp.dtype,
-  weight_bytes: int,
-  parameters: int,
+  amounts: tuple[int, int],
   kernels: bool,
   layout: sharding_lib.Layout,
   hidden: tuple[int, ...],
@@ -206,8 +205,8 @@ def _spec(
 ) -> model_lib.ModelSpec:
   """The record of a shape; cached, so that loading it again does not recompile.
 
-  The arguments are those of `ModelSpec`, `graph` of the module; `kernels` says
-  whether those of `models.nn.cpu` compute.
+  `amounts` are the fields `weight_bytes` and `parameters` of `ModelSpec`, and
+  `graph` is the module's; for the others see `network_facts`.
   """
 
   def apply(
@@ -232,8 +231,8 @@ def _spec(
 
   return model_lib.ModelSpec(
     apply=apply,
-    weight_bytes=weight_bytes,
-    parameters=parameters,
+    weight_bytes=amounts[0],
+    parameters=amounts[1],
     hidden=hidden,
     **network_facts(
       config,
@@ -293,8 +292,7 @@ def as_model(
       graph,
       config,
       module.dtype,
-      round(weight_bytes),
-      round(parameters),
+      (round(weight_bytes), round(parameters)),
       kernels,
       layout,
       hidden,

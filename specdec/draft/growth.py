@@ -282,7 +282,6 @@ class _BestFirst(_Policy):
       stage=self.stage,
       max_depth=self.ctx.max_depth,
       num_nodes=self.ctx.shape.num_nodes,
-      weighs=self.stage.config.cost_ratio != 0,
     )
     frontier = jax.vmap(of_row)(
       tree, scored, self.expanded, self.depth_limit, self.ctx.active
@@ -376,11 +375,11 @@ def _frontier(
   stage: drafter_lib.Stage,
   max_depth: int,
   num_nodes: int,
-  weighs: bool,
 ) -> Frontier:
   """The frontier of one row; `[M]` per field of the tree.
 
-  Gain and expectation are 0 unless it `weighs` them against a cost.
+  Gain and expectation are 0 for a stage that need not weigh them against a
+  cost.
 
   Nodes that are `expanded [M]` (see `_grow`) are scored only if the stage needs
   them as ancestors: their keys and values are seen by their descendants.
@@ -393,7 +392,7 @@ def _frontier(
   can_grow = candidates & (tree.depth < max_depth) & active & ~expanded
   if not facts.needs_ancestors:
     candidates &= ~expanded
-  if not weighs:
+  if stage.config.cost_ratio == 0:
     nodes, _ = tree_lib.best_nodes(tree, candidates, width)
     nothing = jnp.zeros(())
     return Frontier(nodes, jnp.any(can_grow), nothing, nothing)

@@ -1,1 +1,1 @@
-"""What checkpoints say of models: keys of configurations, parts of tensors."""
+"""Keys of configurations, and parts of tensors that are stored as one."""

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Part(NamedTuple):
-  """What a tensor is of a stored one, which holds several.
+  """A part of a stored tensor, which holds several.
 
   Attributes:
     rows: its outputs.

@@ -56,7 +56,7 @@ def rounds_per_step(
 def per_step(
   loops: Sequence[Mapping[str, Any]], rounds: Mapping[str, float]
 ) -> dict[str, Any]:
-  """What a device does in one step, on the mean.
+  """The mean work of a device in one step.
 
   Args:
     loops: of a program, from `report.analyse`.

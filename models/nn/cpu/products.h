@@ -39,7 +39,7 @@ enum class Activation {
   kGeluTanh,
   kQuickGelu,
   kRelu,
-  kClampedSwiglu,  // Of gpt-oss, if `gated`: quick GELU, then times y_1 + 1.
+  kClampedSwiglu,  // gpt-oss, if `gated`: quick GELU, then times y_1 + 1.
 };
 
 // The largest values that gpt-oss multiplies.

@@ -27,7 +27,7 @@ from models.text import chat_template
 import specdec
 
 _LENGTH = len(variants.LONG)
-# Of each family two shapes; the others take minutes.
+# Two shapes of each family; the others take minutes.
 _NAMES = [
   pytest.param(
     name, marks=[] if name.endswith(('_0', '_3')) else [pytest.mark.long]

@@ -115,7 +115,9 @@ def test_whole_weights_are_found_however_they_are_gathered():
   text = (_GOLDEN / 'compiled_collectives.txt').read_text()
   # The weight, of which each device has [64, 8].
   for divided, number in (((8, 512), 1), ((8, 8, 64), 1), ((16, 256), 0)):
-    compiled = programs.Compiled(text, 0, (1, 1.0), frozenset({divided}), ())
+    compiled = programs.Compiled(
+      text, 0, (1, 1.0), frozenset({divided}), (), None
+    )
     (step,) = report_lib.analyse(compiled)
     assert step['whole_tensors'] == number, divided
     assert step['collective_bytes'] == 4 * 64 + 4 * 8 * 64 + 2 * 8 * 64 * 8
@@ -125,7 +127,7 @@ def test_a_report_names_the_loops():
   stages = ('draft', 'lookup')
   expected = 'to_apply=%less, backend_config={"estimated_cycles":"7"}'
   program = _PROGRAM.replace('to_apply=%less', expected)
-  compiled = programs.Compiled(program, 0, (1, 1.0), frozenset(), stages)
+  compiled = programs.Compiled(program, 0, (1, 1.0), frozenset(), stages, None)
   step, growth = report_lib.analyse(compiled)
   assert step['loop'] == 'decode step'
   assert (step['bookkeeping'], step['host_transfers']) == (3, 1)
@@ -140,7 +142,7 @@ def test_what_is_no_program_is_refused():
   with pytest.raises(ValueError, match='no ENTRY'):
     hlo.parse('module @jit_advance { func.func public @main() }')
   empty = 'ENTRY %main (a: s32[]) -> s32[] {\n}\n'
-  none = programs.Compiled(empty, 0, (0, 0.0), frozenset(), ())
+  none = programs.Compiled(empty, 0, (0, 0.0), frozenset(), (), None)
   with pytest.raises(ValueError, match='one decode loop'):
     report_lib.analyse(none)
   for method, verify, message in (
