@@ -37,7 +37,7 @@ def _steps(model):
       positions = cache.length[:, None] + jnp.arange(length)[None]
       mask = cache_lib.causal_mask(cache.length, length, cache.num_slots)
       logits, cache = model.apply(part, positions, mask, cache)
-      cache = cache_lib.advance(cache, length)
+      cache = cache_lib.advance(cache, jnp.full(1, length, jnp.int32))
       found.append(logits)
     return jnp.concatenate(found, axis=1), cache
 
