@@ -47,12 +47,12 @@ def test_every_method_helps_and_changes_nothing(pair):
   assert tau['ngram'] > 1.4
 
 
-@pytest.mark.parametrize('head', ['demo', 'demo-block'])
-def test_a_head_helps_and_changes_nothing(pair, head):
+@pytest.mark.parametrize(('head', 'least'), [('demo', 2), ('demo-block', 1.5)])
+def test_a_head_helps_and_changes_nothing(pair, head, least):
   choice = choice_lib.ModelChoice('demo', None, head=head)
   drafted = _generate(pair_lib.load_pair(choice), 'chain')
   assert drafted.tokens == _generate(pair, 'plain').tokens
-  assert drafted.stats.block_efficiency > 2
+  assert drafted.stats.block_efficiency > least
 
 
 def test_small_enough_to_ship_and_draft_cheap_enough_to_help(pair):
