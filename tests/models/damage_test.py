@@ -65,7 +65,7 @@ def make(tmp_path):
   training = model_trainer.ModelTraining(corpus=corpus, vocab_size=270)
   target, reads = tiny_heads.target(), tiny_heads.READS
   lm_head = target.params['gpt2']['lm_head']
-  lesson = target_trainer.Lesson(target, None, lm_head, reads)
+  lesson = target_trainer.Lesson(target, None, lm_head, reads, 2)
   dtype = target_trainer.token_dtype(len(reads), tiny_heads.WIDTH)
   windows = tiny.tokens(batch_size=40, length=9)
 
@@ -75,7 +75,7 @@ def make(tmp_path):
     return [
       sorted(tokenizer.get_vocab().items()),
       corpus.splits(folder, tokenizer),
-      features.batch(np.arange(40)),
+      features.batch(np.arange(40), draw=0),
     ]
 
   return make

@@ -201,7 +201,7 @@ duplicates are not merged
   wanted & (find_children(tree, parents, tokens) == NO_NODE) => wanted
 [tree.tree: tree.test_the_best_nodes_are_a_connected_subtree(6, 'different')]
 the best nodes are not connected
-  best_by(tree.log_prob, num => best_by(tree.cond_log_prob, num
+  best_by(tree.log_prob, num_nodes) => best_by(tree.cond_log_prob, num_nodes)
 [tree.tree: tree.test_accumulating_new_edges('tiny')]
 log-probabilities are summed from the node up
   -     log_prob = jnp.where(is_child, summed, log_prob)

@@ -251,7 +251,7 @@ _CONFIGS = (
     *(_PHI_4, (*_long(short_factor=[1.0] * 3), 'short_factor')),
     (*_long(short_factor=[1.0, 0.0]), 'short_factor must have positive'),
     (*_long(long_factor=None), 'long_factor'),
-    (*_long(long_factor=[1.0, 'a']), 'each of whose entries is a finite'),
+    (*_long(long_factor=[1.0, 'a']), 'must be a list of numbers'),
     (*_long(mscale=1.0), 'mscale=1.0 is not supported'),
   ),
   (
