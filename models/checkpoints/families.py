@@ -19,6 +19,7 @@ import transformers
 from models.checkpoints import gpt2 as checkpoints_gpt2
 from models.checkpoints import gpt_oss as checkpoints_gpt_oss
 from models.checkpoints import llama as checkpoints_llama
+from models.checkpoints import tensor_names
 from models.checkpoints.keys import config_keys
 from models.checkpoints.keys import tensor_parts
 from models.nn import adapter
@@ -77,14 +78,14 @@ class Family:
 
 LLAMA = Family(
   name='Llama',
-  model_types=checkpoints_llama.model_types(nn_llama.LlamaConfig),
+  model_types=checkpoints_llama.types_of(nn_llama.LlamaConfig),
   module=nn_llama.Llama,
   config=nn_llama.LlamaConfig,
   read_config=checkpoints_llama.read_config,
   to_hugging_face=checkpoints_llama.to_hugging_face,
-  canonical_name=checkpoints_llama.canonical_name,
-  parts=checkpoints_llama.parts,
-  stored_name=checkpoints_llama.stored_name,
+  canonical_name=tensor_names.canonical_name,
+  parts=tensor_names.parts,
+  stored_name=tensor_names.stored_name,
 )
 
 FAMILIES = (
@@ -104,7 +105,7 @@ FAMILIES = (
   dataclasses.replace(
     LLAMA,
     name='Mixtral',
-    model_types=checkpoints_llama.model_types(mixtral_lib.MixtralConfig),
+    model_types=checkpoints_llama.types_of(mixtral_lib.MixtralConfig),
     module=mixtral_lib.Mixtral,
     config=mixtral_lib.MixtralConfig,
     # A router in eight bits would route tokens to other experts.
@@ -113,7 +114,7 @@ FAMILIES = (
   dataclasses.replace(
     LLAMA,
     name='gpt-oss',
-    model_types=checkpoints_llama.model_types(mixtral_lib.GptOssConfig),
+    model_types=checkpoints_llama.types_of(mixtral_lib.GptOssConfig),
     module=mixtral_lib.Mixtral,
     config=mixtral_lib.GptOssConfig,
     canonical_name=checkpoints_gpt_oss.canonical_name,
@@ -125,28 +126,28 @@ FAMILIES = (
   dataclasses.replace(
     LLAMA,
     name='Gemma',
-    model_types=checkpoints_llama.model_types(gemma_lib.GemmaConfig),
+    model_types=checkpoints_llama.types_of(gemma_lib.GemmaConfig),
     config=gemma_lib.GemmaConfig,
-    convert=functools.partial(checkpoints_llama.shift_norms, 1.0),
-    to_stored=functools.partial(checkpoints_llama.shift_norms, -1.0),
+    convert=functools.partial(tensor_names.shift_norms, 1.0),
+    to_stored=functools.partial(tensor_names.shift_norms, -1.0),
   ),
   dataclasses.replace(
     LLAMA,
     name='LFM2',
-    model_types=checkpoints_llama.model_types(lfm2_lib.Lfm2Config),
+    model_types=checkpoints_llama.types_of(lfm2_lib.Lfm2Config),
     module=lfm2_lib.Lfm2,
     config=lfm2_lib.Lfm2Config,
-    canonical_name=functools.partial(checkpoints_llama.renamed, 'lfm2'),
+    canonical_name=functools.partial(tensor_names.renamed, 'lfm2'),
   ),
   dataclasses.replace(
     LLAMA,
     name='Qwen3.5',
-    model_types=checkpoints_llama.model_types(delta_lib.DeltaConfig),
+    model_types=checkpoints_llama.types_of(delta_lib.DeltaConfig),
     module=delta_lib.Delta,
     config=delta_lib.DeltaConfig,
-    canonical_name=checkpoints_llama.delta_name,
-    convert=checkpoints_llama.to_rates,
-    to_stored=checkpoints_llama.from_rates,
+    canonical_name=tensor_names.delta_name,
+    convert=tensor_names.to_rates,
+    to_stored=tensor_names.from_rates,
   ),
 )
 

@@ -4,14 +4,14 @@ import functools
 import re
 
 from models.checkpoints import checkpoint as checkpoint_lib
-from models.checkpoints import llama as checkpoints_llama
+from models.checkpoints import tensor_names
 from models.nn import mixtral as mixtral_lib
 
 _PARTS = ('gate_up_proj', 'down_proj')
 _ENDS = {'': 'weight', '_bias': 'bias', checkpoint_lib.BLOCKS: 'weight'}
 _EXPERT = re.compile(r'\.experts\.\d+\.(gate|up|down)_proj\.')
 
-parts = functools.partial(checkpoints_llama.parts, interleaved=True)
+parts = functools.partial(tensor_names.parts, interleaved=True)
 
 
 def canonical_name(stored: str, config: mixtral_lib.GptOssConfig) -> str | None:
@@ -26,7 +26,7 @@ def canonical_name(stored: str, config: mixtral_lib.GptOssConfig) -> str | None:
     if path.endswith('.experts') and (end := own.removeprefix(part)) in _ENDS:
       stored = f'{path}.{part}.{_ENDS[end]}'
   name = stored.replace('.mlp.router.', '.mlp.gate.')
-  return checkpoints_llama.canonical_name(name, config)
+  return tensor_names.canonical_name(name, config)
 
 
 def stored_name(name: str, config: mixtral_lib.GptOssConfig) -> str:
@@ -36,7 +36,7 @@ def stored_name(name: str, config: mixtral_lib.GptOssConfig) -> str:
   if found := _EXPERT.search(name):
     own = 'down_proj' if found[1] == 'down' else 'gate_up_proj'
     name = f'{name[: found.start()]}.experts.{own}{"_bias" if is_bias else ""}'
-  return checkpoints_llama.stored_name(name, config)
+  return tensor_names.stored_name(name, config)
 
 
 def is_transposed(name: str) -> bool:

@@ -525,7 +525,7 @@ a window counts slots
 [models.nn.llama: hub.check_logits('gemma3')]
 layers with a window rotate as those without
   [by_rope[rope] for rope in ropes] => [by_rope[ropes[-1]] for _ in ropes]
-[models.checkpoints.llama: hub.check_logits('gemma3')]
+[models.checkpoints.tensor_names: hub.check_logits('gemma3')]
 scales of norms are taken as they are stored
   np.float32(by) if is_norm => np.float32(0) if is_norm
 [models.nn.layers: hub.check_logits('gemma2')]

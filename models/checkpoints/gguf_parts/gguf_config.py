@@ -159,7 +159,7 @@ _GPT_OSS_NAMES = _LLAMA_NAMES | {
   'attn_sinks': 'self_attn.sinks',
   'post_attention_norm': 'post_attention_layernorm',
 }
-# Several matrices as one, see `models.checkpoints.llama.parts`.
+# Several matrices as one, see `models.checkpoints.tensor_names`.
 _FUSED_NAMES = _LLAMA_NAMES | {
   'attn_qkv': 'self_attn.qkv_proj',
   'ffn_up': 'mlp.gate_up_proj',

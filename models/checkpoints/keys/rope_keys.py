@@ -56,8 +56,8 @@ def normalized(keys: Mapping[str, Any], ropes: str) -> dict[str, Any]:
 
   Args:
     keys: of the configuration.
-    ropes: see `models.checkpoints.llama`; of `kinds`, `rope_parameters` has an
-      object for each kind of layer.
+    ropes: see `models.checkpoints.keys.model_types`; `rope_parameters` of
+      `kinds` has an object for each kind of layer.
 
   Raises:
     ValueError: a key of a rotation is not known, has another type, or
@@ -174,7 +174,7 @@ def read_all(
 
   Args:
     config: of transformers.
-    ropes: see `models.checkpoints.llama`.
+    ropes: see `models.checkpoints.keys.model_types`.
     is_partial: whether a part of a head may be rotated.
   """
   number, raw = config.num_hidden_layers, config.rope_parameters

@@ -1,0 +1,177 @@
+"""Tensor names of Llama, related models and mixtures."""
+
+from collections.abc import Mapping
+import re
+
+import numpy as np
+
+from models.checkpoints import llama as checkpoints_llama
+from models.checkpoints.keys import model_types
+from models.checkpoints.keys import tensor_parts
+from models.nn import delta as delta_lib
+from models.nn import llama as nn_llama
+from models.nn import mixtral as mixtral_lib
+
+_PREFIX = 'model.'
+# Buffers of old checkpoints: frequencies, which follow from the config.
+_BUFFERS = re.compile(r'layers\.\d+\.self_attn\.rotary_emb\.inv_freq')
+
+# Names of the parts of a perceptron, and what Mixtral calls them.
+_MIXTRAL_NAMES = {'gate_proj': 'w1', 'up_proj': 'w3', 'down_proj': 'w2'}
+# Matrices that Phi-3 stores as one, whose rows lie one after the other.
+_FUSED = {
+  'qkv_proj': ('q_proj', 'k_proj', 'v_proj'),
+  'gate_up_proj': ('gate_proj', 'up_proj'),
+}
+# Names of Granite 4, which has the matrices of all experts in one tensor.
+_GRANITE_NAMES = {
+  'block_sparse_moe.router.layer': 'mlp.gate',
+  'block_sparse_moe.input_linear': 'mlp.experts.gate_up_proj',
+  'block_sparse_moe.output_linear': 'mlp.experts.down_proj',
+  'shared_mlp.input_linear': 'mlp.shared_expert.gate_up_proj',
+  'shared_mlp.output_linear': 'mlp.shared_expert.down_proj',
+}
+# The parts of a model that sees, and the prefix of its language model.
+_VISION = re.compile(
+  r'(model\.)?(vision_tower|multi_modal_projector|visual)\..*'
+)
+_LANGUAGE = re.compile(r'(model\.)?language_model\.')
+
+
+def canonical_name(stored: str, config: nn_llama.LlamaConfig) -> str | None:
+  """The canonical name of a stored tensor, or None for a known buffer.
+
+  Bare models lack the `model.` prefix. A tied head may be stored too. Models
+  that see have other tensors, which are not needed.
+  """
+  if _VISION.fullmatch(stored):
+    return None
+  name = _LANGUAGE.sub('', stored, count=1).removeprefix(_PREFIX)
+  if _BUFFERS.fullmatch(name):
+    return None
+  if name == 'lm_head.weight' and config.tie_embeddings:
+    return 'embed_tokens.weight'
+  for theirs, ours in _GRANITE_NAMES.items():
+    name = name.replace(f'.{theirs}.', f'.{ours}.')
+  if not isinstance(config, mixtral_lib.MixtralConfig):
+    name = name.replace('.shared_expert.', '.')
+  if '.block_sparse_moe.' in name:
+    name = name.replace('.block_sparse_moe.', '.mlp.')
+    for ours, theirs in _MIXTRAL_NAMES.items():
+      name = name.replace(f'.{theirs}.', f'.{ours}.')
+  return name
+
+
+def _with_parts(name: str, renames: Mapping[str, str]) -> str:
+  """A name whose parts are called otherwise."""
+  name = f'.{name}.'
+  for old, new in renames.items():
+    name = name.replace(f'.{old}.', f'.{new}.')
+  return name[1:-1]
+
+
+def renamed(kind: str, stored: str, config: nn_llama.LlamaConfig) -> str | None:
+  """The same as `canonical_name`, where a `model_type` has other names."""
+  name = canonical_name(stored, config)
+  ours = {
+    theirs: one for one, theirs in model_types.MODEL_TYPES[kind].renames.items()
+  }
+  return name and _with_parts(name, ours)
+
+
+def delta_name(stored: str, config: delta_lib.DeltaConfig) -> str | None:
+  """The same as `canonical_name`, of a Qwen3.5 that may see.
+
+  What predicts several tokens is not read.
+  """
+  if _VISION.fullmatch(stored) or stored.startswith('mtp.'):
+    return None
+  return renamed('qwen3_5_text', _LANGUAGE.sub('', stored, count=1), config)
+
+
+def to_rates(name: str, rows: np.ndarray) -> np.ndarray:
+  """Values of a Qwen3.5, whose folders have scales minus one and logarithms."""
+  if name.endswith('linear_attn.rate'):
+    return -np.exp(rows.astype(np.float32))
+  own = name.endswith('linear_attn.norm.weight')
+  return rows if own else shift_norms(1.0, name, rows)
+
+
+def from_rates(name: str, rows: np.ndarray) -> np.ndarray:
+  """The inverse of `to_rates`."""
+  if name.endswith('linear_attn.rate'):
+    return np.log(-rows)
+  own = name.endswith('linear_attn.norm.weight')
+  return rows if own else shift_norms(-1.0, name, rows)
+
+
+def parts(
+  name: str, config: nn_llama.LlamaConfig, *, interleaved: bool = False
+) -> Mapping[str, tensor_parts.Part]:
+  """The tensors that are stored as one, and their parts; {} if it is but one.
+
+  The last has all rows that are left, so that too many do not pass.
+
+  Args:
+    name: canonical name of the one.
+    config: the shape.
+    interleaved: whether the rows of several lie in turn.
+  """
+  sizes = {'gate_proj': config.inner_width}
+  sizes['q_proj'] = config.num_heads * config.head_width
+  sizes['k_proj'] = config.num_kv_heads * config.head_width
+  found: dict[str, tensor_parts.Part] = {}
+  *parents, own, leaf = name.split('.')
+  experts: tuple[int | None, ...] = (None,)
+  if parents[-1:] == ['experts']:  # A stack of those of all.
+    experts = tuple(range(config.num_experts))
+  elif own not in _FUSED:
+    return {}
+  elif parents[-1] == 'shared_expert' and isinstance(
+    config, mixtral_lib.MixtralConfig
+  ):
+    sizes['gate_proj'] = config.shared_width or 0
+  for expert in experts:
+    start, path = 0, parents if expert is None else [*parents, str(expert)]
+    together = _FUSED.get(own, (own,))
+    for one in together:
+      end = start + sizes[one] if one in sizes else None
+      rows = slice(start, end)
+      if interleaved:
+        rows = slice(together.index(one), None, len(together))
+      count = None if expert is None else len(experts)
+      key = '.'.join([*path, one, leaf])
+      found[key] = tensor_parts.Part(rows, expert, count)
+      start = end or 0
+  return found
+
+
+def stored_name(name: str, config: nn_llama.LlamaConfig) -> str:
+  """The name that transformers stores a canonical name under."""
+  if name == 'lm_head.weight':
+    return name
+  kind, _ = checkpoints_llama.type_of(config)
+  name = _with_parts(name, model_types.MODEL_TYPES[kind].renames)
+  if kind == 'mixtral':
+    name = name.replace('.mlp.', '.block_sparse_moe.')
+    for ours, theirs in _MIXTRAL_NAMES.items():
+      name = name.replace(f'.{ours}.', f'.{theirs}.')
+  if kind == 'granitemoehybrid':
+    name = re.sub(r'\.experts\.\d+\.', '.experts.', name)
+    if not isinstance(config, mixtral_lib.MixtralConfig):
+      name = name.replace('.mlp.', '.mlp.shared_expert.')
+    for one in _FUSED['gate_up_proj']:
+      name = name.replace(f'.{one}.', '.gate_up_proj.')
+    for theirs, ours in _GRANITE_NAMES.items():
+      name = name.replace(f'.{ours}.', f'.{theirs}.')
+  if kind == 'phi3':
+    for fused, names in _FUSED.items():
+      for one in names:
+        name = name.replace(f'.{one}.', f'.{fused}.')
+  return _PREFIX + name
+
+
+def shift_norms(by: float, name: str, rows: np.ndarray) -> np.ndarray:
+  """Values of a Gemma, whose folders have the scales of norms minus one."""
+  is_norm = name.endswith('norm.weight')
+  return rows.astype(np.float32) + np.float32(by) if is_norm else rows
