@@ -1,4 +1,4 @@
-"""Pictures of benchmark records, drawn with matplotlib."""
+"""Pictures of benchmark records and plans, drawn with matplotlib."""
 
 from collections.abc import Mapping
 import importlib.util
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from models.text import plan as plan_lib
 from models.text import settings as settings_lib
 
 COLORS = (
@@ -164,5 +165,40 @@ def draw_categories(record: Mapping[str, Any]) -> Any:
   axes.set_xticks(range(len(groups)), [*groups], rotation=30, ha='right')
   axes.set_ylabel('speed (dotted: no gain)', fontsize=8)
   axes.legend(loc='upper left', bbox_to_anchor=(1.01, 1), fontsize=7)
+  _finish(axes)
+  return figure
+
+
+def draw_plan(plan: plan_lib.Plan, title: str) -> Any:
+  """A figure of where the time goes: per token, a stacked bar per candidate.
+
+  The parts of a step are the target's forward, and everything else: drafts,
+  growth and verification. Both are divided by the tokens of a step.
+  """
+  from matplotlib.figure import Figure
+
+  rows = plan.candidates
+  figure = Figure(figsize=(7.5, 1.4 + 0.32 * len(rows)), layout='constrained')
+  figure.suptitle(title, fontsize=9)
+  axes, parts = figure.subplots(), np.zeros((2, len(rows)))
+  for column, one in enumerate(rows):
+    both = one['verification_milliseconds'], one['drafting_milliseconds']
+    parts[:, column] = np.array(both) / one['block_efficiency']
+    axes.text(
+      *(1.01 * parts[:, column].sum(), column),
+      f'{one["block_efficiency"]:.2f} tokens per step',
+      **{'va': 'center', 'fontsize': 8},
+    )
+  names = ("the target's forward", 'drafts and everything else')
+  starts = (0, parts[0])
+  for part, start, color, name in zip(
+    parts, starts, COLORS, names, strict=False
+  ):
+    axes.barh(range(len(rows)), part, 0.7, start, color=color, label=name)
+  axes.set_yticks(range(len(rows)), [one['name'] for one in rows])
+  axes.invert_yaxis()
+  axes.set_xlim(0, 1.3 * parts.sum(0).max())
+  axes.set_xlabel('milliseconds per token', loc='right', fontsize=8)
+  axes.legend(fontsize=8)
   _finish(axes)
   return figure
