@@ -41,13 +41,16 @@ _ARMS = flags.DEFINE_string(
 _PEER = flags.DEFINE_enum(
   'peer',
   'none',
-  ['none', 'transformers', 'llama.cpp'],
+  ['none', 'transformers', 'llama.cpp', 'vllm'],
   'also decode with its plain generation, with a draft and with prompt lookup;'
   ' transformers in the dtypes of the arms, which needs torch; llama.cpp from'
-  ' the GGUF files of --target and --draft',
+  ' the GGUF files of --target and --draft; vllm from their folders',
 )
 _LLAMA_CPP = flags.DEFINE_string(
   'llama_cpp', None, 'folder of llama-server; default: it is on the path'
+)
+_VLLM = flags.DEFINE_string(
+  'vllm', None, 'python of the environment in which vLLM is installed'
 )
 prompt_flags.define_num_prompts(
   'default: all; of questions at most so many of each category'
@@ -105,7 +108,9 @@ def _run(batch_size: int, questions: list[questions_lib.Question]):
     questions,
     arms=specs,
     task=peer_lib.BenchmarkTask(
-      **vars(loading.task(batch_size, plan)), llama_cpp=_LLAMA_CPP.value
+      **vars(loading.task(batch_size, plan)),
+      llama_cpp=_LLAMA_CPP.value,
+      vllm=_VLLM.value,
     ),
     settings=options.as_dict(),
     prompt_bucket=_PROMPT_BUCKET.value,

@@ -8,12 +8,14 @@ import re
 from models.lab.bench import llama_cpp
 from models.lab.bench import peer as peer_lib
 from models.lab.bench import transformers_peer
+from models.lab.bench import vllm_peer
 from models.nn import matrices as matrices_lib
 from models.text import settings as settings_lib
 
 PEERS: Mapping[str, peer_lib.Peer] = {
   'transformers': transformers_peer.PEER,
   'llama.cpp': llama_cpp.PEER,
+  'vllm': vllm_peer.PEER,
 }
 """Other programs that decode the same weights, by name."""
 

@@ -7,23 +7,16 @@ next. Everything else has the defaults of llama.cpp.
 
 from collections.abc import Mapping
 from collections.abc import Sequence
-import json
 import os
 import shutil
-import socket
 import subprocess
-import tempfile
-import time
 from typing import Any
-import urllib.error
-import urllib.request
-import weakref
 
 from models.checkpoints import gguf
 from models.checkpoints import hub
 from models.lab.bench import peer as peer_lib
+from models.lab.bench import server as server_lib
 from specdec import sampling as sampling_lib
-from specdec.text import text_files
 
 # Flags of the server, by method; an arm may have other values.
 _SPECULATION: Mapping[str, Mapping[str, str]] = {
@@ -32,7 +25,6 @@ _SPECULATION: Mapping[str, Mapping[str, str]] = {
   'llama.cpp-lookup': {'spec_type': 'ngram-simple'},
 }
 _CONTEXT = 4096  # Slots of the cache, of two bytes per element.
-_START_SECONDS = 120.0
 
 
 def find_server(name: str | None) -> str:
@@ -58,53 +50,6 @@ def describe(task: peer_lib.BenchmarkTask) -> dict[str, Any]:
   lines = (shown.stdout + shown.stderr).splitlines()
   version = [line for line in lines if line.startswith('version')]
   return {'llama.cpp': ' '.join(version), 'llama.cpp_threads': os.cpu_count()}
-
-
-def _stop(process: subprocess.Popen) -> None:
-  process.kill()
-  process.wait()
-
-
-class _Server:
-  """A server of llama.cpp, which ends with this object."""
-
-  def __init__(self, command: list[str]):
-    with socket.socket() as free:
-      free.bind(('127.0.0.1', 0))
-      port = free.getsockname()[1]
-    self._address = f'http://127.0.0.1:{port}'
-    # A file, because nobody reads while it decodes: a full pipe would stop it.
-    with tempfile.TemporaryFile('w+') as log:
-      process = subprocess.Popen(
-        [*command, '--host', '127.0.0.1', '--port', f'{port}'],
-        stdout=subprocess.DEVNULL,
-        stderr=log,
-      )
-      weakref.finalize(self, _stop, process)
-      end = time.monotonic() + _START_SECONDS
-      while not self._is_ready():
-        if process.poll() is not None or time.monotonic() > end:
-          _stop(process)
-          log.seek(0)
-          said = log.read().strip().splitlines()[-3:]
-          raise ValueError(f'{" ".join(command)} does not start: {said}')
-        time.sleep(0.1)
-
-  def _is_ready(self) -> bool:
-    try:
-      with urllib.request.urlopen(f'{self._address}/health'):
-        return True
-    except OSError:  # Nothing listens yet, or the model is being loaded.
-      return False
-
-  def complete(self, request: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer of `/completion`."""
-    body = text_files.to_json(request).encode()
-    try:
-      with urllib.request.urlopen(f'{self._address}/completion', body) as reply:
-        return json.load(reply)
-    except urllib.error.HTTPError as error:
-      raise ValueError(f'llama.cpp: {error.read().decode()}') from error
 
 
 def _settings(sampling: sampling_lib.Sampling, seed: int) -> dict[str, Any]:
@@ -138,14 +83,15 @@ class _Arm:
         f'a prompt of {len(prompt)} tokens and max_new_tokens={limit} exceed'
         f' the context of the llama.cpp arms, {_CONTEXT} tokens'
       )
-    answer = self._server.complete(
+    answer = self._server.ask(
+      '/completion',
       self._settings
       | {
         'prompt': [*map(int, prompt)],
         'n_predict': limit,
         'cache_prompt': False,
         'return_tokens': True,
-      }
+      },
     )
     row = answer['tokens'][:limit]
     if answer['stop_type'] == 'eos' and not {*row} & {*self._eos_ids}:
@@ -203,7 +149,7 @@ def make_arms(
     files = {'target': _file(task.models.target, 'target')}
     if spec.method in PEER.drafted and task.models.draft is not None:
       files['draft'] = _file(task.models.draft, 'draft')
-    server = _Server(_command(spec, program, files))
+    server = server_lib.Server('llama.cpp', _command(spec, program, files))
     arms[spec] = peer_lib.ReadyArm(
       _Arm(server, task, eos_ids, 'draft' in files)
     )

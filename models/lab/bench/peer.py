@@ -44,9 +44,11 @@ class BenchmarkTask(task_lib.Task):
 
   Attributes:
     llama_cpp: the folder of `llama-server`; None: it is on the path.
+    vllm: the Python of the environment that has vLLM.
   """
 
   llama_cpp: str | None = None
+  vllm: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -184,11 +184,8 @@ def draw_plan(plan: plan_lib.Plan, title: str) -> Any:
   for column, one in enumerate(rows):
     both = one['verification_milliseconds'], one['drafting_milliseconds']
     parts[:, column] = np.array(both) / one['block_efficiency']
-    axes.text(
-      *(1.01 * parts[:, column].sum(), column),
-      f'{one["block_efficiency"]:.2f} tokens per step',
-      **{'va': 'center', 'fontsize': 8},
-    )
+    end, text = parts[:, column].sum(), f'{one["block_efficiency"]:.2f}'
+    axes.text(1.01 * end, column, f'{text} tokens per step', va='center')
   names = ("the target's forward", 'drafts and everything else')
   starts = (0, parts[0])
   for part, start, color, name in zip(
