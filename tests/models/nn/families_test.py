@@ -170,7 +170,7 @@ def test_kernels_and_few_bits(name, tmp_path):
   [
     _long(name, kind, runs=name in _FIRST and kind == 'tree')
     for name in variants.FAMILIES
-    for kind in ('tree', 'chain', 'plain')
+    for kind in ('tree', 'chain', *['plain'] * (name in _FIRST))
   ],
 )
 def test_greedy_text_is_that_of_a_forward_without_a_cache(name, kind, tmp_path):
@@ -195,7 +195,7 @@ def test_greedy_text_is_that_of_a_forward_without_a_cache(name, kind, tmp_path):
     text[start:], np.argmax(logits, axis=1)[start - 1 : -1]
   )
   assert len({*text[start:]}) > 3
-  assert kind == 'plain' or result.stats.block_efficiency > 1.2
+  assert (result.stats.block_efficiency > 1) == (kind != 'plain')
 
 
 def test_folders_in_mxfp4_are_read_as_they_are_stored(tmp_path):
