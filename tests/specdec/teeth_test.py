@@ -25,7 +25,7 @@ _FILES = {
 _HELPERS = ('enumeration', 'list_growth', 'list_trees', 'slow_walks')
 _HELPERS += ('slow_head', 'tiny_blocks', 'tiny_drafters', 'tiny_heads')
 _HELPERS += ('block_folders', 'by_heart', 'table_blocks', 'tiny', 'variants')
-_HELPERS += ('tiny_recurrent', 'gguf_files')
+_HELPERS += ('tiny_recurrent', 'gguf_files', 'long_logits')
 
 # Tests that detect several bugs.
 _TESTS = {

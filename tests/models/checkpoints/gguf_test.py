@@ -15,10 +15,10 @@ from gguf import GGMLQuantizationType as Kind
 import gguf_files
 import jax
 import jax.numpy as jnp
+import long_logits
 import numpy as np
 import pytest
 import tiny_blocks
-import variants
 
 from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import families
@@ -490,13 +490,15 @@ def test_logits_as_stored_are_those_of_the_rounded_weights(name, kind, path):
   """Rows are rounded to eight bits, see `families_test.py`."""
   _write(path, name, kind)
   floats = hub.load_module(path)
-  logits = lambda dtype: variants.logits(
-    variants.in_floats(hub.load_module(path, dtype=dtype), floats)
+  logits = lambda dtype: long_logits.logits(
+    long_logits.in_floats(hub.load_module(path, dtype=dtype), floats)
   )
   difference = lambda one, other: np.median(np.abs(one - other))
-  rounding = difference(logits('int8'), variants.logits(floats))
+  rounding = difference(logits('int8'), long_logits.logits(floats))
   packed = build.is_available()
-  found = variants.logits(hub.load_module(path, dtype='stored', packed=packed))
+  found = long_logits.logits(
+    hub.load_module(path, dtype='stored', packed=packed)
+  )
   assert 0 < difference(found, logits('stored')) < 3 * rounding
 
 

@@ -10,6 +10,7 @@ import re
 from flax import nnx
 import gguf_files
 import jax
+import long_logits
 import numpy as np
 import pytest
 import tiny
@@ -52,7 +53,7 @@ _ARCHITECTURES |= {'minicpm': 'minicpm', 'gpt_oss': 'gpt-oss'}
 def _error(module, name):
   """The errors of some logits at all positions."""
   with np.load(variants.FAMILY_RESULTS) as results:
-    found = np.asarray(variants.logits(module))
+    found = np.asarray(long_logits.logits(module))
     return np.abs(found[:, variants.SOME_WORDS] - results[name])
 
 
@@ -76,10 +77,10 @@ def test_logits_are_those_of_transformers_and_shapes_are_saved(name, tmp_path):
   )
   positions, mask = np.arange(_LENGTH), variants.CAUSAL.copy()
   positions[branch], mask[np.ix_(branch, one)] = one, False
-  found = variants.logits(module, variants.LONG, positions, mask)
+  found = long_logits.logits(module, variants.LONG, positions, mask)
   text = np.roll(variants.LONG, -size)
   text[:start] = variants.LONG[:start]
-  expected = variants.logits(module, text)
+  expected = long_logits.logits(module, text)
   np.testing.assert_allclose(found[branch], expected[one], rtol=0, atol=2e-4)
 
 
@@ -153,15 +154,13 @@ def test_kernels_and_few_bits(name, tmp_path):
   load, packs = functools.partial(hub.load_module, folder), build.is_available()
   if packs:
     assert np.max(_error(load(packed=True), name)) < 2e-4
-  floats, rounding = load(), {}
+  floats, rounding, logits = load(), {}, long_logits.logits
   difference = lambda one, other: np.median(np.abs(one - other))
   for dtype, packed in (('int8', False), ('int4', packs)):
-    expected = variants.logits(variants.in_floats(load(dtype=dtype), floats))
-    rounding[dtype] = difference(expected, variants.logits(floats))
-    error = difference(
-      variants.logits(load(dtype=dtype, packed=packed)), expected
-    )
-    assert 0 < error < 3 * rounding['int8']
+    expected = logits(long_logits.in_floats(load(dtype=dtype), floats))
+    rounding[dtype] = difference(expected, logits(floats))
+    found = logits(load(dtype=dtype, packed=packed))
+    assert 0 < difference(found, expected) < 3 * rounding['int8']
   assert 2 < rounding['int4'] / rounding['int8'] < 34
 
 
@@ -190,7 +189,9 @@ def test_greedy_text_is_that_of_a_forward_without_a_cache(name, kind, tmp_path):
     drafter=tiny_drafters.simple(kind, draft),
   )
   text = np.array([*variants.LONG[:start], *result.tokens[0]])
-  logits = variants.forward(target, text, np.arange(_LENGTH), variants.CAUSAL)
+  logits = long_logits.forward(
+    target, text, np.arange(_LENGTH), variants.CAUSAL
+  )
   np.testing.assert_array_equal(
     text[start:], np.argmax(logits, axis=1)[start - 1 : -1]
   )
