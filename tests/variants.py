@@ -39,6 +39,7 @@ FAMILIES: dict[str, Variant] = (
   else {}
 )
 LONG = np.random.RandomState(1).randint(VOCAB_SIZE, size=40)
+CAUSAL = np.tri(len(LONG), dtype=bool)
 SOME_WORDS = np.arange(0, VOCAB_SIZE, 5)
 
 

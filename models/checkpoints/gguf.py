@@ -199,6 +199,8 @@ def config_keys(path: pathlib.Path) -> dict[str, Any]:
   if num_experts > 0:
     found |= {'norm_topk_prob': True, 'num_experts': num_experts}
   if kind.rotates:
+    # Classes of transformers have other defaults.
+    found.setdefault('num_key_value_heads', found['num_attention_heads'])
     found['rope_parameters'] = rope_parameters(path, metadata, header)
     found['attention_bias'] = 'blk.0.attn_q.bias' in header.tensors
     _add_heads(path, name, metadata, found)
@@ -214,8 +216,8 @@ def _add_own(
   rope, original = found['rope_parameters'], 'original_max_position_embeddings'
   if name == 'phi3' and original in rope:  # It has a default beside these.
     found[original] = rope[original]
-  if name == 'gpt-oss':  # No file says that pairs are not rounded.
-    rope['truncate'] = False
+  if name == 'gpt-oss' and rope.get('rope_type') == 'yarn':
+    rope['truncate'] = False  # No file says that pairs are not rounded.
   if name == 'minicpm':
     found['attention_multiplier'] = 1 / math.sqrt(found['head_dim'])
   if name == 'mistral3' and 'llama_4_scaling_beta' not in rope:

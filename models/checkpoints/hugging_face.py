@@ -60,7 +60,7 @@ class _Tensor:
     expected: tuple[int, ...],
     dtypes: Collection[str] = frozenset(_FLOATS),
   ) -> None:
-    where = f'{self.file.parent}: tensor {self.name}'
+    where = f'{self.file.parent}: tensor {self.part.of(self.name)}'
     expected = expected[::-1] if self.transposed else expected
     if self.shape != expected:
       raise ValueError(f'{where} has shape {self.shape}, expected {expected}')

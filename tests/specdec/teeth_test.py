@@ -25,7 +25,7 @@ _FILES = {
 _HELPERS = ('enumeration', 'list_growth', 'list_trees', 'slow_walks')
 _HELPERS += ('slow_head', 'tiny_blocks', 'tiny_drafters', 'tiny_heads')
 _HELPERS += ('block_folders', 'by_heart', 'table_blocks', 'tiny', 'variants')
-_HELPERS += ('tiny_recurrent',)
+_HELPERS += ('tiny_recurrent', 'gguf_files', 'long_logits')
 
 # Tests that detect several bugs.
 _TESTS = {
@@ -42,12 +42,12 @@ _TESTS = {
   'DRAWS': "enumeration.check_draws('without_replacement')",
   'FROM_ROOT': "block_drafter.check_forward('speculators both ways')",
   'GATED': "block_drafter.check_forward('speculators gated')",
-  'HEAD': "heads.check_logits('sglang')",
+  'HEAD': "heads.test_logits_are_those_of_the_formulas('sglang')",
   'IN_A_FILE': "block_drafter.check_layout('gguf', 'z-lab 2')",
   'LARGE_TOP_P': (
     'large_vocabulary.test_top_p_keeps_what_the_definition_says(50257, 400)'
   ),
-  'LENGTHS': 'heads.check_lengths()',
+  'LENGTHS': 'heads.test_accepted_lengths_are_those_of_a_slow_head()',
   'MANY_KEPT': (
     'large_vocabulary.test_where_filters_keep_many_tokens_all_noise_is_drawn()'
   ),
@@ -433,7 +433,7 @@ a head feeds its state back after the norm
 [models.nn.layers: HEAD]
 weights of a norm are one less
   jnp.expand_dims(scale, => jnp.expand_dims(scale - 1,
-[models.nn.matrices: heads.check_logits('sglang norm')]
+[models.nn.matrices: heads.test_logits_are_those_of_the_formulas('sglang norm')]
 rows of a reduced vocabulary are taken for ids
   index[ids] = => index[: len(ids)] =
 # Block drafters.

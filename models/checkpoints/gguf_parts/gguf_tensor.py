@@ -54,7 +54,7 @@ class Tensor:
 
   def check(self, expected: tuple[int, ...]) -> None:
     """Raises ValueError on another shape, or a type that cannot be read."""
-    where = f'{self.file}: tensor {self.name}'
+    where = f'{self.file}: tensor {self.part.of(self.name)}'
     if self.shape != expected:
       raise ValueError(f'{where} has shape {self.shape}, expected {expected}')
     gguf = quants()

@@ -120,6 +120,10 @@ def _attention_factor(
   elif values.get('mscale') and values.get('mscale_all_dim'):
     scale = lambda key: 0.1 * values.pop(key) * log(values['factor']) + 1
     result = scale('mscale') / scale('mscale_all_dim')
+  elif values.get('mscale_all_dim') == 0:  # As if neither were stated.
+    values.pop('mscale', None)
+    del values['mscale_all_dim']
+    return None
   else:
     return None
   return result if values.get('attention_factor') is None else None

@@ -15,3 +15,11 @@ class Part(NamedTuple):
   rows: slice = slice(None)
   expert: int | None = None
   experts: int | None = None
+
+  def of(self, name: str) -> str:
+    """The name of the stored tensor, with the rows that are meant."""
+    start, stop, step = self.rows.start or 0, self.rows.stop, self.rows.step
+    if (start, stop, step or 1) == (0, None, 1):
+      return name
+    by = '' if step is None else f':{step}'
+    return f'{name}[{start}:{"" if stop is None else stop}{by}]'

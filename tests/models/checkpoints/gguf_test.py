@@ -12,8 +12,10 @@ from flax import nnx
 from flax import traverse_util
 import gguf
 from gguf import GGMLQuantizationType as Kind
+import gguf_files
 import jax
 import jax.numpy as jnp
+import long_logits
 import numpy as np
 import pytest
 import tiny_blocks
@@ -32,6 +34,7 @@ from models.nn import llama as nn_llama
 from models.nn import matrices as matrices_lib
 from models.nn import mixtral as mixtral_lib
 from models.nn import rope as rope_lib
+from models.nn.cpu import build
 from models.text import choice as choice_lib
 from models.text import pair as pair_lib
 
@@ -116,7 +119,8 @@ _CONFIGS = {
       query_growth=0.25,
     ),
   ),
-  'mistral3, plain': nn_llama.LlamaConfig(**_LLAMA),
+  # llama.cpp has another default for the number of heads than transformers.
+  'mistral3, plain': nn_llama.LlamaConfig(**_LLAMA | {'num_kv_heads': 4}),
   'phi3': nn_llama.LlamaConfig(
     **_LLAMA | {'num_positions': 48},
     rope=rope_lib.Rope(scaling=_LONGROPE, fraction=0.75),
@@ -130,85 +134,15 @@ _CONFIGS = {
   ),
   'vocabulary': nn_llama.LlamaConfig(**_LLAMA | {'vocab_size': 293}),
 }
-_SWAPPED = ('llama', 'granite', 'granitemoe', 'minicpm', 'mistral3', 'smollm3')
 # Folders have the experts of these in another layout.
 _OTHERWISE = ('granite', 'granitemoe', 'gpt-oss')
+# As published files of families have them.
+_FAMILIES = (
+  *(('mistral3', Kind.Q4_K), ('phi3', Kind.Q8_0), ('minicpm', Kind.Q4_K)),
+  *(('granitemoe', Kind.Q8_0), ('granite', Kind.Q4_K)),
+  ('gpt-oss', Kind.MXFP4),
+)
 _EXPERT = re.compile(r'(mlp|block_sparse_moe)\.experts\.\d+')
-
-
-def _metadata(writer, config, arch):
-  writer.add_uint16('split.count', 0)  # As in files that were merged.
-  writer.add_context_length(config.num_positions)
-  writer.add_embedding_length(config.width)
-  writer.add_block_count(config.num_layers)
-  writer.add_head_count(config.num_heads)
-  writer.add_feed_forward_length(config.inner_width)
-  if arch == 'gpt2':
-    writer.add_layer_norm_eps(config.norm_epsilon)
-    return
-  if arch == 'lfm2':
-    heads = [0] * config.num_layers
-    heads[1] = config.num_kv_heads
-    writer.add_head_count_kv(heads)
-    writer.add_shortconv_l_cache(config.conv_size)
-  elif config.num_kv_heads != config.num_heads:  # It is the default.
-    writer.add_head_count_kv(config.num_kv_heads)
-  writer.add_layer_norm_rms_eps(config.norm_epsilon)
-  ropes = [one for one in config.of_layers('rope')[::-1] if one]
-  rope = ropes[0] if ropes else _LOCAL
-  if arch == 'gemma3':
-    rope = _GLOBAL
-    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-    writer.add_rope_scaling_factor(_LINEAR.factor)
-  writer.add_rope_freq_base(rope.theta)
-  if config.window:
-    writer.add_sliding_window(8)
-  if config.score_cap:
-    writer.add_attn_logit_softcapping(config.score_cap)
-    writer.add_final_logit_softcapping(config.logit_cap)
-  if arch in ('granite', 'granitemoe'):
-    writer.add_attention_scale(config.attention_scale or 1 / 8)
-    writer.add_rope_scaling_finetuned(config.rope is not None)
-  if arch in ('granite', 'granitemoe', 'minicpm'):
-    writer.add_embedding_scale(config.embedding_scale)
-    writer.add_residual_scale(config.residual_scale)
-    writer.add_logit_scale(config.logit_divisor)
-  for add_width in (writer.add_key_length, writer.add_value_length):
-    add_width(config.head_width)
-  writer.add_rope_dimension_count(int(rope.fraction * config.head_width))
-  if arch == 'qwen35':
-    writer.add_rope_dimension_sections([11, 11, 10, 0])
-    writer.add_ssm_conv_kernel(config.conv_size)
-    writer.add_ssm_state_size(config.key_width)
-    writer.add_ssm_group_count(config.key_heads)
-    writer.add_ssm_time_step_rank(config.value_heads)
-    writer.add_ssm_inner_size(config.value_heads * config.value_width)
-    writer.add_full_attention_interval(2)
-  if isinstance(config, mixtral_lib.MixtralConfig):
-    writer.add_expert_count(config.num_experts)
-    writer.add_expert_used_count(config.experts_per_token)
-    writer.add_expert_feed_forward_length(config.inner_width)
-    if config.shared_width:
-      writer.add_expert_shared_feed_forward_length(config.shared_width)
-  if rope.query_growth:
-    writer.add_attn_temperature_scale(rope.query_growth)
-    writer.add_rope_scaling_yarn_log_mul(1.0)
-  if rope.scaling == _LONGROPE:
-    writer.add_sliding_window(0)
-    writer.add_rope_scaling_attn_factors(_LONGROPE.attention_factor)
-    writer.add_rope_scaling_orig_ctx_len(48)
-    writer.kv_data[0].pop(f'{arch}.rope.dimension_count')
-    writer.add_rope_dimension_count(48)
-  if isinstance(rope.scaling, rope_lib.YarnScaling):
-    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-    writer.add_rope_scaling_factor(_YARN.factor)
-    writer.add_rope_scaling_orig_ctx_len(_YARN.original_max_position_embeddings)
-
-
-def _permuted(array, num_heads):
-  """Queries and keys of a Llama as the converter of llama.cpp writes them."""
-  halves = array.reshape(num_heads, 2, -1, *array.shape[1:])
-  return halves.swapaxes(1, 2).reshape(array.shape)
 
 
 def _stored(module, arch):
@@ -223,8 +157,8 @@ def _stored(module, arch):
     if array.ndim == 3:  # A convolution.
       array = array[:, 0]
     for part, heads in (('q', config.num_heads), ('k', config.num_kv_heads)):
-      if arch in _SWAPPED and f'.{part}_proj.' in name:
-        array = _permuted(array, heads)
+      if arch in gguf_files.SWAPPED and f'.{part}_proj.' in name:
+        array = gguf_files.permuted(array, heads)
     if name.endswith('.rate') or name.endswith('.dt_bias'):
       layer, own = name.split('.')[1], name.rsplit('.', 1)[1]
       known = {'rate': 'ssm_a', 'dt_bias': 'ssm_dt.bias'}[own]
@@ -271,7 +205,7 @@ def _write(
   arch = 'llama' if name == 'vocabulary' else name.split(',')[0]
   config = _CONFIGS[name]
   writer = gguf.GGUFWriter(path, arch)
-  _metadata(writer, config, arch)
+  gguf_files.metadata(writer, config, arch)
   tiny_blocks.set_keys(writer, arch, keys or {})
   if tokenizer is not None:
     _add_tokenizer(writer, tokenizer)
@@ -288,10 +222,7 @@ def _write(
     )
     scaled = config.rope.frequencies(config.head_width)
     tensors['rope_freqs.weight'] = plain / scaled
-  if arch == 'phi3':
-    for key in ('short', 'long'):
-      factors = np.float32(getattr(_LONGROPE, f'{key}_factor'))
-      tensors[f'rope_factors_{key}.weight'] = factors
+  tensors |= gguf_files.longrope_factors(config)
   expected = {}
   for key, array in tensors.items():
     own = kind if array.ndim > 1 else Kind.F32
@@ -439,10 +370,12 @@ _TYPE = b'blk.0.attn_q.weight' + struct.pack('<IQQ', 2, 256, 256)
     (b'.rope.freq_base', b'.rope.freq_bass', 'rope.freq_bass is not supported'),
     (b'.block_count', b'.block_cOunt', 'block_cOunt is not supported'),
     (_TYPE + b'\0', _TYPE + b'\xfa', 'attn_q.weight is of type 250, which gg'),
+    (b'.vocab_sizE', b'.vocab_size', 'vocab_size is there twice'),
   ],
 )
 def test_headers_that_say_something_else(old, new, message, path):
-  _write(path, 'llama')
+  twice = {'vocab_size': 40, 'vocab_sizE': 41} if b'sizE' in old else {}
+  _write(path, 'llama', keys=twice)
   assert old in path.read_bytes()
   path.write_bytes(path.read_bytes().replace(old, new))
   with pytest.raises(ValueError, match=f'{path}.*{message}'):
@@ -459,6 +392,10 @@ def test_lists_with_a_value_for_each_layer(path):
 
 
 _KV, _PATTERN = 'attention.head_count_kv', 'attention.sliding_window_pattern'
+_EPSILON, _GROWTH = (
+  'attention.layer_norm_epsilon',
+  'attention.temperature_scale',
+)
 _LINEAR_TYPE = {'rope.scaling.type': 'linear', 'rope.scaling.factor': 2.0}
 
 
@@ -471,43 +408,16 @@ _LINEAR_TYPE = {'rope.scaling.type': 'linear', 'rope.scaling.factor': 2.0}
     ('llama, llama3', _LINEAR_TYPE, "type='linear' and the tensor rope_freqs"),
     ('llama', {_PATTERN: 2}, 'sliding_window_pattern says which layers have a'),
     ('gemma2', {_PATTERN: [True]}, 'pattern has 1 values for 2 layers'),
-    (
-      'qwen2',
-      {'rope.freq_base_swa': 5.0},
-      'qwen2.rope.freq_base_swa=5.0 is not',
-    ),
+    ('qwen2', {'rope.freq_base_swa': 5.0}, 'rope.freq_base_swa=5.0 is not'),
     ('qwen2', {'rope.scaling.attn_factor': 2.0}, 'attn_factor=2.0 is not supp'),
-    (
-      'qwen3',
-      {'rope.dimension_count': 32},
-      'rope.dimension_count=32 is not th',
-    ),
-    (
-      'qwen3',
-      {'context_length': 'a'},
-      "qwen3.context_length='a' must be an in",
-    ),
+    ('qwen3', {'rope.dimension_count': 32}, 'dimension_count=32 is not th'),
+    ('qwen3', {'context_length': 'a'}, "qwen3.context_length='a' must be an"),
     ('gpt2', {'block_count': 2.0}, 'gpt2.block_count=2.0 must be an integer'),
-    (
-      *('gpt2', {'attention.layer_norm_epsilon': float('nan')}),
-      'gpt2.attention.layer_norm_epsilon=nan must be a finite number',
-    ),
-    (
-      'gemma2',
-      {_PATTERN: 'all'},
-      "gemma2.*_pattern='all' must be an integer or",
-    ),
+    ('gpt2', {_EPSILON: np.nan}, f'gpt2.{_EPSILON}=nan must be a finite num'),
+    ('gemma2', {_PATTERN: 'all'}, "gemma2.*_pattern='all' must be an integer"),
     ('llama, mixture', {'expert_feed_forward_length': 128}, 'contradict'),
-    (
-      'phi3',
-      {'rope.dimension_count': 32},
-      'short_factor field must have length',
-    ),
-    (
-      'qwen2, yarn',
-      {'attention.temperature_scale': 0.1},
-      'llama_4_scaling_beta',
-    ),
+    ('phi3', {'rope.dimension_count': 32}, 'short_factor field must have len'),
+    ('qwen2, yarn', {_GROWTH: 0.1}, 'llama_4_scaling_beta'),
     ('gpt-oss', {'expert_used_count': 9}, 'num_experts=3, got 9'),
     ('granitemoe', {'expert_count': 0}, 'granitemoe with 0 experts'),
   ],
@@ -515,13 +425,6 @@ _LINEAR_TYPE = {'rope.scaling.type': 'linear', 'rope.scaling.factor': 2.0}
 def test_keys_that_say_something_else(name, keys, message, path):
   _write(path, name, keys=keys)
   with pytest.raises(ValueError, match=f'^{path}: .*{message}'):
-    hub.locate(path).config  # noqa: B018
-
-
-def test_a_key_that_is_there_twice(path):
-  _write(path, 'llama', keys={'vocab_size': 40, 'vocab_sizE': 41})
-  path.write_bytes(path.read_bytes().replace(b'vocab_sizE', b'vocab_size'))
-  with pytest.raises(ValueError, match=f'{path}.*vocab_size is there twice'):
     hub.locate(path).config  # noqa: B018
 
 
@@ -543,7 +446,7 @@ def test_a_file_of_any_name(path):
   ('name', 'kind'),
   [
     *(('llama', Kind.Q4_K), ('gpt2', Kind.Q8_0)),
-    *(('llama, mixture', Kind.Q5_0), ('gpt-oss', Kind.MXFP4)),
+    *(('llama, mixture', Kind.Q5_0), *_FAMILIES),
   ],
 )
 def test_matrices_stay_as_they_are_stored(name, kind, path, caplog):
@@ -569,8 +472,34 @@ def test_matrices_stay_as_they_are_stored(name, kind, path, caplog):
       rounded = values.astype(jnp.bfloat16)
       np.testing.assert_array_equal(np.asarray(leaf), rounded)
       floats.add(key[-2:])
-  assert len(floats) == 1 + (name != 'llama'), floats
+  has_router = isinstance(_CONFIGS[name], mixtral_lib.MixtralConfig)
+  assert len(floats) == 1 + (name == 'gpt2' or has_router), floats
   assert '1 matrices are in bfloat16' in caplog.text
+
+
+@pytest.mark.parametrize(
+  ('name', 'kind'),
+  [
+    pytest.param(
+      *row, marks=[pytest.mark.long] if row[0][:4] in ('gran', 'mini') else []
+    )
+    for row in _FAMILIES
+  ],
+)
+def test_logits_as_stored_are_those_of_the_rounded_weights(name, kind, path):
+  """Rows are rounded to eight bits, see `families_test.py`."""
+  _write(path, name, kind)
+  floats = hub.load_module(path)
+  logits = lambda dtype: long_logits.logits(
+    long_logits.in_floats(hub.load_module(path, dtype=dtype), floats)
+  )
+  difference = lambda one, other: np.median(np.abs(one - other))
+  rounding = difference(logits('int8'), long_logits.logits(floats))
+  packed = build.is_available()
+  found = long_logits.logits(
+    hub.load_module(path, dtype='stored', packed=packed)
+  )
+  assert 0 < difference(found, logits('stored')) < 3 * rounding
 
 
 def test_a_file_that_is_cut_off_is_noticed_at_every_length(path):
