@@ -283,9 +283,7 @@ class _Initial:
       yield name, _Array(name, np.asarray(leaf))
 
 
-def initial_module(
-  name: str | pathlib.Path, **options: Any
-) -> adapter.Module:
+def initial_module(name: str | pathlib.Path, **options: Any) -> adapter.Module:
   """A model of random weights, of which a `config.json` is enough.
 
   Its forwards take as long as those of a trained model of that shape. For the
