@@ -64,7 +64,6 @@ def mix_convolution(
     ValueError: an operand is wrong.
   """
   width = state.shape[-1]
-  _check_size(state)
   ops.check(
     {'P': state.shape[1] + 1, 'W': 3 * width},
     state=(state, 'BND'),
@@ -75,6 +74,7 @@ def mix_convolution(
     weight=(weight, 'PD'),
     bias=(bias, 'D'),
   )
+  _check_size(state)
   written = _window(window, projected)
   out = jax.ShapeDtypeStruct((*projected.shape[:2], width), jnp.float32)
   call = jax.ffi.ffi_call(
@@ -188,7 +188,6 @@ def mix_delta(
     ValueError: an operand is wrong.
   """
   heads, _, width = state['matrix'].shape[1:]
-  _check_size(state['conv'])
   _check_window(
     state['matrix'],
     inputs,
@@ -205,6 +204,7 @@ def mix_delta(
     weight=(weight, 'PM'),
     **{f'rate_{i}': (one, 'H') for i, one in enumerate(rates)},
   )
+  _check_size(state['conv'])
   names = 'conv', 'key', 'delta', 'decay'
   out = jax.ShapeDtypeStruct((*projected.shape[:2], heads * width), jnp.float32)
   written = [_window(inputs[name], projected) for name in names]

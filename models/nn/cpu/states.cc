@@ -52,12 +52,13 @@ struct Window {
   float* values;
   int64_t slots, width;
 
-  Window(const FloatBuffer& before, FloatResult& after)
+  // `length` slots of it are written.
+  Window(const FloatBuffer& before, FloatResult& after, int64_t length)
       : values(after->typed_data()),
         slots(after->dimensions()[2]),
         width(after->dimensions()[3]) {
     // XLA copies it where it cannot give the same memory.
-    if (values != before.typed_data()) {
+    if (values != before.typed_data() && length < slots) {
       std::memcpy(values, before.typed_data(), before.size_bytes());
     }
   }
@@ -120,7 +121,7 @@ ffi::Error MixConvolution(ffi::ThreadPool pool, FloatBuffer projected,
   const auto dims = out->dimensions();
   const int64_t length = dims[1], width = dims[2];
   const Convolution convolution{Nodes(parents, first, length),
-                                Window(window, new_window),
+                                Window(window, new_window, length),
                                 state.dimensions()[1],
                                 state.typed_data(),
                                 weights.typed_data(),
@@ -484,14 +485,15 @@ ffi::Error MixDelta(ffi::ThreadPool pool, FloatBuffer projected,
                     FloatResult new_deltas, FloatResult new_decays,
                     float epsilon, bool tiled) {
   const auto dims = projected.dimensions();
+  const int64_t length = dims[1];
   const Walk walk{Heads(states, keys, tiled),
-                  {Nodes(parents, first, dims[1]), Window(inputs, new_inputs),
+                  {Nodes(parents, first, length), Window(inputs, new_inputs, length),
                    conv_state.dimensions()[1], conv_state.typed_data(),
                    weights.typed_data(), nullptr, projected.typed_data(),
                    dims[2]},
-                  Window(keys, new_keys),
-                  Window(deltas, new_deltas),
-                  Window(decays, new_decays),
+                  Window(keys, new_keys, length),
+                  Window(deltas, new_deltas, length),
+                  Window(decays, new_decays, length),
                   states.typed_data(),
                   rate.typed_data(),
                   bias.typed_data(),
