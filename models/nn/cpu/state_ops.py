@@ -187,13 +187,15 @@ def mix_delta(
   Raises:
     ValueError: an operand is wrong.
   """
-  heads, _, width = state['matrix'].shape[1:]
+  mixed, values, heads = (
+    inputs[name].shape[-1] for name in ('conv', 'delta', 'decay')
+  )
   _check_window(
     state['matrix'],
     inputs,
     {
       'P': state['conv'].shape[1] + 1,
-      'C': inputs['conv'].shape[-1] + heads * (width + 2),
+      'C': mixed + values + 2 * heads,
     },
     parents=(tree[0], 'BT', 'int32'),
     first=(tree[1], 'B', 'int32'),
@@ -206,7 +208,7 @@ def mix_delta(
   )
   _check_size(state['conv'])
   names = 'conv', 'key', 'delta', 'decay'
-  out = jax.ShapeDtypeStruct((*projected.shape[:2], heads * width), jnp.float32)
+  out = jax.ShapeDtypeStruct((*projected.shape[:2], values), jnp.float32)
   written = [_window(inputs[name], projected) for name in names]
   call = jax.ffi.ffi_call(
     'specdec_mix_delta',
