@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from flax import nnx
 import jax
+import jax.numpy as jnp
 
 from models.nn import layers
 from models.nn import llama as nn_llama
@@ -70,7 +71,10 @@ class Mixer(nnx.Module):
     del rotation
     kernels = self.o_proj.is_packed
     linears = [linear.parameters for linear in self.projections]
-    projected = layers.project(x, linears, norm=norm)
+    # On a GPU there are more rows, of which nothing is written.
+    number = None if cache is None else cache.num_new
+    mask = mask[:, :number]
+    projected = layers.project(x, linears, norm=norm)[:, :number]
     empty = self.config.state_of_layer(x.shape[0], kernels=kernels)
     one, sees, first = states_lib.enter_window(cache, self.layer, mask, empty)
     if kernels:
@@ -81,5 +85,7 @@ class Mixer(nnx.Module):
       write = lambda one, new: states_lib.write_inputs(cache, one, new, first)
       out, one = self.composed(projected, one, sees, first, write)
     cache = states_lib.with_recurrent_layer(cache, self.layer, one)
+    more = (0, 0), (0, x.shape[1] - out.shape[1]), (0, 0)
+    out = jnp.pad(out, more)
     out = layers.project(out, [self.o_proj.parameters], residual=residual)
     return out, cache
