@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import Any
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
 
 from models.nn import layers
-from models.nn import llama as nn_llama
 from models.nn import rope as rope_lib
 from specdec import cache as cache_lib
 from specdec import cached_states as states_lib
@@ -24,7 +24,7 @@ Write = Callable[
 class Mixer(nnx.Module):
   """Called as `models.nn.llama.Attention`; positions are not used."""
 
-  config: nn_llama.LlamaConfig
+  config: Any  # A `LlamaConfig` that has `state_of_layer`.
   layer: int
   o_proj: layers.Linear  # Of the result.
 

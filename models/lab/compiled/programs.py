@@ -307,7 +307,7 @@ def _model(
 def _first_layers(config: adapter.Config, most: int | None) -> adapter.Config:
   """A shape with fewer layers, and the values of those alone."""
   number = min(config.num_layers, most or config.num_layers)
-  by_layer = {
+  by_layer: dict[str, Any] = {
     field.name: value[:number]
     for field in dataclasses.fields(config)
     if isinstance(value := getattr(config, field.name), tuple)

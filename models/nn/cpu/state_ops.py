@@ -83,8 +83,8 @@ def mix_convolution(
     input_output_aliases=_places({2: 1}, projected, window.shape[2]),
   )
   bias = ops.or_empty(bias)
-  out, window = call(projected, state, window, parents, first, weight, bias)
-  return out, window
+  found = call(projected, state, window, parents, first, weight, bias)
+  return found[0], found[1]
 
 
 def gate(x: jax.Array, gates: jax.Array) -> jax.Array:
@@ -131,7 +131,7 @@ def fold_delta(
   *,
   tiled: bool,
 ) -> jax.Array:
-  """States `[B, H, K, V]` after some slots, see `Recurrent.kernel`; in place.
+  """States `[B, H, K, V]` after some slots, see `Recurrent.fold_all`; in place.
 
   Args:
     state: `[B, H, K, V]` float32.
@@ -217,11 +217,11 @@ def mix_delta(
       {3 + i: 1 + i for i in range(len(names))}, projected, tree[0].shape[1]
     ),
   )
-  out, *windows = call(
+  found, *windows = call(
     *(projected, state['conv'], state['matrix']),
     *(inputs[name] for name in names),
     *(*tree, weight, *rates, norm.scale),
     epsilon=np.float32(norm.epsilon),
     tiled=tiled,
   )
-  return out, dict(zip(names, windows, strict=True))
+  return found, dict(zip(names, windows, strict=True))

@@ -68,8 +68,8 @@ struct Window {
   }
 };
 
-// A depthwise convolution along paths: sums of the inputs of a node and of the n
-// before it, times weights [n + 1, width], the farthest first.
+// A depthwise convolution along paths: sums of the inputs of a node and of the
+// n before it, times weights [n + 1, width], the farthest first.
 struct Convolution {
   Nodes nodes;
   Window window;
@@ -182,10 +182,10 @@ __attribute__((noinline)) void UpdateRow(const float* from, float decay,
                                          int64_t width, float* to) {
   for (int64_t d = 0; d < width; d += kLanes) {
     const int64_t left = width - d;
-    StoreFirst(to + d,
-               LoadFloats(from + d, left) * decay +
-                   LoadFloats(delta + d, left) * key,
-               left);
+    StoreFirst(
+        to + d,
+        LoadFloats(from + d, left) * decay + LoadFloats(delta + d, left) * key,
+        left);
   }
 }
 
@@ -245,7 +245,8 @@ ffi::Error FoldDelta(ffi::ThreadPool pool, FloatBuffer states, FloatBuffer keys,
 }
 
 // The unit vector of a head, times `factor`; `to` may be `from`.
-inline void Direction(const float* from, int64_t width, float factor, float* to) {
+inline void Direction(const float* from, int64_t width, float factor,
+                      float* to) {
   Floats squares = {};
   for (int64_t i = 0; i < width; i += kLanes) {
     const Floats values = LoadFloats(from + i, width - i);
@@ -321,8 +322,7 @@ struct HeadWalk {
     const int64_t query_at = heads.KeyHead(head) * key_width;
     const int64_t value_at = 2 * keys + head * width;
     const float* const x =
-        convolution.x +
-        (row * nodes().length + node) * convolution.stride;
+        convolution.x + (row * nodes().length + node) * convolution.stride;
     float *const query = Query(node), *const key = Key(node);
     convolution.Compute(row, node, query_at, key_width, true, query);
     convolution.Compute(row, node, keys + query_at, key_width, true, key);
@@ -359,8 +359,8 @@ struct HeadWalk {
   }
 
   // Computes columns of what a node adds to the state S of its parent, and of
-  // what is read from its own: `S' q = decay (S q) + (k q) delta`. So a state is
-  // read once, and only nodes with children have one.
+  // what is read from its own: `S' q = decay (S q) + (k q) delta`. So a state
+  // is read once, and only nodes with children have one.
   void Visit(int64_t node, int64_t column, const float* state) {
     const int64_t key_width = walk.heads.key_width;
     const float *const query = Query(node), *const key = Key(node);
@@ -389,9 +389,9 @@ struct HeadWalk {
   void Update(int64_t slot, int64_t column, const float* from, float* to) {
     const int64_t key_width = walk.heads.key_width;
     const float* const key =
-        slot >= first ? Key(slot - first)
-                      : walk.keys.At(row, slot) +
-                            walk.heads.KeyHead(head) * key_width;
+        slot >= first
+            ? Key(slot - first)
+            : walk.keys.At(row, slot) + walk.heads.KeyHead(head) * key_width;
     alignas(64) float delta[kColumns] = {};
     std::copy_n(Delta(slot) + column,
                 std::min<int64_t>(walk.heads.width - column, kColumns), delta);
@@ -407,8 +407,8 @@ struct HeadWalk {
     const Heads& heads = walk.heads;
     const int64_t size = heads.key_width * kColumns;
     if (static_cast<int64_t>(stack.size()) < size) stack.resize(size);
-    const float* const state =
-        walk.states + (row * heads.heads + head) * heads.key_width * heads.width;
+    const float* const state = walk.states + (row * heads.heads + head) *
+                                                 heads.key_width * heads.width;
     const int64_t count = std::min<int64_t>(heads.width - column, kColumns);
     for (int64_t i = 0; i < heads.key_width; ++i) {
       std::copy_n(state + i * heads.width + column, count,
@@ -417,7 +417,8 @@ struct HeadWalk {
     std::vector<std::pair<int64_t, int64_t>> waiting;
     int64_t slot = child[end()], level = 0;
     while (true) {
-      if (slot >= first) Visit(slot - first, column, stack.data() + level * size);
+      if (slot >= first)
+        Visit(slot - first, column, stack.data() + level * size);
       if (child[slot] >= 0) {
         const int64_t from = level;
         if (next[slot] >= 0) {
@@ -486,19 +487,19 @@ ffi::Error MixDelta(ffi::ThreadPool pool, FloatBuffer projected,
                     float epsilon, bool tiled) {
   const auto dims = projected.dimensions();
   const int64_t length = dims[1];
-  const Walk walk{Heads(states, keys, tiled),
-                  {Nodes(parents, first, length), Window(inputs, new_inputs, length),
-                   conv_state.dimensions()[1], conv_state.typed_data(),
-                   weights.typed_data(), nullptr, projected.typed_data(),
-                   dims[2]},
-                  Window(keys, new_keys, length),
-                  Window(deltas, new_deltas, length),
-                  Window(decays, new_decays, length),
-                  states.typed_data(),
-                  rate.typed_data(),
-                  bias.typed_data(),
-                  {norm_scale.typed_data(), nullptr, epsilon, false},
-                  out->typed_data()};
+  const Walk walk{
+      Heads(states, keys, tiled),
+      {Nodes(parents, first, length), Window(inputs, new_inputs, length),
+       conv_state.dimensions()[1], conv_state.typed_data(),
+       weights.typed_data(), nullptr, projected.typed_data(), dims[2]},
+      Window(keys, new_keys, length),
+      Window(deltas, new_deltas, length),
+      Window(decays, new_decays, length),
+      states.typed_data(),
+      rate.typed_data(),
+      bias.typed_data(),
+      {norm_scale.typed_data(), nullptr, epsilon, false},
+      out->typed_data()};
   const int64_t heads = walk.heads.heads, number = dims[0] * heads;
   Team(pool, number, states.size_bytes()).For(number, [&](int64_t index) {
     const int64_t row = index / heads;
@@ -526,11 +527,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_mix_convolution, specdec::MixConvolution,
                                   .Arg<FloatBuffer>()
                                   .Ret<FloatBuffer>()
                                   .Ret<FloatBuffer>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_gate, specdec::Gate,
-                              ffi::Ffi::Bind()
-                                  .Arg<FloatBuffer>()
-                                  .Arg<FloatBuffer>()
-                                  .Ret<FloatBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    specdec_gate, specdec::Gate,
+    ffi::Ffi::Bind().Arg<FloatBuffer>().Arg<FloatBuffer>().Ret<FloatBuffer>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_fold_delta, specdec::FoldDelta,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
