@@ -26,7 +26,7 @@ class Mixer(nnx.Module):
 
   config: Any  # A `LlamaConfig` that has `state_of_layer`.
   layer: int
-  o_proj: layers.Linear  # Of the result.
+  o_proj: layers.Linear  # The product behind it.
 
   @property
   def projections(self) -> Sequence[layers.Linear]:

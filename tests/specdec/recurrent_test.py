@@ -364,7 +364,7 @@ def test_whatever_drafts_tokens_are_those_of_plain_decoding(make, tmp_path):
 
 
 def _mixed(heads, picked):
-  """What the kernel of delta nets makes of some of so many heads."""
+  """The kernels of delta nets for some of so many heads: results, states."""
   rng = np.random.default_rng(0)
   draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
   rows, nodes, slots, width = 2, 6, 9, 128

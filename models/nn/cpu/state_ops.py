@@ -155,6 +155,38 @@ def fold_delta(
   return call(state, *added, slots, count, tiled=tiled)
 
 
+def _check_delta(
+  projected: jax.Array,
+  state: Mapping[str, jax.Array],
+  inputs: Mapping[str, jax.Array],
+  tree: tuple[jax.Array, jax.Array],
+  weight: jax.Array,
+  rates: tuple[jax.Array, jax.Array],
+  norm: ops.Norm,
+) -> None:
+  """Checks the operands of `mix_delta`."""
+  mixed, values, heads = (
+    inputs[name].shape[-1] for name in ('conv', 'delta', 'decay')
+  )
+  _check_window(
+    state['matrix'],
+    inputs,
+    {
+      'P': state['conv'].shape[1] + 1,
+      'C': mixed + values + 2 * heads,
+    },
+    parents=(tree[0], 'BT', 'int32'),
+    first=(tree[1], 'B', 'int32'),
+    conv=(inputs['conv'], 'B1TM'),
+    projected=(projected, 'BLC'),
+    conv_state=(state['conv'], 'BNM'),
+    norm_scale=(norm.scale, 'J'),
+    weight=(weight, 'PM'),
+    **{f'rate_{i}': (one, 'H') for i, one in enumerate(rates)},
+  )
+  _check_size(state['conv'])
+
+
 def mix_delta(
   projected: jax.Array,
   state: Mapping[str, jax.Array],
@@ -187,28 +219,11 @@ def mix_delta(
   Raises:
     ValueError: an operand is wrong.
   """
-  mixed, values, heads = (
-    inputs[name].shape[-1] for name in ('conv', 'delta', 'decay')
-  )
-  _check_window(
-    state['matrix'],
-    inputs,
-    {
-      'P': state['conv'].shape[1] + 1,
-      'C': mixed + values + 2 * heads,
-    },
-    parents=(tree[0], 'BT', 'int32'),
-    first=(tree[1], 'B', 'int32'),
-    conv=(inputs['conv'], 'B1TM'),
-    projected=(projected, 'BLC'),
-    conv_state=(state['conv'], 'BNM'),
-    norm_scale=(norm.scale, 'J'),
-    weight=(weight, 'PM'),
-    **{f'rate_{i}': (one, 'H') for i, one in enumerate(rates)},
-  )
-  _check_size(state['conv'])
+  _check_delta(projected, state, inputs, tree, weight, rates, norm)
   names = 'conv', 'key', 'delta', 'decay'
-  out = jax.ShapeDtypeStruct((*projected.shape[:2], values), jnp.float32)
+  out = jax.ShapeDtypeStruct(
+    (*projected.shape[:2], inputs['delta'].shape[-1]), jnp.float32
+  )
   written = [_window(inputs[name], projected) for name in names]
   call = jax.ffi.ffi_call(
     'specdec_mix_delta',

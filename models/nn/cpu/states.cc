@@ -276,7 +276,7 @@ constexpr int kParts = 4, kColumns = kParts * kLanes;
 struct HeadWalk {
   const Walk& walk;
   int64_t row, head, first;
-  // Of each node query, key and value, after convolution and norms.
+  // Query, key and value of each node, after convolution and norms.
   std::vector<float> vectors;
   std::vector<float> both;  // Query times key.
   // The first child of each slot, behind it that of the text; and its siblings.
