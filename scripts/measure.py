@@ -32,6 +32,11 @@ _REPEATS = flags.DEFINE_integer(
   'repeats', 7, 'interleaved measurements', lower_bound=1
 )
 _CONTEXT = flags.DEFINE_integer('context', 192, 'forward: tokens in the cache')
+_RANDOM = flags.DEFINE_bool(
+  'random_weights',
+  False,
+  'forward: of --target, only config.json is read',
+)
 options.define_method('chain', settings_lib.METHODS)
 prompt_flags.define_num_prompts()
 _BATCH_SIZE = options.define_batch_size(4, 'of acceptance')
@@ -92,7 +97,11 @@ def main(what: str) -> None:
       rows = kernel_times.kernels(sizes, _REPEATS.value)
     elif what == 'forward':
       rows = machine.forward(
-        loading.models(), sizes, _REPEATS.value, context=_CONTEXT.value
+        loading.models(),
+        sizes,
+        _REPEATS.value,
+        context=_CONTEXT.value,
+        random_weights=_RANDOM.value,
       )
     elif what == 'memory':
       rows = machine.memory(loading.models())

@@ -101,15 +101,6 @@ def _states(rng: np.random.Generator) -> jax.Array:
   integers = lambda least, most, *shape: jnp.asarray(
     rng.integers(least, most, shape), jnp.int32
   )
-  x = state_ops.convolve(
-    *(normal(rows, length, mixed), normal(rows, taps, mixed)),
-    *(
-      normal(*window, mixed),
-      integers(-2, taps + slots + 2, rows, length, taps),
-    ),
-    *(normal(taps + 1, mixed), normal(mixed)),
-    silu=rng.random() < 0.5,
-  )
   parents = jnp.stack(
     [integers(-1, slot + 1, rows) for slot in range(slots)], 1
   )
@@ -119,10 +110,19 @@ def _states(rng: np.random.Generator) -> jax.Array:
     'decay': normal(*window, heads),
   }
   state, tiled = normal(rows, heads, key_width, width), rng.random() < 0.5
-  out, _ = state_ops.walk_delta(
-    *(state, inputs, parents, integers(0, slots - length + 1, rows), x),
-    (normal(rows, length, heads), normal(rows, length, heads)),
+  first = integers(0, slots - length + 1, rows)
+  taken, _ = state_ops.mix_convolution(
+    normal(rows, length, 3 * mixed),
+    *(normal(rows, taps, mixed), normal(*window, mixed), parents, first),
+    *(normal(taps + 1, mixed), normal(mixed)),
+  )
+  out, _ = state_ops.mix_delta(
+    normal(rows, length, mixed + heads * (width + 2)),
+    {'conv': normal(rows, taps, mixed), 'matrix': state},
+    inputs | {'conv': normal(*window, mixed)},
+    *((parents, first), normal(taps + 1, mixed)),
     (-np.abs(normal(heads)), normal(heads)),
+    ops.Norm(normal(width), None, 1e-6, center=False),
     tiled=tiled,
   )
   folded = state_ops.fold_delta(
@@ -130,7 +130,7 @@ def _states(rng: np.random.Generator) -> jax.Array:
     integers(0, slots + 1, rows),
     tiled=tiled,
   )
-  return state_ops.gate(out, out, silu=tiled).sum() + folded.sum()
+  return state_ops.gate(out, out).sum() + folded.sum() + taken.sum()
 
 
 def call(rng: np.random.Generator) -> jax.Array:

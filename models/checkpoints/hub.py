@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from collections.abc import Mapping
+import dataclasses
 import functools
 import pathlib
 from typing import Any
+from typing import cast
 
 from absl import logging
 from flax import nnx
@@ -24,6 +26,7 @@ from models.checkpoints import rounded
 from models.checkpoints.keys import tensor_parts
 from models.nn import adapter
 from models.nn import block_drafter
+from models.nn import blocks as blocks_lib
 from models.nn import llama as nn_llama
 from models.nn import matrices as matrices_lib
 from models.nn import sharding as sharding_lib
@@ -240,6 +243,53 @@ def read_module(
     outputs=outputs,
   )
   return nnx.merge(graph, traverse_util.unflatten_dict(loaded))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Array:
+  """An array as a stored tensor, see `checkpoint.StoredTensor`."""
+
+  name: str
+  array: np.ndarray
+
+  def check(self, expected: tuple[int, ...]) -> None:
+    assert self.array.shape == expected
+
+  def blocks(self) -> Iterator[blocks_lib.Rows]:
+    yield slice(None), np.asarray(self.array, np.float32)
+
+  def in_blocks(self) -> None:
+    """There are no blocks of few bits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Initial:
+  """A model as it is before training; of its folder only the shape is read."""
+
+  folder: checkpoint_lib.Checkpoint
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self.folder, name)
+
+  @property
+  def size(self) -> int:
+    return 0
+
+  def tensors(self) -> Iterator[tuple[str, _Array]]:
+    make = families.family_of(self.folder.config).module
+    module = make(self.folder.config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    for path, leaf in flat_params(module)[1].items():
+      name = families.parameter_name(path)
+      yield name, _Array(name, np.asarray(leaf))
+
+
+def initial_module(name: str | pathlib.Path, **options: Any) -> adapter.Module:
+  """A model of random weights, of which a `config.json` is enough.
+
+  Its forwards take as long as those of a trained model of that shape. For the
+  arguments see `load_module`.
+  """
+  return read_module(cast(Any, _Initial(locate(name))), **options)
 
 
 def read_parameters(

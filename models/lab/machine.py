@@ -24,6 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.checkpoints import hub
+from models.nn import adapter
+from models.nn.cpu import build
 from models.text import choice as choice_lib
 from models.text import pair as pair_lib
 from models.text import sources as sources_lib
@@ -251,10 +253,19 @@ def forward(
   repeats: int,
   *,
   context: int,
+  random_weights: bool = False,
 ) -> list[Row]:
   """V(N) of a target as median milliseconds by N, which are 1 and the `widths`.
 
-  The context is the number of tokens in the cache.
+  Beside them is how long it takes to read its weights and states, at the
+  bandwidth that is measured before and after.
+
+  Args:
+    models: the target and its format.
+    widths: the N.
+    repeats: how often each is measured.
+    context: tokens in the cache.
+    random_weights: whether only the shape of the target is read.
 
   Raises:
     ValueError: a width is below 1.
@@ -262,7 +273,14 @@ def forward(
   widths = sorted({1, *widths})
   if widths[0] < 1:
     raise ValueError(f'--sizes={widths}: expected integers of at least 1')
-  target = pair_lib.load_pair(models.of_target).target
+  if random_weights:
+    packed = models.cpu_kernels and build.is_available()
+    made = hub.initial_module(models.target, dtype=models.dtype, packed=packed)
+    target = adapter.as_model(made)
+  else:
+    target = pair_lib.load_pair(models.of_target).target
+  bandwidth = Bandwidth()
+  bandwidth.sample()
   seconds = measure_step_costs(
     target,
     [list(range(target.spec.vocab_size))],
@@ -272,8 +290,20 @@ def forward(
     node_counts=widths,
     effort=Effort(num_steps=4, repeats=repeats),
   ).verification
+  bandwidth.sample()
+  rate = bandwidth.summary()['bytes_per_second']
+  read = target.spec.weight_bytes + target.spec.state_bytes
   return [
-    {'dtype': models.dtype, 'N': n, 'ms': 1e3 * seconds[n]} for n in widths
+    {
+      'dtype': models.dtype,
+      'N': n,
+      'ms': 1e3 * seconds[n],
+      'per_one': seconds[n] / seconds[1],
+      'MB': read / 1e6,
+      'GB_per_second': rate / 1e9,
+      'per_reading': seconds[n] * rate / read,
+    }
+    for n in widths
   ]
 
 

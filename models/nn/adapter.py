@@ -266,10 +266,7 @@ def as_model(
   if on_gpu is None:
     on_gpu = jax.default_backend() == 'gpu'
   config = module.config
-  # Several devices have parts of the heads, and states have windows of their
-  # own.
-  has_states = bool(_states(config, 1, kernels=False))
-  on_gpu = on_gpu and layout.mesh is None and not has_states
+  on_gpu = on_gpu and layout.mesh is None  # Several have parts of the heads.
   graph, variables = nnx.split(module)
   params = nnx.to_pure_dict(variables)
   if on_gpu:

@@ -9,7 +9,6 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from models.nn.cpu import state_ops
 from specdec import recurrent as recurrent_lib
 
 
@@ -46,14 +45,17 @@ class Convolution(nnx.Module):
     self.weight = nnx.Param(init(rngs.params(), (width, 1, size), jnp.float32))
     self.bias = nnx.Param(jnp.zeros(width, jnp.float32)) if use_bias else None
 
+  @property
+  def operands(self) -> tuple[jax.Array, jax.Array | None]:
+    """Weights `[size, width]`, the farthest first, and the bias or None."""
+    bias = None if self.bias is None else self.bias[...]
+    return self.weight[:, 0].T, bias
+
   def __call__(
     self,
     x: jax.Array,
     one: recurrent_lib.Recurrent,
     sees: jax.Array,
-    *,
-    kernels: bool,
-    silu: bool = False,
   ) -> jax.Array:
     """The convolution at every node, `[B, L, width]` float32.
 
@@ -61,23 +63,14 @@ class Convolution(nnx.Module):
       x: `[B, L, width]` float32, its inputs at the nodes.
       one: a layer whose `state` and `inputs` have those before, as `conv`.
       sees: `[B, L, T]` bool, see `specdec.recurrent.ancestor`.
-      kernels: whether those of `models.nn.cpu` compute.
-      silu: whether the result is the SiLU of the sum.
     """
     state, window = one.state['conv'], one.inputs['conv']
     places = recurrent_lib.places_before(sees, state.shape[1])
-    weight = self.weight[:, 0].T
-    bias = None if self.bias is None else self.bias[...]
-    if kernels:
-      return state_ops.convolve(
-        x, state, window, places, weight, bias, silu=silu
-      )
+    weight, bias = self.operands
     known = jnp.concatenate([state, window[:, 0]], axis=1)
     out = jnp.zeros_like(x)
     for place in range(state.shape[1])[::-1]:
       values = jnp.take_along_axis(known, places[:, :, place, None], axis=1)
       out += values * weight[state.shape[1] - 1 - place][None, None]
     out += x * weight[-1][None, None]
-    if bias is not None:
-      out += bias[None, None]
-    return jax.nn.silu(out) if silu else out
+    return out if bias is None else out + bias[None, None]

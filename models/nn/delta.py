@@ -13,7 +13,6 @@ alone, and the accepted path is folded into S without products.
 """
 
 from collections.abc import Callable
-from collections.abc import Sequence
 import dataclasses
 import functools
 import types
@@ -21,15 +20,16 @@ import types
 from flax import nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from models.nn import attention
 from models.nn import convolution
 from models.nn import layers
 from models.nn import llama as nn_llama
+from models.nn import mixer
 from models.nn import rope as rope_lib
 from models.nn.cpu import state_ops
 from specdec import cache as cache_lib
-from specdec import cached_states as states_lib
 from specdec import recurrent as recurrent_lib
 
 _Arrays = dict[str, jax.Array]  # By the names of what they are.
@@ -162,8 +162,8 @@ def _visit(
   return added, out.reshape(-1)
 
 
-class DeltaNet(nnx.Module):
-  """A gated delta net in place of attention."""
+class DeltaNet(mixer.Mixer):
+  """A gated delta net."""
 
   def __init__(
     self,
@@ -197,73 +197,42 @@ class DeltaNet(nnx.Module):
       stddev=layers.residual_stddev(config.num_layers),
     )
 
-  def __call__(
-    self,
-    x: jax.Array,
-    norm: layers.Norm | None,
-    rotation: rope_lib.Rotation | None,
-    mask: jax.Array,
-    cache: cache_lib.KVCache | None,
-    residual: jax.Array | None,
-  ) -> tuple[jax.Array, cache_lib.KVCache | None]:
-    """As `models.nn.llama.Attention`; positions are not used."""
-    del rotation
-    config, kernels = self.config, self.o_proj.is_packed
-    linears = (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
-    projected = layers.project(
-      x, [one.parameters for one in linears], norm=norm
-    )
-    width = config.value_heads * config.value_width
-    ends = config.mixed_width, config.mixed_width + width
-    mixed, gate, gates = jnp.split(projected, ends, axis=-1)
-    empty = config.state_of_layer(x.shape[0], kernels=kernels)
-    one, sees, first = states_lib.enter_window(cache, self.layer, mask, empty)
-    one = states_lib.write_inputs(cache, one, {'conv': mixed}, first)
-    mixed = self.conv1d(mixed, one, sees, kernels=kernels, silu=True)
-    walk = self._by_kernel if kernels else self._composed
-    added, out = walk(one, sees, first, mixed, jnp.split(gates, 2, axis=-1))
-    one = states_lib.write_inputs(cache, one, added, first)
-    cache = states_lib.with_recurrent_layer(cache, self.layer, one)
-    heads = out.reshape(*out.shape[:2], -1, config.value_width)
-    heads = layers.normalize(heads, self.norm, kernels=kernels)
-    out = gated(heads.reshape(out.shape), gate, silu=True, kernels=kernels)
-    out = layers.project(out, [self.o_proj.parameters], residual=residual)
-    return out, cache
+  @property
+  def projections(self) -> list[layers.Linear]:
+    return [*(self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)]
 
-  def _by_kernel(
+  def by_kernel(
     self,
+    projected: jax.Array,
     one: recurrent_lib.Recurrent,
-    sees: jax.Array,
-    first: jax.Array,
-    mixed: jax.Array,
-    gates: Sequence[jax.Array],
-  ) -> tuple[_Arrays, jax.Array]:
-    strength, alpha = gates
-    out, added = state_ops.walk_delta(
-      one.state['matrix'],
-      one.inputs,
-      recurrent_lib.parents(sees),
-      first,
-      mixed,
-      (alpha, strength),
+    tree: tuple[jax.Array, jax.Array],
+  ) -> tuple[jax.Array, _Arrays]:
+    weight, _ = self.conv1d.operands
+    return state_ops.mix_delta(
+      projected,
+      *(one.state, one.inputs, tree, weight),
       (self.rate[...], self.dt_bias[...]),
+      self.norm.operand,
       tiled=self.config.tiled,
     )
-    return added, out
 
-  def _composed(
+  def composed(
     self,
+    projected: jax.Array,
     one: recurrent_lib.Recurrent,
     sees: jax.Array,
     first: jax.Array,
-    mixed: jax.Array,
-    gates: Sequence[jax.Array],
-  ) -> tuple[_Arrays, jax.Array]:
+    write: mixer.Write,
+  ) -> tuple[jax.Array, recurrent_lib.Recurrent]:
     config = self.config
+    width = config.value_heads * config.value_width
+    ends = np.cumsum([config.mixed_width, width, config.value_heads])
+    mixed, gate, strength, alpha = jnp.split(projected, ends, axis=-1)
+    one = write(one, {'conv': mixed})
+    mixed = jax.nn.silu(self.conv1d(mixed, one, sees))
     keys = config.key_heads * config.key_width
     query, key, value = jnp.split(mixed, (keys, 2 * keys), axis=-1)
     split = lambda x: x.reshape(*x.shape[:2], config.key_heads, -1)
-    strength, alpha = gates
     step = jax.nn.softplus(alpha + self.dt_bias[...][None, None])
     new = {
       'query': _unit(split(query)) * config.key_width**-0.5,
@@ -278,16 +247,10 @@ class DeltaNet(nnx.Module):
       inputs={name: one.inputs[name] for name in parts},
     )
     visit = functools.partial(_visit, config.tiled)
-    return recurrent_lib.walk(matrix, sees, first, new, visit)
-
-
-def gated(
-  x: jax.Array, gate: jax.Array, *, silu: bool, kernels: bool
-) -> jax.Array:
-  """Values `[..., width]` times the sigmoid, or the SiLU, of a gate."""
-  if kernels:
-    return state_ops.gate(x, gate, silu=silu)
-  return x * (jax.nn.silu(gate) if silu else jax.nn.sigmoid(gate))
+    added, out = recurrent_lib.walk(matrix, sees, first, new, visit)
+    heads = out.reshape(*out.shape[:2], -1, config.value_width)
+    out = self.norm(heads).reshape(out.shape) * jax.nn.silu(gate)
+    return out, write(one, added)
 
 
 class GatedAttention(nn_llama.Attention):
@@ -354,7 +317,7 @@ class GatedAttention(nn_llama.Attention):
       )
       out = out.swapaxes(1, 2).reshape(*x.shape[:2], -1)
     gate = gate.reshape(out.shape)
-    out = gated(out, gate, silu=False, kernels=kernels)
+    out = state_ops.gate(out, gate) if kernels else out * jax.nn.sigmoid(gate)
     out = layers.project(out, [self.o_proj.parameters], residual=residual)
     return out, cache
 

@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from models.nn import convolution
 from models.nn import layers
 from models.nn import llama as nn_llama
-from models.nn import rope as rope_lib
-from specdec import cache as cache_lib
-from specdec import cached_states as states_lib
+from models.nn import mixer
+from models.nn.cpu import state_ops
 from specdec import recurrent as recurrent_lib
 
 
@@ -59,8 +58,8 @@ def _fold(
   return {'conv': found}
 
 
-class ShortConv(nnx.Module):
-  """A gated short convolution in place of attention."""
+class ShortConv(mixer.Mixer):
+  """A gated short convolution."""
 
   def __init__(
     self,
@@ -88,30 +87,35 @@ class ShortConv(nnx.Module):
       **options,
     )
 
-  def __call__(
+  @property
+  def projections(self) -> list[layers.Linear]:
+    return [self.in_proj]
+
+  def by_kernel(
     self,
-    x: jax.Array,
-    norm: layers.Norm | None,
-    rotation: rope_lib.Rotation | None,
-    mask: jax.Array,
-    cache: cache_lib.KVCache | None,
-    residual: jax.Array | None,
-  ) -> tuple[jax.Array, cache_lib.KVCache | None]:
-    """As `models.nn.llama.Attention`; positions are not used."""
-    del rotation
-    projected = layers.project(x, [self.in_proj.parameters], norm=norm)
+    projected: jax.Array,
+    one: recurrent_lib.Recurrent,
+    tree: tuple[jax.Array, jax.Array],
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    out, window = state_ops.mix_convolution(
+      *(projected, one.state['conv'], one.inputs['conv'], *tree),
+      *self.conv.operands,
+    )
+    return out, {'conv': window}
+
+  def composed(
+    self,
+    projected: jax.Array,
+    one: recurrent_lib.Recurrent,
+    sees: jax.Array,
+    first: jax.Array,
+    write: mixer.Write,
+  ) -> tuple[jax.Array, recurrent_lib.Recurrent]:
+    del first
     gate, out_gate, values = jnp.split(projected, 3, axis=-1)
     gated = gate * values
-    kernels = self.o_proj.is_packed
-    empty = self.config.state_of_layer(x.shape[0], kernels=kernels)
-    one, sees, first = states_lib.enter_window(cache, self.layer, mask, empty)
-    one = states_lib.write_inputs(cache, one, {'conv': gated}, first)
-    mixed = self.conv(gated, one, sees, kernels=kernels)
-    cache = states_lib.with_recurrent_layer(cache, self.layer, one)
-    out = layers.project(
-      out_gate * mixed, [self.o_proj.parameters], residual=residual
-    )
-    return out, cache
+    one = write(one, {'conv': gated})
+    return out_gate * self.conv(gated, one, sees), one
 
 
 class Lfm2(nn_llama.Llama):

@@ -2,25 +2,32 @@
 
 import functools
 
+import block_folders
+import constraint_test
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 import tiny_drafters
+import tiny_heads
 import tiny_recurrent
 import variants
 
 from models.checkpoints import hub
+from models.checkpoints.heads import heads
 from models.nn import adapter
 from models.nn import other_tokens
 from models.nn.cpu import build
+from models.nn.cpu import ops
+from models.nn.cpu import state_ops
 import specdec
 from specdec import cache as cache_lib
 from specdec import cached_states as states_lib
 from specdec import memory
 from specdec import recurrent as recurrent_lib
 from specdec import statistics
+from specdec.draft import block as block_lib
 
 _HYBRIDS = ('lfm2_old_keys', 'qwen3_5_shared_keys')
 _kernels = pytest.mark.skipif(
@@ -301,6 +308,105 @@ def test_states_are_counted():
   plain = statistics.bytes_read({'target': stats.reads['plain']}, stats.costs)
   slots = stats.reads['plain']['slots'] * 2 * 2 * 8 * 4
   assert plain == 4 * model.spec.weight_bytes + slots + 8 * 2 * state
+
+
+def _with_head(tmp_path):
+  """A delta net whose states an EAGLE-3 head reads, and that head."""
+  module = tiny.llama_module('delta')
+  folder = tiny_heads.write(tmp_path, 'sglang', tiny_heads.tensors('eagle3'))
+  found = heads.locate(folder, module.config)
+  target = adapter.as_model(module, hidden=tiny_heads.READS)
+  scorer = specdec.HeadScorer(heads.load(found, target))
+  return target, tiny_drafters.TREE.drafter(scorer)
+
+
+def _with_block(tmp_path):
+  """The same of convolutions and a block drafter."""
+  module = tiny.llama_module(
+    'lfm2',
+    vocab_size=block_folders.VOCAB,
+    width=block_folders.WIDTH,
+    num_layers=block_folders.LAYERS,
+    mixers=('conv', 'self_attn', 'conv', 'conv'),
+  )
+  folder = block_folders.write(tmp_path, 'z-lab')
+  found = heads.locate(folder, module.config)
+  target = adapter.as_model(module, hidden=found.config.reads)
+  scorer = block_lib.BlockScorer(heads.load(found, target))
+  return target, tiny_drafters.TREE.drafter(scorer)
+
+
+def _with_lookup(tmp_path):
+  """A staged draft, itself with states."""
+  del tmp_path
+  draft = adapter.as_model(tiny.llama_module('lfm2'))
+  target = adapter.as_model(tiny.llama_module('delta'))
+  return target, tiny_drafters.simple('staged', draft)
+
+
+@pytest.mark.parametrize('make', [_with_head, _with_block, _with_lookup])
+def test_whatever_drafts_tokens_are_those_of_plain_decoding(make, tmp_path):
+  """Under a constraint, whose rows have other prompts and temperatures."""
+  target, drafter = make(tmp_path)
+  found = [
+    specdec.generate(
+      *(target, tiny.row_keys(2), [[2, 3, 4, 5], [6]]),
+      max_new_tokens=24,
+      sampling=specdec.Sampling(temperature=[0.0, 0.8]),
+      constraint=constraint_test.Turns(),
+      drafter=one,
+    )
+    for one in (drafter, specdec.PLAIN)
+  ]
+  assert found[0].tokens == found[1].tokens
+  assert found[0].stats.target_forwards <= found[1].stats.target_forwards
+  assert [len(set(row)) > 3 for row in found[0].tokens] == [True, True]
+
+
+def _mixed(heads, picked):
+  """The kernels of delta nets for some of so many heads: results, states."""
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+  rows, nodes, slots, width = 2, 6, 9, 128
+  each = np.arange(width) + width * np.asarray(picked)[:, None]
+  inputs = [each + part * heads * width for part in range(3)]
+  gates = 4 * heads * width + np.asarray(picked)
+  mixed = np.ravel(inputs)
+  columns = [*inputs, each + 3 * heads * width, gates, gates + heads]
+  columns = np.concatenate([np.ravel(one) for one in columns])
+  wide = heads * width
+  projected = draw(rows, nodes, 4 * wide + 2 * heads)[..., columns]
+  conv, window = draw(rows, 3, 3 * wide), draw(rows, 1, slots, 3 * wide)
+  matrix = draw(rows, heads, width, width)[:, picked]
+  keys, deltas = draw(2, rows, 1, slots, wide)[..., np.ravel(each)]
+  decays = draw(rows, 1, slots, heads)[..., picked]
+  weight, rates = draw(4, 3 * wide)[:, mixed], draw(2, heads)[:, picked]
+  parents = np.tile(np.int32([-1, 0, 1, 2, 3, 4, 3, 3, 5]), (rows, 1))
+  inputs = {'conv': window[..., mixed], 'key': keys}
+  inputs |= {'delta': deltas, 'decay': decays}
+  state = {'conv': conv[..., mixed], 'matrix': matrix}
+  out, inputs = state_ops.mix_delta(
+    *(projected, state, inputs, (parents, np.int32([3, 2])), weight),
+    (-np.abs(rates[0]), rates[1]),
+    ops.Norm(draw(width), None, 1e-6, center=False),
+    tiled=False,
+  )
+  slots = np.tile(np.int32([0, 4, 2]), (rows, 1))
+  folded = state_ops.fold_delta(
+    *(matrix, inputs, slots, np.int32([3, 2])), tiled=False
+  )
+  out = np.asarray(out).reshape(rows, nodes, len(picked), width)
+  return out, np.asarray(folded)
+
+
+@_kernels
+def test_several_threads_compute_the_bits_of_one():
+  """Four heads are read by all threads, one head by the calling one."""
+  out, folded = _mixed(4, [0, 1, 2, 3])
+  for head in range(4):
+    alone, alone_folded = _mixed(4, [head])
+    np.testing.assert_array_equal(out[:, :, [head]], alone)
+    np.testing.assert_array_equal(folded[:, [head]], alone_folded)
 
 
 def test_a_draft_with_states_reads_tokens_as_they_are():

@@ -304,12 +304,22 @@ def _model(
   return adapter.as_model(module, layout, on_gpu=platform == 'cuda')
 
 
+def _first_layers(config: adapter.Config, most: int | None) -> adapter.Config:
+  """A shape with fewer layers, and the values of those alone."""
+  number = min(config.num_layers, most or config.num_layers)
+  by_layer: dict[str, Any] = {
+    field.name: value[:number]
+    for field in dataclasses.fields(config)
+    if isinstance(value := getattr(config, field.name), tuple)
+    and len(value) == config.num_layers
+  }
+  return dataclasses.replace(config, num_layers=number, **by_layer)
+
+
 def _target(
   task: CompiledTask, layout: sharding_lib.Layout, platform: str
 ) -> model_lib.LanguageModel:
-  config = config_of(task.models.target)
-  layers = min(config.num_layers, task.num_layers or config.num_layers)
-  config = dataclasses.replace(config, num_layers=layers)
+  config = _first_layers(config_of(task.models.target), task.num_layers)
   return _model(config, task.models.dtype, layout, platform=platform)
 
 

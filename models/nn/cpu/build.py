@@ -41,10 +41,10 @@ _FUNCTIONS = (
   'specdec_normalize',
   'specdec_route',
   'specdec_sum_rows',
-  'specdec_convolve',
+  'specdec_mix_convolution',
   'specdec_gate',
   'specdec_fold_delta',
-  'specdec_walk_delta',
+  'specdec_mix_delta',
 )
 
 

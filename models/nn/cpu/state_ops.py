@@ -3,60 +3,92 @@
 All shapes and dtypes are checked here, as in `models.nn.cpu.ops`.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from models.nn.cpu import ops
 
+_MOST_BEFORE = 15
+"""The largest number of inputs before one that a convolution sees."""
 
-def convolve(
-  x: jax.Array,
+
+def _window(like: jax.Array, nodes: jax.Array) -> jax.ShapeDtypeStruct:
+  """A window `[B, 1, T, width]` after nodes `[B, L, ...]` were written."""
+  if nodes.shape[1] > like.shape[2]:
+    raise ValueError(f'{nodes.shape[1]} nodes in {like.shape[2]} slots')
+  return jax.ShapeDtypeStruct(like.shape, jnp.float32)
+
+
+def _places(windows: Mapping[int, int], nodes: jax.Array, slots: int) -> Any:
+  """Which windows are written in place: none that is written as a whole."""
+  return windows if nodes.shape[1] < slots else None
+
+
+def _check_size(state: jax.Array) -> None:
+  if state.shape[1] > _MOST_BEFORE:
+    raise ValueError(
+      f'a convolution of {state.shape[1] + 1} positions; the kernel takes at'
+      f' most {_MOST_BEFORE + 1}'
+    )
+
+
+def mix_convolution(
+  projected: jax.Array,
   state: jax.Array,
   window: jax.Array,
-  index: jax.Array,
+  parents: jax.Array,
+  first: jax.Array,
   weight: jax.Array,
   bias: jax.Array | None,
-  *,
-  silu: bool,
-) -> jax.Array:
-  """A depthwise convolution along paths, see `models.nn.convolution`.
+) -> tuple[jax.Array, jax.Array]:
+  """The gated convolution of LFM2 along the paths of trees.
 
   Args:
-    x: `[B, L, width]` float32, the inputs of the nodes.
+    projected: `[B, L, 3 width]` float32: gates of the inputs, gates of the
+      result, and inputs.
     state: `[B, n, width]` float32, the last inputs of the text.
     window: `[B, 1, T, width]` float32, those of the window.
-    index: `[B, L, n]` int32, where those before a node are, see
-      `specdec.recurrent.places_before`.
+    parents: `[B, T]` int32, of slots; -1: none.
+    first: `[B]` int32, the slot of the first node.
     weight: `[n + 1, width]` float32, that of the farthest first.
     bias: `[width]` float32, or None.
-    silu: whether the result is the SiLU of the sum.
 
   Returns:
-    `[B, L, width]` float32.
+    `[B, L, width]` float32, and the window with the nodes.
 
   Raises:
     ValueError: an operand is wrong.
   """
-  known = {'P': state.shape[1] + 1}
+  width = state.shape[-1]
   ops.check(
-    known,
-    x=(x, 'BLD'),
+    {'P': state.shape[1] + 1, 'W': 3 * width},
     state=(state, 'BND'),
+    projected=(projected, 'BLW'),
     window=(window, 'B1TD'),
-    index=(index, 'BLN', 'int32'),
+    parents=(parents, 'BT', 'int32'),
+    first=(first, 'B', 'int32'),
     weight=(weight, 'PD'),
     bias=(bias, 'D'),
   )
-  out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-  call = jax.ffi.ffi_call('specdec_convolve', out)
+  _check_size(state)
+  written = _window(window, projected)
+  out = jax.ShapeDtypeStruct((*projected.shape[:2], width), jnp.float32)
+  call = jax.ffi.ffi_call(
+    'specdec_mix_convolution',
+    [out, written],
+    input_output_aliases=_places({2: 1}, projected, window.shape[2]),
+  )
   bias = ops.or_empty(bias)
-  return call(x, state, window, index, weight, bias, silu=silu)
+  found = call(projected, state, window, parents, first, weight, bias)
+  return found[0], found[1]
 
 
-def gate(x: jax.Array, gates: jax.Array, *, silu: bool) -> jax.Array:
-  """Values `[..., width]` times the sigmoid or the SiLU of `gates`, float32.
+def gate(x: jax.Array, gates: jax.Array) -> jax.Array:
+  """Values `[..., width]` times the sigmoid of `gates`, float32.
 
   Raises:
     ValueError: an operand is wrong.
@@ -66,10 +98,12 @@ def gate(x: jax.Array, gates: jax.Array, *, silu: bool) -> jax.Array:
   call = jax.ffi.ffi_call(
     'specdec_gate', jax.ShapeDtypeStruct(x.shape, jnp.float32)
   )
-  return call(x, gates, silu=silu)
+  return call(x, gates)
 
 
-def _check_window(state: jax.Array, inputs: Any, **others: Any) -> None:
+def _check_window(
+  state: jax.Array, inputs: Any, known: Mapping[str, int], **others: Any
+) -> None:
   key = inputs['key']
   sizes = ops.check({}, state=(state, 'BHIJ'), key=(key, 'B1TK'))
   heads, key_width, width = (sizes[axis] for axis in 'HIJ')
@@ -80,7 +114,7 @@ def _check_window(state: jax.Array, inputs: Any, **others: Any) -> None:
     )
   keys, values = key_heads * key_width, heads * width
   ops.check(
-    {'K': keys, 'V': values, 'M': 2 * keys + values, 'H': heads},
+    {'K': keys, 'V': values, 'M': 2 * keys + values, 'H': heads, **known},
     state=(state, 'BHIJ'),
     key=(key, 'B1TK'),
     delta=(inputs['delta'], 'B1TV'),
@@ -97,7 +131,7 @@ def fold_delta(
   *,
   tiled: bool,
 ) -> jax.Array:
-  """States `[B, H, K, V]` after some slots, see `Recurrent.kernel`; in place.
+  """States `[B, H, K, V]` after some slots, see `Recurrent.fold_all`; in place.
 
   Args:
     state: `[B, H, K, V]` float32.
@@ -110,7 +144,7 @@ def fold_delta(
     ValueError: an operand is wrong.
   """
   _check_window(
-    state, inputs, slots=(slots, 'BN', 'int32'), count=(count, 'B', 'int32')
+    state, inputs, {}, slots=(slots, 'BN', 'int32'), count=(count, 'B', 'int32')
   )
   call = jax.ffi.ffi_call(
     'specdec_fold_delta',
@@ -121,58 +155,88 @@ def fold_delta(
   return call(state, *added, slots, count, tiled=tiled)
 
 
-def walk_delta(
-  state: jax.Array,
-  inputs: Any,
-  parents: jax.Array,
-  first: jax.Array,
-  mixed: jax.Array,
-  gates: tuple[jax.Array, jax.Array],
+def _check_delta(
+  projected: jax.Array,
+  state: Mapping[str, jax.Array],
+  inputs: Mapping[str, jax.Array],
+  tree: tuple[jax.Array, jax.Array],
+  weight: jax.Array,
   rates: tuple[jax.Array, jax.Array],
+  norm: ops.Norm,
+) -> None:
+  """Checks the operands of `mix_delta`."""
+  mixed, values, heads = (
+    inputs[name].shape[-1] for name in ('conv', 'delta', 'decay')
+  )
+  _check_window(
+    state['matrix'],
+    inputs,
+    {
+      'P': state['conv'].shape[1] + 1,
+      'C': mixed + values + 2 * heads,
+    },
+    parents=(tree[0], 'BT', 'int32'),
+    first=(tree[1], 'B', 'int32'),
+    conv=(inputs['conv'], 'B1TM'),
+    projected=(projected, 'BLC'),
+    conv_state=(state['conv'], 'BNM'),
+    norm_scale=(norm.scale, 'J'),
+    weight=(weight, 'PM'),
+    **{f'rate_{i}': (one, 'H') for i, one in enumerate(rates)},
+  )
+  _check_size(state['conv'])
+
+
+def mix_delta(
+  projected: jax.Array,
+  state: Mapping[str, jax.Array],
+  inputs: Mapping[str, jax.Array],
+  tree: tuple[jax.Array, jax.Array],
+  weight: jax.Array,
+  rates: tuple[jax.Array, jax.Array],
+  norm: ops.Norm,
   *,
   tiled: bool,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """The gated delta rule at the nodes of trees, depth first.
+  """A gated delta net at the nodes of trees, between its projections.
 
   Args:
-    state: `[B, H, K, V]` float32, after the text.
-    inputs: of the slots of earlier forwards, see `fold_delta`.
-    parents: `[B, T]` int32, of slots; -1: none.
-    first: `[B]` int32, the slot of the first node.
-    mixed: `[B, L, ...]` float32, queries, keys and values of all heads.
-    gates: `[B, L, H]` float32 each, what decays and strengths are made of.
+    projected: `[B, L, C]` float32: queries, keys and values before the
+      convolution, the gates of the result, and per head what strengths and
+      decays are made of.
+    state: after the text, `conv` `[B, n, ...]` and `matrix` `[B, H, K, V]`.
+    inputs: those of the window, `conv`, `key`, `delta` and `decay`.
+    tree: `parents` and `first`, see `mix_convolution`.
+    weight: `[n + 1, ...]` float32 of the convolution, that of the farthest
+      first.
     rates: `[H]` float32 each, the rate of the decay and what is added before.
+    norm: of the result of each head.
     tiled: see `fold_delta`.
 
   Returns:
-    `[B, L, H V]` float32, and what the nodes add, `[B, L, ...]` by name.
+    `[B, L, H V]` float32, and the window with the nodes.
 
   Raises:
     ValueError: an operand is wrong.
   """
-  _check_window(
-    state,
-    inputs,
-    parents=(parents, 'BT', 'int32'),
-    first=(first, 'B', 'int32'),
-    mixed=(mixed, 'BLM'),
-    **{f'gate_{i}': (one, 'BLH') for i, one in enumerate(gates)},
-    **{f'rate_{i}': (one, 'H') for i, one in enumerate(rates)},
+  _check_delta(projected, state, inputs, tree, weight, rates, norm)
+  names = 'conv', 'key', 'delta', 'decay'
+  out = jax.ShapeDtypeStruct(
+    (*projected.shape[:2], inputs['delta'].shape[-1]), jnp.float32
   )
-  if mixed.shape[1] > parents.shape[1]:
-    raise ValueError(f'{mixed.shape[1]} nodes in {parents.shape[1]} slots')
-  names = 'key', 'delta', 'decay'
-  like = lambda width: jax.ShapeDtypeStruct(
-    (*mixed.shape[:2], width), jnp.float32
-  )
-  widths = [inputs[name].shape[3] for name in names]
+  written = [_window(inputs[name], projected) for name in names]
   call = jax.ffi.ffi_call(
-    'specdec_walk_delta', [like(widths[1]), *map(like, widths)]
+    'specdec_mix_delta',
+    [out, *written],
+    input_output_aliases=_places(
+      {3 + i: 1 + i for i in range(len(names))}, projected, tree[0].shape[1]
+    ),
   )
-  out, *added = call(
-    state,
+  found, *windows = call(
+    *(projected, state['conv'], state['matrix']),
     *(inputs[name] for name in names),
-    *(parents, first, mixed, *gates, *rates),
+    *(*tree, weight, *rates, norm.scale),
+    epsilon=np.float32(norm.epsilon),
     tiled=tiled,
   )
-  return out, dict(zip(names, added, strict=True))
+  return found, dict(zip(names, windows, strict=True))

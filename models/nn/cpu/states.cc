@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "handlers.h"
@@ -17,52 +19,156 @@ namespace {
 
 using IntBuffer = ffi::Buffer<ffi::S32>;
 
-// Sums of x [B, L, width] and of the n inputs before it, times weights
-// [n + 1, width], the farthest first. `index` [B, L, n] says where those before
-// are, nearest first: in the state [B, n, width], and behind it in the window
-// [B, 1, T, width].
-ffi::Error Convolve(ffi::ThreadPool pool, FloatBuffer x, FloatBuffer state,
-                    FloatBuffer window, IntBuffer index, FloatBuffer weights,
-                    FloatBuffer bias, FloatResult out, bool silu) {
-  const int64_t length = x.dimensions()[1], width = x.dimensions()[2];
-  const int64_t count = state.dimensions()[1], slots = window.dimensions()[2];
-  const int64_t nodes = x.dimensions()[0] * length;
-  const float* const added = OrNull(bias);
-  Team(pool, nodes, nodes * (count + 1) * width * 4).For(nodes, [&](int64_t at) {
-    const int64_t row = at / length;
-    thread_local std::vector<const float*> inputs;
-    inputs.assign(count + 1, x.typed_data() + at * width);
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t place = std::clamp<int64_t>(
-          index.typed_data()[at * count + i], 0, count + slots - 1);
-      inputs[count - 1 - i] =
-          place < count
-              ? state.typed_data() + (row * count + place) * width
-              : window.typed_data() + (row * slots + place - count) * width;
+// A value, or zero for NaN and inf.
+inline Floats Finite(const Floats& x) {
+  const Ints is_finite = (BitCast<Ints>(x) & 0x7f800000) != 0x7f800000;
+  return is_finite ? x : Floats{};
+}
+
+// Nodes of token trees in windows of slots, whose parents come first.
+struct Nodes {
+  int64_t slots, length;  // T, and L of this forward.
+  const int32_t *parents, *first;  // [B, T], see `Parent`; [B] slots.
+
+  Nodes(const IntBuffer& parents, const IntBuffer& first, int64_t length)
+      : slots(parents.dimensions()[1]),
+        length(length),
+        parents(parents.typed_data()),
+        first(first.typed_data()) {}
+
+  // The slot of the parent; -1: the text.
+  int64_t Parent(int64_t row, int64_t slot) const {
+    const int64_t parent = parents[row * slots + slot];
+    return parent < slot ? parent : -1;
+  }
+
+  int64_t First(int64_t row) const {
+    return std::clamp<int64_t>(first[row], 0, slots - length);
+  }
+};
+
+// A window [B, T, width], which a kernel is given and returns.
+struct Window {
+  float* values;
+  int64_t slots, width;
+
+  // `length` slots of it are written.
+  Window(const FloatBuffer& before, FloatResult& after, int64_t length)
+      : values(after->typed_data()),
+        slots(after->dimensions()[2]),
+        width(after->dimensions()[3]) {
+    // XLA copies it where it cannot give the same memory.
+    if (values != before.typed_data() && length < slots) {
+      std::memcpy(values, before.typed_data(), before.size_bytes());
     }
-    for (int64_t d = 0; d < width; d += kLanes) {
-      const int64_t left = width - d;
-      Floats sum = {};
-      for (int64_t i = 0; i <= count; ++i) {
-        sum += LoadFloats(inputs[i] + d, left) *
-               LoadFloats(weights.typed_data() + i * width + d, left);
+  }
+
+  float* At(int64_t row, int64_t slot) const {
+    return values + (row * slots + slot) * width;
+  }
+};
+
+// A depthwise convolution along paths: sums of the inputs of a node and of the
+// n before it, times weights [n + 1, width], the farthest first.
+struct Convolution {
+  Nodes nodes;
+  Window window;
+  int64_t before;  // n
+  const float *state, *weights, *bias;  // [B, n, width]; bias may be null.
+  const float* x;  // [B, L, stride], the inputs of the nodes.
+  int64_t stride;
+
+  // Computes `count` channels of a node, from `channel` on. `to` may be `x`, if
+  // the nodes behind this one are done.
+  void Compute(int64_t row, int64_t node, int64_t channel, int64_t count,
+               bool silu, float* to) const {
+    constexpr int64_t kMost = 16;  // Checked in `state_ops`.
+    const float* inputs[kMost];
+    const int64_t first = nodes.First(row);
+    int64_t slot = first + node, text = before;
+    for (int64_t i = before; i >= 0; --i) {
+      if (slot >= first) {
+        inputs[i] = x + (row * nodes.length + slot - first) * stride + channel;
+      } else if (slot >= 0) {
+        inputs[i] = window.At(row, slot) + channel;
+      } else {
+        inputs[i] = state + (row * before + --text) * window.width + channel;
       }
-      if (added != nullptr) sum += LoadFloats(added + d, left);
+      if (slot >= 0) slot = nodes.Parent(row, slot);
+    }
+    for (int64_t d = 0; d < count; d += kLanes) {
+      const int64_t left = count - d;
+      Floats sum = {};
+      for (int64_t i = 0; i <= before; ++i) {
+        sum += LoadFloats(inputs[i] + d, left) *
+               LoadFloats(weights + i * window.width + channel + d, left);
+      }
+      if (bias != nullptr) sum += LoadFloats(bias + channel + d, left);
       if (silu) sum *= Sigmoid(sum);
-      StoreFirst(out->typed_data() + at * width + d, sum, left);
+      StoreFirst(to + d, sum, left);
+    }
+  }
+};
+
+// The convolution of LFM2, of projections [B, L, 3 width]: the first times the
+// third part are its inputs, its result is multiplied with the second one.
+ffi::Error MixConvolution(ffi::ThreadPool pool, FloatBuffer projected,
+                          FloatBuffer state, FloatBuffer window,
+                          IntBuffer parents, IntBuffer first,
+                          FloatBuffer weights, FloatBuffer bias,
+                          FloatResult out, FloatResult new_window) {
+  constexpr int64_t kChannels = 256;  // That are computed at once.
+  const auto dims = out->dimensions();
+  const int64_t length = dims[1], width = dims[2];
+  const Convolution convolution{Nodes(parents, first, length),
+                                Window(window, new_window, length),
+                                state.dimensions()[1],
+                                state.typed_data(),
+                                weights.typed_data(),
+                                OrNull(bias),
+                                out->typed_data(),
+                                width};
+  const int64_t parts = (width + kChannels - 1) / kChannels;
+  const int64_t bytes = projected.size_bytes();
+  Team(pool, dims[0] * parts, bytes).For(dims[0] * parts, [&](int64_t index) {
+    const int64_t row = index / parts, channel = index % parts * kChannels;
+    const int64_t count = std::min(width - channel, kChannels);
+    const int64_t slot = convolution.nodes.First(row);
+    const float* const gate =
+        projected.typed_data() + row * length * 3 * width + channel;
+    float* const to = out->typed_data() + row * length * width + channel;
+    for (int64_t node = 0; node < length; ++node) {
+      const float* const from = gate + node * 3 * width;
+      float* const kept = convolution.window.At(row, slot + node) + channel;
+      for (int64_t d = 0; d < count; d += kLanes) {
+        const int64_t left = count - d;
+        const Floats input =
+            LoadFloats(from + d, left) * LoadFloats(from + 2 * width + d, left);
+        StoreFirst(to + node * width + d, input, left);
+        StoreFirst(kept + d, Finite(input), left);
+      }
+    }
+    for (int64_t node = length - 1; node >= 0; --node) {
+      float* const sums = to + node * width;
+      convolution.Compute(row, node, channel, count, false, sums);
+      const float* const factors = gate + node * 3 * width + width;
+      for (int64_t d = 0; d < count; d += kLanes) {
+        const int64_t left = count - d;
+        StoreFirst(sums + d,
+                   LoadFloats(sums + d, left) * LoadFloats(factors + d, left),
+                   left);
+      }
     }
   });
   return ffi::Error::Success();
 }
 
-// x times the sigmoid of a gate, or its SiLU, of any equal shapes.
-ffi::Error Gate(FloatBuffer x, FloatBuffer gate, FloatResult out, bool silu) {
+// x times the sigmoid of a gate, of any equal shapes.
+ffi::Error Gate(FloatBuffer x, FloatBuffer gate, FloatResult out) {
   const int64_t count = x.element_count();
   for (int64_t i = 0; i < count; i += kLanes) {
     const int64_t left = count - i;
-    const Floats values = LoadFloats(gate.typed_data() + i, left);
-    Floats factor = Sigmoid(values);
-    if (silu) factor *= values;
+    const Floats factor = Sigmoid(LoadFloats(gate.typed_data() + i, left));
     StoreFirst(out->typed_data() + i,
                LoadFloats(x.typed_data() + i, left) * factor, left);
   }
@@ -76,10 +182,10 @@ __attribute__((noinline)) void UpdateRow(const float* from, float decay,
                                          int64_t width, float* to) {
   for (int64_t d = 0; d < width; d += kLanes) {
     const int64_t left = width - d;
-    StoreFirst(to + d,
-               LoadFloats(from + d, left) * decay +
-                   LoadFloats(delta + d, left) * key,
-               left);
+    StoreFirst(
+        to + d,
+        LoadFloats(from + d, left) * decay + LoadFloats(delta + d, left) * key,
+        left);
   }
 }
 
@@ -90,21 +196,19 @@ struct Heads {
   int64_t key_heads, heads, key_width, width;
   bool tiled;
 
-  int64_t key_at(int64_t token, int64_t head) const {
-    const int64_t own = tiled ? head % key_heads : head / (heads / key_heads);
-    return (token * key_heads + own) * key_width;
+  Heads(const FloatBuffer& states, const FloatBuffer& keys, bool tiled)
+      : key_heads(keys.dimensions()[3] / states.dimensions()[2]),
+        heads(states.dimensions()[1]),
+        key_width(states.dimensions()[2]),
+        width(states.dimensions()[3]),
+        tiled(tiled) {}
+
+  // The head of keys of a head of values, and whether that is its first one.
+  int64_t KeyHead(int64_t head) const {
+    return tiled ? head % key_heads : head / (heads / key_heads);
   }
-};
-
-// Tokens change a state S to `decay * S + key delta^T`.
-struct Added {
-  const float *keys, *deltas, *decays;
-
-  void Update(const Heads& heads, int64_t token, int64_t head, int64_t i,
-              const float* from, float* to) const {
-    const int64_t at = token * heads.heads + head;
-    UpdateRow(from, decays[at], keys[heads.key_at(token, head) + i],
-              deltas + at * heads.width, heads.width, to);
+  bool IsFirst(int64_t head) const {
+    return tiled ? head < key_heads : head % (heads / key_heads) == 0;
   }
 };
 
@@ -113,17 +217,13 @@ struct Added {
 ffi::Error FoldDelta(ffi::ThreadPool pool, FloatBuffer states, FloatBuffer keys,
                      FloatBuffer deltas, FloatBuffer decays, IntBuffer slots,
                      IntBuffer count, FloatResult out, bool tiled) {
-  const auto dims = states.dimensions();
-  const Heads heads{keys.dimensions()[3] / dims[2], dims[1], dims[2], dims[3],
-                    tiled};
-  const Added added{keys.typed_data(), deltas.typed_data(),
-                    decays.typed_data()};
+  const Heads heads(states, keys, tiled);
   const int64_t length = keys.dimensions()[2], most = slots.dimensions()[1];
   float* const result = out->typed_data();
   if (result != states.typed_data()) {
     std::memcpy(result, states.typed_data(), states.size_bytes());
   }
-  const int64_t number = dims[0] * heads.heads;
+  const int64_t number = states.dimensions()[0] * heads.heads;
   Team(pool, number, states.size_bytes()).For(number, [&](int64_t index) {
     const int64_t row = index / heads.heads, head = index % heads.heads;
     const int64_t last = std::min<int64_t>(count.typed_data()[row], most);
@@ -132,25 +232,21 @@ ffi::Error FoldDelta(ffi::ThreadPool pool, FloatBuffer states, FloatBuffer keys,
       for (int64_t j = 0; j < last; ++j) {
         const int64_t slot = std::clamp<int64_t>(
             slots.typed_data()[row * most + j], 0, length - 1);
-        added.Update(heads, row * length + slot, head, i, to, to);
+        const int64_t token = row * length + slot;
+        const int64_t at = token * heads.heads + head;
+        const int64_t key = token * heads.key_heads + heads.KeyHead(head);
+        UpdateRow(to, decays.typed_data()[at],
+                  keys.typed_data()[key * heads.key_width + i],
+                  deltas.typed_data() + at * heads.width, heads.width, to);
       }
     }
   });
   return ffi::Error::Success();
 }
 
-// A forward over a token tree; see `state_ops.walk_delta`.
-struct Walk {
-  Heads heads;
-  int64_t slots, length;
-  const float *states, *mixed, *alpha, *beta, *rate, *bias;
-  Added window;
-  const int32_t *parents, *first;
-  float *out, *keys, *deltas, *decays;
-};
-
-// The unit vector of a head, times `factor`.
-inline void Direction(const float* from, int64_t width, float factor, float* to) {
+// The unit vector of a head, times `factor`; `to` may be `from`.
+inline void Direction(const float* from, int64_t width, float factor,
+                      float* to) {
   Floats squares = {};
   for (int64_t i = 0; i < width; i += kLanes) {
     const Floats values = LoadFloats(from + i, width - i);
@@ -162,152 +258,252 @@ inline void Direction(const float* from, int64_t width, float factor, float* to)
   }
 }
 
-// Computes what a node adds to the state S of its parent, and what is read from
-// its own: `S' q = decay (S q) + (k q) delta`. So a state is read once, and only
-// nodes with children have one.
-inline void VisitNode(const Walk& walk, int64_t token, int64_t head,
-                      const float* state, float* query) {
-  const Heads& heads = walk.heads;
-  const int64_t width = heads.width, key_width = heads.key_width;
-  const int64_t all_keys = heads.key_heads * key_width;
-  const float* const mixed =
-      walk.mixed + token * (2 * all_keys + heads.heads * width);
-  const int64_t at = token * heads.heads + head;
-  const int64_t key_at = heads.key_at(token, head);
-  const int64_t in_token = key_at - token * all_keys;
-  // All heads that share a key write the same values.
-  float* const key = query + key_width;
-  Direction(mixed + in_token, key_width, 1.0f / std::sqrt(float(key_width)),
-            query);
-  Direction(mixed + all_keys + in_token, key_width, 1.0f, key);
-  const float step = walk.alpha[at] + walk.bias[head];
-  const float softplus = step > 20.0f ? step : std::log1p(std::exp(step));
-  const float decay = std::exp(walk.rate[head] * softplus);
-  const float strength = 1.0f / (1.0f + std::exp(-walk.beta[at]));
-  walk.decays[at] = decay;
-  Floats products = {};
-  for (int64_t i = 0; i < key_width; i += kLanes) {
-    products += LoadFloats(query + i, key_width - i) *
-                LoadFloats(key + i, key_width - i);
+// A forward over token trees; see `state_ops.mix_delta`.
+struct Walk {
+  Heads heads;
+  Convolution convolution;  // Its `x` are all projections.
+  Window keys, deltas, decays;
+  const float *states, *rate, *bias;
+  Norm norm;
+  float* out;
+};
+
+// Columns of a state that are computed at once. Columns do not depend on one
+// another, and those of all rows of a state fit into the first cache.
+constexpr int kParts = 4, kColumns = kParts * kLanes;
+
+// A head at the nodes of a row.
+struct HeadWalk {
+  const Walk& walk;
+  int64_t row, head, first;
+  // Query, key and value of each node, after convolution and norms.
+  std::vector<float> vectors;
+  std::vector<float> both;  // Query times key.
+  // The first child of each slot, behind it that of the text; and its siblings.
+  std::vector<int64_t> child, next;
+  std::vector<float> stack;  // States of some columns.
+
+  const Nodes& nodes() const { return walk.convolution.nodes; }
+  int64_t end() const { return first + nodes().length; }
+
+  float* Query(int64_t node) {
+    const Heads& heads = walk.heads;
+    return vectors.data() + node * (2 * heads.key_width + heads.width);
   }
-  const float both = Sum(products);
-  const float* const value = mixed + 2 * all_keys + head * width;
-  constexpr int kParts = 4;
-  for (int64_t d = 0; d < width; d += kParts * kLanes) {
+  float* Key(int64_t node) { return Query(node) + walk.heads.key_width; }
+  float* Value(int64_t node) { return Query(node) + 2 * walk.heads.key_width; }
+
+  float* Delta(int64_t slot) const {
+    return walk.deltas.At(row, slot) + head * walk.heads.width;
+  }
+  float& Decay(int64_t slot) const { return walk.decays.At(row, slot)[head]; }
+
+  float* Out(int64_t node) const {
+    const int64_t at = row * nodes().length + node;
+    return walk.out + (at * walk.heads.heads + head) * walk.heads.width;
+  }
+
+  // Keeps `count` values of a node, at `channel` of the slot's.
+  void Keep(const Window& window, int64_t node, int64_t channel,
+            const float* from, int64_t count) const {
+    float* const to = window.At(row, first + node) + channel;
+    for (int64_t d = 0; d < count; d += kLanes) {
+      StoreFirst(to + d, Finite(LoadFloats(from + d, count - d)), count - d);
+    }
+  }
+
+  // Convolves what is projected for a node, and keeps what is the same for all
+  // columns.
+  void Prepare(int64_t node) {
+    const Heads& heads = walk.heads;
+    const Convolution& convolution = walk.convolution;
+    const int64_t key_width = heads.key_width, width = heads.width;
+    const int64_t keys = heads.key_heads * key_width;
+    const int64_t query_at = heads.KeyHead(head) * key_width;
+    const int64_t value_at = 2 * keys + head * width;
+    const float* const x =
+        convolution.x + (row * nodes().length + node) * convolution.stride;
+    float *const query = Query(node), *const key = Key(node);
+    convolution.Compute(row, node, query_at, key_width, true, query);
+    convolution.Compute(row, node, keys + query_at, key_width, true, key);
+    convolution.Compute(row, node, value_at, width, true, Value(node));
+    Direction(query, key_width, 1.0f / std::sqrt(float(key_width)), query);
+    Direction(key, key_width, 1.0f, key);
+    Floats products = {};
+    for (int64_t i = 0; i < key_width; i += kLanes) {
+      products += LoadFloats(query + i, key_width - i) *
+                  LoadFloats(key + i, key_width - i);
+    }
+    both[node] = Sum(products);
+    if (heads.IsFirst(head)) {  // All that share a key would keep the same.
+      Keep(convolution.window, node, query_at, x + query_at, key_width);
+      Keep(convolution.window, node, keys + query_at, x + keys + query_at,
+           key_width);
+      Keep(walk.keys, node, query_at, key, key_width);
+    }
+    Keep(convolution.window, node, value_at, x + value_at, width);
+    const float* const alpha =
+        x + convolution.window.width + (heads.width + 1) * heads.heads;
+    const float step = alpha[head] + walk.bias[head];
+    const float softplus = step > 20.0f ? step : std::log1p(std::exp(step));
+    const float decay = std::exp(walk.rate[head] * softplus);
+    Keep(walk.decays, node, head, &decay, 1);
+  }
+
+  float Strength(int64_t node) const {
+    const Convolution& convolution = walk.convolution;
+    const float* const beta =
+        convolution.x + (row * nodes().length + node) * convolution.stride +
+        convolution.window.width + walk.heads.width * walk.heads.heads;
+    return 1.0f / (1.0f + std::exp(-beta[head]));
+  }
+
+  // Computes columns of what a node adds to the state S of its parent, and of
+  // what is read from its own: `S' q = decay (S q) + (k q) delta`. So a state
+  // is read once, and only nodes with children have one.
+  void Visit(int64_t node, int64_t column, const float* state) {
+    const int64_t key_width = walk.heads.key_width;
+    const float *const query = Query(node), *const key = Key(node);
     Floats of_key[kParts] = {}, of_query[kParts] = {};
     for (int64_t i = 0; i < key_width; ++i) {
-      const float* const from = state + i * width + d;
-      for (int p = 0; p < kParts && d + p * kLanes < width; ++p) {
-        const Floats values =
-            LoadFloats(from + p * kLanes, width - d - p * kLanes);
+#pragma GCC unroll 4
+      for (int p = 0; p < kParts; ++p) {
+        const Floats values = Load<Floats>(state + i * kColumns + p * kLanes);
         of_key[p] += values * key[i];
         of_query[p] += values * query[i];
       }
     }
-    for (int p = 0; p < kParts && d + p * kLanes < width; ++p) {
-      const int64_t place = d + p * kLanes, left = width - place;
-      const Floats delta =
-          (LoadFloats(value + place, left) - of_key[p] * decay) * strength;
-      StoreFirst(walk.deltas + at * width + place, delta, left);
-      StoreFirst(walk.out + at * width + place,
-                 of_query[p] * decay + delta * both, left);
+    const float decay = Decay(first + node), strength = Strength(node);
+    for (int p = 0; p < kParts; ++p) {
+      const int64_t at = column + p * kLanes, left = walk.heads.width - at;
+      if (left <= 0) break;
+      const Floats value = LoadFloats(Value(node) + at, left);
+      const Floats delta = (value - of_key[p] * decay) * strength;
+      StoreFirst(Delta(first + node) + at, Finite(delta), left);
+      StoreFirst(Out(node) + at, of_query[p] * decay + delta * both[node],
+                 left);
     }
   }
-  if (head == (heads.tiled ? in_token / key_width
-                           : in_token / key_width * (heads.heads / heads.key_heads))) {
-    std::copy(key, key + key_width, walk.keys + key_at);
-  }
-}
 
-// Goes through a tree depth first, with a stack of the states above a node.
-inline void WalkHead(const Walk& walk, int64_t row, int64_t head) {
-  const Heads& heads = walk.heads;
-  const int64_t size = heads.key_width * heads.width;
-  const int64_t first = walk.first[row];
-  const int64_t end = std::min(first + walk.length, walk.slots);
-  const int32_t* const parents = walk.parents + row * walk.slots;
-  thread_local std::vector<int64_t> child, next, above;
-  thread_local std::vector<float> stack, query;
-  // The first child of each slot, behind it that of the text; and its siblings.
-  child.assign(end + 1, -1);
-  next.assign(end + 1, -1);
-  for (int64_t slot = end - 1; slot >= 0; --slot) {
-    const bool known = parents[slot] >= 0 && parents[slot] < slot;
-    int64_t& head_of = child[known ? parents[slot] : end];
-    next[slot] = head_of;
-    head_of = slot;
+  // The columns of a state after a slot; `to` may be `from`.
+  void Update(int64_t slot, int64_t column, const float* from, float* to) {
+    const int64_t key_width = walk.heads.key_width;
+    const float* const key =
+        slot >= first
+            ? Key(slot - first)
+            : walk.keys.At(row, slot) + walk.heads.KeyHead(head) * key_width;
+    alignas(64) float delta[kColumns] = {};
+    std::copy_n(Delta(slot) + column,
+                std::min<int64_t>(walk.heads.width - column, kColumns), delta);
+    for (int64_t i = 0; i < key_width; ++i) {
+      UpdateRow(from + i * kColumns, Decay(slot), key[i], delta, kColumns,
+                to + i * kColumns);
+    }
   }
-  query.resize(2 * heads.key_width);
-  const float* const state = walk.states + (row * heads.heads + head) * size;
-  above.clear();
-  for (int64_t slot = child[end]; slot >= 0;) {
-    const int64_t depth = above.size();
-    const float* const from =
-        depth == 0 ? state : stack.data() + (depth - 1) * size;
-    const bool is_new = slot >= first;
-    const int64_t token =
-        is_new ? row * walk.length + slot - first : row * walk.slots + slot;
-    if (is_new) VisitNode(walk, token, head, from, query.data());
-    if (child[slot] >= 0) {
-      if (static_cast<int64_t>(stack.size()) < (depth + 1) * size) {
-        stack.resize((depth + 1) * size);
-      }
-      const float* const parent =
-          depth == 0 ? state : stack.data() + (depth - 1) * size;
-      float* const to = stack.data() + depth * size;
-      for (int64_t i = 0; i < heads.key_width; ++i) {
-        if (is_new) {
-          UpdateRow(parent + i * heads.width,
-                    walk.decays[token * heads.heads + head],
-                    query[heads.key_width + i],
-                    walk.deltas + (token * heads.heads + head) * heads.width,
-                    heads.width, to + i * heads.width);
-        } else {
-          walk.window.Update(heads, token, head, i, parent + i * heads.width,
-                             to + i * heads.width);
+
+  // Goes through the tree depth first. A state is written over that of the
+  // parent, unless a sibling still needs it.
+  void WalkColumns(int64_t column) {
+    const Heads& heads = walk.heads;
+    const int64_t size = heads.key_width * kColumns;
+    if (static_cast<int64_t>(stack.size()) < size) stack.resize(size);
+    const float* const state = walk.states + (row * heads.heads + head) *
+                                                 heads.key_width * heads.width;
+    const int64_t count = std::min<int64_t>(heads.width - column, kColumns);
+    for (int64_t i = 0; i < heads.key_width; ++i) {
+      std::copy_n(state + i * heads.width + column, count,
+                  stack.data() + i * kColumns);
+    }
+    std::vector<std::pair<int64_t, int64_t>> waiting;
+    int64_t slot = child[end()], level = 0;
+    while (true) {
+      if (slot >= first)
+        Visit(slot - first, column, stack.data() + level * size);
+      if (child[slot] >= 0) {
+        const int64_t from = level;
+        if (next[slot] >= 0) {
+          waiting.push_back({next[slot], level++});
+          if (static_cast<int64_t>(stack.size()) < (level + 1) * size) {
+            stack.resize((level + 1) * size);
+          }
         }
+        Update(slot, column, stack.data() + from * size,
+               stack.data() + level * size);
+        slot = child[slot];
+      } else if (next[slot] >= 0) {
+        slot = next[slot];
+      } else if (!waiting.empty()) {
+        std::tie(slot, level) = waiting.back();
+        waiting.pop_back();
+      } else {
+        return;
       }
-      above.push_back(slot);
-      slot = child[slot];
-      continue;
     }
-    while (next[slot] < 0 && !above.empty()) {
-      slot = above.back();
-      above.pop_back();
-    }
-    slot = next[slot];
   }
-}
 
-ffi::Error WalkDelta(ffi::ThreadPool pool, FloatBuffer states, FloatBuffer keys,
-                     FloatBuffer deltas, FloatBuffer decays, IntBuffer parents,
-                     IntBuffer first, FloatBuffer mixed, FloatBuffer alpha,
-                     FloatBuffer beta, FloatBuffer rate, FloatBuffer bias,
-                     FloatResult out, FloatResult new_keys,
-                     FloatResult new_deltas, FloatResult new_decays,
-                     bool tiled) {
-  const auto dims = states.dimensions();
-  Walk walk;
-  walk.heads = {keys.dimensions()[3] / dims[2], dims[1], dims[2], dims[3],
-                tiled};
-  walk.slots = keys.dimensions()[2];
-  walk.length = mixed.dimensions()[1];
-  walk.states = states.typed_data();
-  walk.mixed = mixed.typed_data();
-  walk.alpha = alpha.typed_data();
-  walk.beta = beta.typed_data();
-  walk.rate = rate.typed_data();
-  walk.bias = bias.typed_data();
-  walk.window = {keys.typed_data(), deltas.typed_data(), decays.typed_data()};
-  walk.parents = parents.typed_data();
-  walk.first = first.typed_data();
-  walk.out = out->typed_data();
-  walk.keys = new_keys->typed_data();
-  walk.deltas = new_deltas->typed_data();
-  walk.decays = new_decays->typed_data();
-  const int64_t number = dims[0] * dims[1];
+  // The norm of what is read, times the SiLU of its gate.
+  void Finish(int64_t node) {
+    const Convolution& convolution = walk.convolution;
+    const int64_t width = walk.heads.width;
+    float* const values = Out(node);
+    Normalize(walk.norm, values, width, values);
+    const float* const gate =
+        convolution.x + (row * nodes().length + node) * convolution.stride +
+        convolution.window.width + head * width;
+    for (int64_t d = 0; d < width; d += kLanes) {
+      const Floats factor = LoadFloats(gate + d, width - d);
+      StoreFirst(values + d,
+                 LoadFloats(values + d, width - d) * (factor * Sigmoid(factor)),
+                 width - d);
+    }
+  }
+
+  void Run() {
+    const int64_t length = nodes().length;
+    vectors.resize(length * (2 * walk.heads.key_width + walk.heads.width));
+    both.resize(length);
+    for (int64_t node = 0; node < length; ++node) Prepare(node);
+    child.assign(end() + 1, -1);
+    next.assign(end() + 1, -1);
+    for (int64_t slot = end() - 1; slot >= 0; --slot) {
+      const int64_t parent = nodes().Parent(row, slot);
+      int64_t& head_of = child[parent < 0 ? end() : parent];
+      next[slot] = head_of;
+      head_of = slot;
+    }
+    for (int64_t d = 0; d < walk.heads.width; d += kColumns) WalkColumns(d);
+    for (int64_t node = 0; node < length; ++node) Finish(node);
+  }
+};
+
+ffi::Error MixDelta(ffi::ThreadPool pool, FloatBuffer projected,
+                    FloatBuffer conv_state, FloatBuffer states,
+                    FloatBuffer inputs, FloatBuffer keys, FloatBuffer deltas,
+                    FloatBuffer decays, IntBuffer parents, IntBuffer first,
+                    FloatBuffer weights, FloatBuffer rate, FloatBuffer bias,
+                    FloatBuffer norm_scale, FloatResult out,
+                    FloatResult new_inputs, FloatResult new_keys,
+                    FloatResult new_deltas, FloatResult new_decays,
+                    float epsilon, bool tiled) {
+  const auto dims = projected.dimensions();
+  const int64_t length = dims[1];
+  const Walk walk{
+      Heads(states, keys, tiled),
+      {Nodes(parents, first, length), Window(inputs, new_inputs, length),
+       conv_state.dimensions()[1], conv_state.typed_data(),
+       weights.typed_data(), nullptr, projected.typed_data(), dims[2]},
+      Window(keys, new_keys, length),
+      Window(deltas, new_deltas, length),
+      Window(decays, new_decays, length),
+      states.typed_data(),
+      rate.typed_data(),
+      bias.typed_data(),
+      {norm_scale.typed_data(), nullptr, epsilon, false},
+      out->typed_data()};
+  const int64_t heads = walk.heads.heads, number = dims[0] * heads;
   Team(pool, number, states.size_bytes()).For(number, [&](int64_t index) {
-    WalkHead(walk, index / dims[1], index % dims[1]);
+    const int64_t row = index / heads;
+    HeadWalk{walk, row, index % heads, walk.convolution.nodes.First(row)}.Run();
   });
   return ffi::Error::Success();
 }
@@ -319,23 +515,21 @@ namespace ffi = xla::ffi;
 using specdec::FloatBuffer;
 using IntBuffer = ffi::Buffer<ffi::S32>;
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_convolve, specdec::Convolve,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_mix_convolution, specdec::MixConvolution,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<FloatBuffer>()
                                   .Arg<FloatBuffer>()
                                   .Arg<FloatBuffer>()
                                   .Arg<IntBuffer>()
+                                  .Arg<IntBuffer>()
                                   .Arg<FloatBuffer>()
                                   .Arg<FloatBuffer>()
                                   .Ret<FloatBuffer>()
-                                  .Attr<bool>("silu"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_gate, specdec::Gate,
-                              ffi::Ffi::Bind()
-                                  .Arg<FloatBuffer>()
-                                  .Arg<FloatBuffer>()
-                                  .Ret<FloatBuffer>()
-                                  .Attr<bool>("silu"));
+                                  .Ret<FloatBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    specdec_gate, specdec::Gate,
+    ffi::Ffi::Bind().Arg<FloatBuffer>().Arg<FloatBuffer>().Ret<FloatBuffer>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_fold_delta, specdec::FoldDelta,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
@@ -347,22 +541,26 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_fold_delta, specdec::FoldDelta,
                                   .Arg<IntBuffer>()
                                   .Ret<FloatBuffer>()
                                   .Attr<bool>("tiled"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_walk_delta, specdec::WalkDelta,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_mix_delta, specdec::MixDelta,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<FloatBuffer>()
                                   .Arg<FloatBuffer>()
                                   .Arg<FloatBuffer>()
                                   .Arg<FloatBuffer>()
+                                  .Arg<FloatBuffer>()
+                                  .Arg<FloatBuffer>()
+                                  .Arg<FloatBuffer>()
                                   .Arg<IntBuffer>()
                                   .Arg<IntBuffer>()
                                   .Arg<FloatBuffer>()
                                   .Arg<FloatBuffer>()
                                   .Arg<FloatBuffer>()
                                   .Arg<FloatBuffer>()
-                                  .Arg<FloatBuffer>()
                                   .Ret<FloatBuffer>()
                                   .Ret<FloatBuffer>()
                                   .Ret<FloatBuffer>()
                                   .Ret<FloatBuffer>()
+                                  .Ret<FloatBuffer>()
+                                  .Attr<float>("epsilon")
                                   .Attr<bool>("tiled"));

@@ -67,50 +67,54 @@ _CALLS = {
 }
 
 
-def _convolve(**arrays):
-  return state_ops.convolve(silu=True, **arrays)
-
-
 def _fold_delta(key, delta, decay, **arrays):
   inputs = {'key': key, 'delta': delta, 'decay': decay}
   return state_ops.fold_delta(inputs=inputs, tiled=False, **arrays)
 
 
-def _walk_delta(key, delta, decay, gate_0, gate_1, rate_0, rate_1, **arrays):
-  return state_ops.walk_delta(
-    inputs={'key': key, 'delta': delta, 'decay': decay},
-    gates=(gate_0, gate_1),
+def _mix_delta(
+  conv_state, state, parents, first, rate_0, rate_1, norm_scale, **arrays
+):
+  names = 'conv', 'key', 'delta', 'decay'
+  return state_ops.mix_delta(
+    state={'conv': conv_state, 'matrix': state},
+    inputs={name: arrays.pop(name) for name in names},
+    tree=(parents, first),
     rates=(rate_0, rate_1),
+    norm=ops.Norm(norm_scale, None, 1e-6, center=False),
     tiled=False,
     **arrays,
   )
 
 
-_gate = functools.partial(state_ops.gate, silu=True)
+_convolve = state_ops.mix_convolution
+_gate = state_ops.gate
+_MIXED = 2 * 3 * 5 + 6 * 7
 _WINDOW = {
   **{'state': _floats((2, 6, 5, 7)), 'key': _floats((2, 1, 9, 3 * 5))},
   **{'delta': _floats((2, 1, 9, 6 * 7)), 'decay': _floats((2, 1, 9, 6))},
 }
 _CALLS |= {
   _convolve: {
-    **{'x': _floats((2, 4, 20)), 'state': _floats((2, 3, 20))},
-    **{'window': _floats((2, 1, 9, 20)), 'index': _ints((2, 4, 3))},
-    **{'weight': _floats((4, 20)), 'bias': _floats(20)},
+    **{'projected': _floats((2, 4, 60)), 'state': _floats((2, 3, 20))},
+    **{'window': _floats((2, 1, 9, 20)), 'parents': _ints((2, 9))},
+    **{'first': _ints(2), 'weight': _floats((4, 20)), 'bias': _floats(20)},
   },
   _gate: {'x': _floats((2, 5)), 'gates': _floats((2, 5))},
   _fold_delta: _WINDOW | {'slots': _ints((2, 8)), 'count': _ints(2)},
-  _walk_delta: _WINDOW
-  | {
-    **{'parents': _ints((2, 9)), 'first': _ints(2)},
-    'mixed': _floats((2, 4, 2 * 3 * 5 + 6 * 7)),
-    **{f'gate_{i}': _floats((2, 4, 6)) for i in range(2)},
+  _mix_delta: {
+    **{'projected': _floats((2, 4, _MIXED + 6 * 9)), **_WINDOW},
+    'conv': _floats((2, 1, 9, _MIXED)),
+    **{'conv_state': _floats((2, 3, _MIXED)), 'weight': _floats((4, _MIXED))},
+    **{'parents': _ints((2, 9)), 'first': _ints(2), 'norm_scale': _floats(7)},
     **{f'rate_{i}': _floats(6) for i in range(2)},
   },
 }
 # Axes that no other operand has, or that may be longer; and rows of any axes.
 _FREE = {(ops.write_slots, 'slots', 2), (ops.write_slots, 'new', 2)}
 _FREE |= {(ops.sum_rows, 'rows', 0), (ops.sum_rows, 'rows', 1)}
-_FREE |= {(_convolve, 'window', 2), (_fold_delta, 'slots', 1)}
+_FREE |= {(_convolve, 'projected', 1), (_mix_delta, 'projected', 1)}
+_FREE |= {(_fold_delta, 'slots', 1)}
 _ROWS = {(_normalize, 'x'), (_route, 'logits')}
 
 
@@ -159,9 +163,8 @@ _MISFITS = [
   (_route, {'logits': _floats((2, 2))}, '3 experts of logits'),
   (_fold_delta, {'key': _floats((2, 1, 9, 20))}, 'key .* does not fit a state'),
   (
-    _walk_delta,
-    {'mixed': _floats((2, 10, 72))}
-    | {f'gate_{i}': _floats((2, 10, 6)) for i in range(2)},
+    _mix_delta,
+    {'projected': _floats((2, 10, _MIXED + 6 * 9))},
     '10 nodes in 9 slots',
   ),
 ]
