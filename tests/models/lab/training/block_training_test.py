@@ -64,15 +64,9 @@ def _drafter(scorer, kind):
   return specdec.Drafter((specdec.Stage(scorer, config),), shape)
 
 
-# Four bits change more of such small weights than of those of real drafters.
-@pytest.mark.parametrize(
-  ('dtype', 'kind', 'least'),
-  [
-    *(('float32', 'chain', 0.95), ('float32', 'tree', 0.95)),
-    *(('int4', 'chain', 0.8), ('int4', 'tree', 0.95)),
-  ],
-)
-def test_a_drafter_drafts_what_it_knows_by_heart(dtype, kind, least, tmp_path):
+@pytest.mark.parametrize('dtype', ['float32', 'int4'])
+@pytest.mark.parametrize('kind', ['chain', 'tree'])
+def test_a_drafter_drafts_what_it_knows_by_heart(dtype, kind, tmp_path):
   block_drafters.save(_learned(), tmp_path, num_target_layers=2)
   drafter = tiny_heads.load(tmp_path, dtype=dtype)
   assert drafter.spec.depth == _ROWS
@@ -83,7 +77,7 @@ def test_a_drafter_drafts_what_it_knows_by_heart(dtype, kind, least, tmp_path):
   )
   assert found.tokens == texts[:, by_heart.PROMPT :].tolist()
   accepted = by_heart.by_position(found.stats.accepted_histogram)
-  assert (accepted[:_ROWS] >= least).all()
+  assert (accepted[:_ROWS] >= 0.95).all()
   forwards = found.stats.stage_forwards['block']
   assert forwards == found.stats.target_forwards
 
