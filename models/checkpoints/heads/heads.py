@@ -406,10 +406,8 @@ def save(
     re.sub(r'^layers\.0\.', 'midlayer.', name): array
     for name, array in own.items()
   }
-  if lm_head is not None:
-    stored['lm_head.weight'] = np.asarray(lm_head, dtype=dtype)
-  if ids is not None:
-    stored[head_tensors.D2T] = np.asarray(ids - np.arange(len(ids)), np.int64)
-    stored[head_tensors.T2D] = np.isin(np.arange(config.vocab_size), ids)
+  stored |= head_files.own_outputs(
+    lm_head, ids, config.vocab_size, jnp.dtype(dtype)
+  )
   described = _described(config, jnp.dtype(dtype), lm_head)
   head_files.write(folder, stored, described)

@@ -16,6 +16,7 @@ from models.checkpoints.heads import block_drafters
 from models.checkpoints.heads import heads
 from models.lab.training import block_trainer
 from models.nn import block_drafter
+from models.nn import matrices as matrices_lib
 import specdec
 from specdec import cache as cache_lib
 from specdec.draft import block as block_lib
@@ -31,9 +32,9 @@ def _training(**changes):
   return block_trainer.BlockTraining(**usual | changes)
 
 
-def _module(config):
+def _module(config, num_outputs=None):
   """The graph and the parameters of a new drafter."""
-  module = block_drafter.BlockDrafter(config, rngs=nnx.Rngs(0))
+  module = block_drafter.BlockDrafter(config, num_outputs, rngs=nnx.Rngs(0))
   graph, variables = nnx.split(module)
   return graph, nnx.to_pure_dict(variables)
 
@@ -133,7 +134,8 @@ def check_loss():
     **{'length': _LENGTH - 1, 'answer_tokens': 8},
   )
   config = training.config(tiny_heads.TARGET)
-  graph, params = _module(config)
+  ids = tiny_heads.IDS
+  graph, params = _module(config, len(ids))
   rng = np.random.default_rng(0)
   draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
   params = jax.tree.map(lambda leaf: leaf + 0.3 * draw(*leaf.shape), params)
@@ -142,8 +144,13 @@ def check_loss():
   batch = {'tokens': drawn(), 'choice': drawn(), 'draw': np.uint32(0)}
   for name in ('states', 'normed'):
     batch[name] = draw(2, _LENGTH, config.width)
+  lm_head, index = lm_head[ids], matrices_lib.index_of(ids, tiny.VOCAB_SIZE)
   drafter = block_drafter.as_drafter(
-    nnx.merge(graph, params), embedding=embedding, lm_head=lm_head
+    nnx.merge(graph, params),
+    embedding=embedding,
+    lm_head=matrices_lib.FewOutputs(
+      outputs=jnp.asarray(lm_head), index=jnp.asarray(index)
+    ),
   )
   first, losses, hits = 3, [], []
   for row, tokens in enumerate(batch['tokens']):
@@ -153,8 +160,8 @@ def check_loss():
       )
       before = slice(anchor, anchor + _DEPTH)
       wanted = jax.nn.softmax(batch['normed'][row, before] @ lm_head.T)
-      variation = 0.5 * np.abs(np.exp(log_probs) - wanted).sum(1)
-      entropy = -(wanted * log_probs).sum(1)
+      variation = 0.5 * np.abs(np.exp(log_probs[:, ids]) - wanted).sum(1)
+      entropy = -(wanted * log_probs[:, ids]).sum(1)
       accepted = 1 - variation
       rating = accepted * np.log(rated) + variation * np.log(1 - rated)
       losses.append(0.1 * entropy + 1.8 * variation - rating)
@@ -165,6 +172,7 @@ def check_loss():
     *(graph, config),
     embedding=jnp.asarray(embedding),
     lm_head=jnp.asarray(lm_head),
+    ids=ids,
     first=first,
     num_anchors=100,
     dtype=jnp.dtype('float32'),
