@@ -289,6 +289,7 @@ def load(
   dtype: jax.typing.DTypeLike = jnp.float32,
   packed: bool = False,
   layout: sharding_lib.Layout = sharding_lib.Layout(),
+  outputs: np.ndarray | None = None,
 ) -> head_lib.Head | block_lib.BlockDrafter:
   """Loads a head; embedding and output matrix it may have from the target.
 
@@ -298,9 +299,12 @@ def load(
     dtype: of the matrices, see `models.checkpoints.hub.read_module`.
     packed: whether matrices are packed for the kernels of `models.nn.cpu`.
     layout: where the head lies.
+    outputs: `[N]` int, ascending, the tokens that it may draft, for which it
+      has a copy of the output matrix; None: all that it can.
 
   Raises:
-    ValueError: a tensor is unknown, missing or misshapen.
+    ValueError: a tensor is unknown, missing or misshapen, or the head has a
+      reduced vocabulary of its own.
   """
   form, config = matrices_lib.format_of(dtype), head.config
   with whole_files.reading(head.path):
@@ -335,6 +339,14 @@ def load(
   if ids is not None:
     index = jnp.asarray(matrices_lib.index_of(ids, config.vocab_size))
     lm_head = matrices_lib.FewOutputs(outputs=lm_head, index=index)
+  if outputs is not None:
+    if ids is not None:
+      raise ValueError(
+        f'draft_vocab: {head.path} has a vocabulary of its own, of {size}'
+        ' tokens; leave it out'
+      )
+    host = few_outputs(lm_head, outputs, dtype, packed=packed)
+    lm_head = layout.put_parameter(('lm_head',), host, config)
   return head.as_drafter(
     nnx.merge(graph, traverse_util.unflatten_dict(loaded)),
     embedding=embedding,
@@ -362,6 +374,19 @@ def matrices_of(
 def rows_of(matrix: Any, ids: np.ndarray) -> np.ndarray:
   """Rows `[D, in]` float32 of an array or another matrix `[V, in]`."""
   return np.asarray(matrices_lib.take_rows(matrix, jnp.asarray(ids)))
+
+
+def few_outputs(
+  matrix: Any, ids: np.ndarray, dtype: jax.typing.DTypeLike, *, packed: bool
+) -> Any:
+  """A copy of some rows of an output matrix `[V, in]`; see `load`."""
+  rows = rows_of(matrix, ids)
+  make = matrices_lib.format_of(dtype).from_blocks
+  few = matrices_lib.FewOutputs(
+    outputs=make([(slice(None), rows)], rows.shape),
+    index=matrices_lib.index_of(ids, matrix.shape[0]),
+  )
+  return matrices_lib.pack(few) if packed else matrices_lib.for_xla(few)
 
 
 def _described(

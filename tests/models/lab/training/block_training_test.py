@@ -107,7 +107,7 @@ _LENGTH, _DEPTH = 12, 3
 def _block(drafter, states, tokens, anchor):
   """The scores of a drafter at an anchor of a window, as when it decodes.
 
-  Log-probabilities `[D, V]` behind the true tokens, and how it rates these.
+  Log-probabilities `[D, O]` behind the true tokens, and how it rates these.
   """
   spec, params = drafter.spec, drafter.params
   positions = jnp.arange(_LENGTH)[None]
@@ -121,7 +121,7 @@ def _block(drafter, states, tokens, anchor):
   mask = jnp.broadcast_to(mask, (1, spec.block_size, cache.num_slots))
   logits, found, _ = spec.propose(params, fed, anchor + rows, mask, cache)
   parents = tokens[anchor + jnp.arange(_DEPTH)][None]
-  every = jnp.broadcast_to(jnp.arange(tiny.VOCAB_SIZE), logits.shape)
+  every = jnp.broadcast_to(tiny_heads.IDS, logits.shape)
   logits = logits + spec.edges(params, found, parents, every)
   rated = spec.confidence(params, found, parents)
   return jax.nn.log_softmax(logits)[0], rated[0]
@@ -160,12 +160,12 @@ def check_loss():
       )
       before = slice(anchor, anchor + _DEPTH)
       wanted = jax.nn.softmax(batch['normed'][row, before] @ lm_head.T)
-      variation = 0.5 * np.abs(np.exp(log_probs[:, ids]) - wanted).sum(1)
-      entropy = -(wanted * log_probs[:, ids]).sum(1)
+      variation = 0.5 * np.abs(np.exp(log_probs) - wanted).sum(1)
+      entropy = -(wanted * log_probs).sum(1)
       accepted = 1 - variation
       rating = accepted * np.log(rated) + variation * np.log(1 - rated)
       losses.append(0.1 * entropy + 1.8 * variation - rating)
-      hits.append(log_probs.argmax(1) == batch['choice'][row, before])
+      hits.append(ids[log_probs.argmax(1)] == batch['choice'][row, before])
   weights = np.exp(-np.arange(_DEPTH) / 4)
   expected = np.mean(losses, 0) @ weights / weights.sum()
   loss = block_trainer.make_loss(
