@@ -47,12 +47,12 @@ _NUMBERS = 1 << 22  # Random numbers that are drawn at once.
 
 # config.json of Qwen/Qwen3-1.7B, except for the length of the context, which
 # costs nothing, and the card of rasyosef/Qwen3-1.7B-DSpark.
-_QWEN3 = {
+_QWEN3: dict[str, Any] = {
   **{'vocab_size': 151936, 'num_positions': 4096, 'width': 2048},
   **{'num_heads': 16, 'num_kv_heads': 8, 'head_width': 128},
   **{'inner_width': 6144, 'rope': rope_lib.Rope(theta=1e6), 'qk_norm': True},
 }
-_DSPARK = {
+_DSPARK: dict[str, Any] = {
   **{'num_layers': 4, 'target_width': 2048, 'block_size': 8},
   **{'reads': (3, 11, 19, 27), 'window': (2048, 2048, 2048, None)},
   **{'samples_root': True, 'markov': block_drafter.VANILLA},
@@ -143,7 +143,7 @@ def drawn_pair(shape: str, models: choice_lib.ModelChoice) -> pair_lib.Pair:
   if models.draft_vocab is not None:
     lm_head = heads.few_outputs(
       matrix,
-      np.arange(draft_vocabulary.size_of(models.draft_vocab)),
+      np.arange(draft_vocabulary.size_of(models.draft_vocab) or 0),
       models.draft_dtype or models.dtype,
       packed=build.is_available(),
     )
@@ -229,9 +229,8 @@ def measure(
   }
   arms = {name: arm(drafter) for name, drafter in chosen.items()}
   batches = [[text[:context]]] * repeats
-  options = {'max_new_tokens': _NEW_TOKENS}
-  timing.warm_up(arms, batches, **options)
-  found = timing.time_arms(arms, batches, **options)
+  timing.warm_up(arms, batches, max_new_tokens=_NEW_TOKENS)
+  found = timing.time_arms(arms, batches, max_new_tokens=_NEW_TOKENS)
   sizes = {name: one.shape.num_nodes for name, one in chosen.items()}
   verification = machine.measure_step_costs(
     *(pair.target, [text]),
