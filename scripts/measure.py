@@ -97,7 +97,7 @@ def _acceptance(numbers_of_children: list[int]) -> dict:
 def _draft() -> list[dict]:
   import loading
 
-  from models.lab import draft_times
+  from models.lab.bench import draft_times
   from models.text import pair as pair_lib
 
   if _SHAPE.value is None:

@@ -328,12 +328,7 @@ def load(
   embedding = loaded.pop(('embed_tokens', 'embedding'), shared[0])
   output = embedding if config.tie_embeddings else shared[1]
   lm_head = loaded.pop(('lm_head',), output)
-  for what, matrix in (('embedding', embedding), ('lm_head', lm_head)):
-    if matrix.shape[1] != config.width:
-      raise ValueError(
-        f'{head.path}: has no {what} of its own, and the width {config.width}'
-        f' of the head is not that of the target, {matrix.shape[1]}'
-      )
+  _check_widths(head, embedding=embedding, lm_head=lm_head)
   if ids is not None and lm_head.shape[0] != size:
     raise ValueError(f'{head.path}: has d2t, but no lm_head.weight of its own')
   if ids is not None:
@@ -374,6 +369,17 @@ def matrices_of(
 def rows_of(matrix: Any, ids: np.ndarray) -> np.ndarray:
   """Rows `[D, in]` float32 of an array or another matrix `[V, in]`."""
   return np.asarray(matrices_lib.take_rows(matrix, jnp.asarray(ids)))
+
+
+def _check_widths(head: Stored, **matrices: Any) -> None:
+  """Raises ValueError if the target's matrices do not fit a head."""
+  for what, matrix in matrices.items():
+    if matrix.shape[1] != head.config.width:
+      raise ValueError(
+        f'{head.path}: has no {what} of its own, and the width'
+        f' {head.config.width} of the head is not that of the target,'
+        f' {matrix.shape[1]}'
+      )
 
 
 def few_outputs(

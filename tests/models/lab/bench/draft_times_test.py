@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from models.lab import draft_times
+from models.lab.bench import draft_times
 from models.text import choice as choice_lib
 from models.text import settings as settings_lib
 

@@ -240,22 +240,28 @@ def measure(
     node_counts=[*sizes.values()],
     effort=machine.Effort(num_steps=4, repeats=repeats),
   ).verification
-  rows = []
-  for name, measured in found.items():
-    steps = [
-      one.generation.stats.reads['target']['forwards'] for one in measured
-    ]
-    seconds = [one.seconds - one.prefill_seconds for one in measured]
-    draft = float(np.median(np.divide(seconds, steps)))
-    plain, verify = verification[1], verification[sizes[name]]
-    rows.append(
-      {
-        **{'method': name, 'N': sizes[name], 'draft_ms': 1e3 * draft},
-        **{'plain_ms': 1e3 * plain, 'verify_ms': 1e3 * verify},
-        'draft_per_plain': draft / plain,
-      }
-    )
-  return rows
+  return [
+    _row(name, sizes[name], measured, verification)
+    for name, measured in found.items()
+  ]
+
+
+def _row(
+  name: str,
+  num_nodes: int,
+  measured: Sequence[timing.Measurement],
+  verification: Mapping[int, float],
+) -> dict[str, Any]:
+  """A row of `measure`."""
+  steps = [one.generation.stats.reads['target']['forwards'] for one in measured]
+  seconds = [one.seconds - one.prefill_seconds for one in measured]
+  draft = float(np.median(np.divide(seconds, steps)))
+  plain, verify = verification[1], verification[num_nodes]
+  return {
+    **{'method': name, 'N': num_nodes, 'draft_ms': 1e3 * draft},
+    **{'plain_ms': 1e3 * plain, 'verify_ms': 1e3 * verify},
+    'draft_per_plain': draft / plain,
+  }
 
 
 def with_speeds(
