@@ -329,19 +329,11 @@ def load(
   output = embedding if config.tie_embeddings else shared[1]
   lm_head = loaded.pop(('lm_head',), output)
   _check_widths(head, embedding=embedding, lm_head=lm_head)
-  if ids is not None and lm_head.shape[0] != size:
-    raise ValueError(f'{head.path}: has d2t, but no lm_head.weight of its own')
   if ids is not None:
-    index = jnp.asarray(matrices_lib.index_of(ids, config.vocab_size))
-    lm_head = matrices_lib.FewOutputs(outputs=lm_head, index=index)
-  if outputs is not None:
-    if ids is not None:
-      raise ValueError(
-        f'draft_vocab: {head.path} has a vocabulary of its own, of {size}'
-        ' tokens; leave it out'
-      )
-    host = few_outputs(lm_head, outputs, dtype, packed=packed)
-    lm_head = layout.put_parameter(('lm_head',), host, config)
+    lm_head = _of_own_vocabulary(head, lm_head, ids, outputs)
+  elif outputs is not None:
+    few = few_outputs(lm_head, outputs, dtype, packed=packed)
+    lm_head = layout.put_parameter(('lm_head',), few, config)
   return head.as_drafter(
     nnx.merge(graph, traverse_util.unflatten_dict(loaded)),
     embedding=embedding,
@@ -369,6 +361,21 @@ def matrices_of(
 def rows_of(matrix: Any, ids: np.ndarray) -> np.ndarray:
   """Rows `[D, in]` float32 of an array or another matrix `[V, in]`."""
   return np.asarray(matrices_lib.take_rows(matrix, jnp.asarray(ids)))
+
+
+def _of_own_vocabulary(
+  head: Stored, lm_head: Any, ids: np.ndarray, outputs: np.ndarray | None
+) -> Any:
+  """The output matrix of a head with `d2t`; `outputs` are those of `load`."""
+  if lm_head.shape[0] != len(ids):
+    raise ValueError(f'{head.path}: has d2t, but no lm_head.weight of its own')
+  if outputs is not None:
+    raise ValueError(
+      f'draft_vocab: {head.path} has a vocabulary of its own, of {len(ids)}'
+      ' tokens; leave it out'
+    )
+  index = jnp.asarray(matrices_lib.index_of(ids, head.config.vocab_size))
+  return matrices_lib.FewOutputs(outputs=lm_head, index=index)
 
 
 def _check_widths(head: Stored, **matrices: Any) -> None:
