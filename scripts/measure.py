@@ -3,9 +3,9 @@
   python scripts/measure.py WHAT [flags]
 
 WHAT: kernels (at the shapes of GPT-2 Large), forward (V(N) of --target), memory
-(of loading --target), loss (of --target on a corpus), acceptance (by each rule
-of verification, beside the most that any lossless rule accepts of such
-children).
+(of loading --target), loss (of --target on a corpus), draft (the draft side of
+a step of chain and tree, beside a target forward), acceptance (by each rule of
+verification, beside the most that any lossless rule accepts of such children).
 """
 
 import functools
@@ -23,6 +23,7 @@ _SIZES = {
   'forward': [1, 2, 5, 8, 12, 16, 24, 32, 64],  # N
   'memory': [],
   'loss': [256, 512, 1024],  # length of windows
+  'draft': [],
   'acceptance': [1, 2, 4],  # children
 }
 _LIST = flags.DEFINE_list(
@@ -31,11 +32,32 @@ _LIST = flags.DEFINE_list(
 _REPEATS = flags.DEFINE_integer(
   'repeats', 7, 'interleaved measurements', lower_bound=1
 )
-_CONTEXT = flags.DEFINE_integer('context', 192, 'forward: tokens in the cache')
+_CONTEXT = flags.DEFINE_integer(
+  'context', 192, 'forward, draft: tokens in the cache'
+)
 _RANDOM = flags.DEFINE_bool(
   'random_weights',
   False,
   'forward: of --target, only config.json is read',
+)
+_SHAPE = flags.DEFINE_enum(
+  'shape',
+  None,
+  ['qwen3-1.7b-dspark'],
+  'draft: a target and its published drafter, with random weights in place of'
+  ' --target and --head',
+)
+_ACCEPTED = flags.DEFINE_list(
+  'accepted',
+  None,
+  'draft: how often a chain is known to be accepted up to each position, such'
+  ' as 0.8,0.6; speeds are computed from that',
+)
+_OF_MISSES = flags.DEFINE_list(
+  'of_misses',
+  [],
+  "draft: how often the target's token, where it is not the best one, is the"
+  ' second best one, the third best one and so on',
 )
 options.define_method('chain', settings_lib.METHODS)
 prompt_flags.define_num_prompts()
@@ -77,6 +99,27 @@ def _acceptance(numbers_of_children: list[int]) -> dict:
   )
 
 
+def _draft() -> list[dict]:
+  import loading
+
+  from models.lab.bench import draft_times
+  from models.text import pair as pair_lib
+
+  if _SHAPE.value is None:
+    pair = pair_lib.load_pair(loading.models())
+  else:
+    pair = draft_times.drawn_pair(_SHAPE.value, options.models())
+  rows = draft_times.measure(
+    *(pair, options.draft_settings(), ('chain', 'tree')),
+    context=_CONTEXT.value,
+    repeats=_REPEATS.value,
+  )
+  if _ACCEPTED.value is not None:
+    accepted, misses = map(float, _ACCEPTED.value), map(float, _OF_MISSES.value)
+    rows = draft_times.with_speeds(rows, [*accepted], [*misses])
+  return rows
+
+
 def main(what: str) -> None:
   import loading
 
@@ -103,6 +146,8 @@ def main(what: str) -> None:
         context=_CONTEXT.value,
         random_weights=_RANDOM.value,
       )
+    elif what == 'draft':
+      rows = _draft()
     elif what == 'memory':
       rows = machine.memory(loading.models())
     else:

@@ -80,8 +80,8 @@ _string('target_dtype', 'auto', 'of --head, that the target computes in')
 _integer(
   'head_vocabulary',
   None,
-  'of --head=eagle3, tokens that it may draft, the most frequent ones, with an'
-  ' output matrix of its own; default: all, with the matrix of the target',
+  'of --head, tokens that it may draft, the most frequent ones, with an output'
+  ' matrix of its own; default: all, with the matrix of the target',
 )
 _integer(
   'head_depth',
@@ -138,11 +138,11 @@ _OF_TARGET = {
   'answer_tokens': 'answer_tokens',
   'target': 'target',
   'target_dtype': 'target_dtype',
+  'vocabulary': 'head_vocabulary',
   'feature_gigabytes': 'feature_gigabytes',
 }
 _OF_HEADS = {
-  'eagle3': _OF_TARGET
-  | {'vocabulary': 'head_vocabulary', 'depth': 'head_depth'},
+  'eagle3': _OF_TARGET | {'depth': 'head_depth'},
   'block': _OF_TARGET
   | {
     'block_size': 'block_size',

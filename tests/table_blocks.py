@@ -96,6 +96,7 @@ def scorer(
     depth=depth,
     width=1,
     mask_token=0,
+    num_outputs=size,
   )
   drafter = block_lib.BlockDrafter(params=params, spec=spec)
   return block_lib.BlockScorer(drafter, **changes)

@@ -387,11 +387,13 @@ class BlockDrafter(nnx.Module):
     self, states: jax.Array, parents: jax.Array, tokens: jax.Array, rows: Any
   ) -> jax.Array:
     """See `BlockSpec.edges`; `rows [V]` of the output matrix, None for all."""
-    if rows is not None:  # A token without one has no score.
-      tokens = jnp.maximum(rows[tokens], 0)
     markov = self.config.markov
     term: Any = self.markov_head if markov else self.candidate_selector
     table = term.markov_w2 if markov else term.successor_codebook
+    # A reduced vocabulary of the drafter's own; a token without a row has no
+    # score.
+    if rows is not None and table.weight.shape[0] < self.config.vocab_size:
+      tokens = jnp.maximum(rows[tokens], 0)
     return jnp.einsum(
       'bwr,bwcr->bwc',
       term.context(states, parents),
@@ -425,6 +427,7 @@ def _spec(
   weight_bytes: int,
   parameters: int,
   kernels: bool,
+  num_outputs: int,
   layout: sharding_lib.Layout,
 ) -> block_lib.BlockSpec:
   """The record of a shape; cached, so that loading it again does not recompile.
@@ -442,7 +445,8 @@ def _spec(
   ) -> tuple[jax.Array, jax.Array, cache_lib.KVCache]:
     embedded = matrices_lib.take_rows(params['embedding'], tokens)
     states, cache = module(params)(embedded, positions, mask, cache)
-    found = scores(config, states, params['lm_head'])
+    matrix = matrices_lib.computed(params['lm_head'])
+    found = scores(config, states, matrix)
     return layout.gather_vocabulary(found), states, cache
 
   def edges(
@@ -450,6 +454,8 @@ def _spec(
   ) -> jax.Array:
     rows = getattr(params['lm_head'], 'index', None)
     return module(params).edges(states, parents, tokens, rows)
+
+  outputs = lambda params: params['ids']
 
   def confidence(
     params: Any, states: jax.Array, parents: jax.Array
@@ -469,6 +475,8 @@ def _spec(
     width=config.width,
     mask_token=config.mask_token,
     num_candidates=config.num_candidates,
+    num_outputs=num_outputs,
+    outputs=None if num_outputs == config.vocab_size else outputs,
     **adapter.network_facts(config, dtype, layout, kernels=kernels),
   )
 
@@ -486,13 +494,19 @@ def as_drafter(
   """
   graph, variables = nnx.split(module)
   own = nnx.to_pure_dict(variables)
+  params = {'drafter': own, 'embedding': embedding, 'lm_head': lm_head}
+  num_outputs = matrices_lib.computed(lm_head).shape[0]
+  if isinstance(lm_head, matrices_lib.FewOutputs):
+    order = jnp.argsort(lm_head.index)  # Behind those that are no output.
+    params['ids'] = order[-num_outputs:].astype(jnp.int32)
   return block_lib.BlockDrafter(
-    params={'drafter': own, 'embedding': embedding, 'lm_head': lm_head},
+    params=params,
     spec=_spec(
       graph,
       module.config,
       module.dtype,
       *eagle.amounts(own, lm_head, LOOKED_UP),
+      num_outputs,
       layout,
     ),
   )

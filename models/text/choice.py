@@ -95,10 +95,10 @@ class ModelChoice:
   )
   draft_vocab: int | Sequence[int] | None = fields.described(
     None,
-    'how many tokens the draft computes and proposes: N, for those that the'
-    ' tokenizer learned first, or N:FILE, for those of the largest counts, an'
-    ' array [V] in a .npy file; what is decoded does not depend on it; default:'
-    ' all',
+    'how many tokens the draft or head computes and proposes: N, for those that'
+    ' the tokenizer learned first, or N:FILE, for those of the largest counts,'
+    ' an array [V] in a .npy file; what is decoded does not depend on it;'
+    ' default: all',
     in_python='N or the ids of the tokens',
     parse=_draft_vocab_of_text,
   )

@@ -137,13 +137,13 @@ def load_weights(vocabulary: vocabulary_lib.Vocabulary) -> Pair:
   module = hub.read_module(
     sources.target, dtype=sources.dtype, packed=packed, layout=layout
   )
+  outputs = vocabulary.draft_outputs
   if sources.draft is not None:
-    outputs = vocabulary.draft_outputs
     draft_module = hub.read_module(sources.draft, outputs=outputs, **of_draft)
     draft = _with_target_tokens(draft_module, vocabulary)
   target = adapter.as_model(module, layout, sources.hidden)
   if sources.head is not None:
-    head = heads.load(sources.head, target, **of_draft)
+    head = heads.load(sources.head, target, outputs=outputs, **of_draft)
   return Pair(
     *(target, draft, vocabulary.tokenizer, vocabulary.eos_ids, layout, head)
   )

@@ -50,8 +50,13 @@ def read_vocabulary(sources: sources_lib.Sources) -> Vocabulary:
       arguments_lib.to_ids('eos_ids', ids, target.config.vocab_size)
     )
   vocabulary = Vocabulary(sources=sources, tokenizer=tokenizer, eos_ids=eos_ids)
-  if draft is None:
+  if draft is None and sources.head is None:
     return vocabulary
+  if draft is None:  # A head has the target's tokens.
+    outputs = draft_vocabulary.tokens_of(
+      choice.draft_vocab, tokenizer, target.config.vocab_size
+    )
+    return dataclasses.replace(vocabulary, draft_outputs=outputs)
   shared = shared_tokens.of_checkpoints(target, draft)
   return dataclasses.replace(
     vocabulary,

@@ -51,7 +51,7 @@ class BlockSpec(model_lib.NetworkSpec):
   #: these tokens, `[B, L, width]` for each of `reads`.
   read: Callable[..., cache_lib.KVCache]
   #: `(params, tokens [B, R], positions [B, R], mask [B, R, S], cache) ->
-  #: (logits [B, D, V] float32, states [B, D, H] float32, cache)`: one forward
+  #: (logits [B, D, O] float32, states [B, D, H] float32, cache)`: one forward
   #: over a block, whose rows see the text and each other.
   propose: Callable[..., tuple[jax.Array, jax.Array, cache_lib.KVCache]]
   #: `(params, states [B, W, H], parents [B, W], tokens [B, W, C]) ->
@@ -68,6 +68,9 @@ class BlockSpec(model_lib.NetworkSpec):
   mask_token: int  #: The token in all rows of a block except the first.
   #: The most tokens of a depth that it was trained to rate; None: all.
   num_candidates: int | None = None
+  num_outputs: int  #: O, the tokens that it may draft,
+  #: `params -> [O] int32`, and which these are; None: all, in their order.
+  outputs: Callable[..., jax.Array] | None = None
 
 
 class BlockDrafter(model_lib.Network):
@@ -158,8 +161,8 @@ class BlockScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
       texts,
       window_size=max(num_scored, spec.block_size),
     )
-    most = spec.num_candidates or spec.vocab_size
-    number = min(self.num_candidates, most, spec.vocab_size)
+    most = spec.num_candidates or spec.num_outputs
+    number = min(self.num_candidates, most, spec.num_outputs)
     return BlockState(
       model=model,
       tokens=jnp.zeros((rows, spec.depth, number), jnp.int32),
@@ -244,6 +247,8 @@ class BlockScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
         self.drafter.params, tokens, positions, mask, cache
       )
     scores, best = best_lib.top_k(logits, state.tokens.shape[2])
+    if spec.outputs is not None:
+      best = spec.outputs(self.drafter.params)[best]
     return BlockState(
       model=state.model.replace(cache=cache),
       tokens=best.astype(jnp.int32),

@@ -16,6 +16,7 @@ from typing import Any
 from flax import nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from models.checkpoints import families
 from models.checkpoints.heads import head_files
@@ -174,14 +175,18 @@ def save(
   folder: pathlib.Path,
   *,
   num_target_layers: int,
+  lm_head: Any = None,
+  ids: np.ndarray | None = None,
   dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> None:
   """Writes a DSpark drafter as DeepSpec does, a DFlash drafter as z-lab does.
 
   Args:
-    module: one without convolutions and edge scores, with all tokens.
+    module: one without convolutions and edge scores.
     folder: made if it does not exist.
     num_target_layers: layers of the target.
+    lm_head: see `heads.save`.
+    ids: see `heads.save`.
     dtype: of the matrices and norms.
   """
   config, dtype = module.config, jnp.dtype(dtype)
@@ -202,4 +207,6 @@ def save(
     }
   else:
     keys |= {'architectures': ['DFlashDraftModel'], 'dflash_config': own}
-  head_files.write(folder, head_files.tensors_of(module, dtype), keys)
+  stored = head_files.tensors_of(module, dtype)
+  stored |= head_files.own_outputs(lm_head, ids, config.vocab_size, dtype)
+  head_files.write(folder, stored, keys)

@@ -12,6 +12,7 @@ from models.checkpoints import families
 from models.checkpoints import hub
 from models.checkpoints import hugging_face
 from models.checkpoints import llama as checkpoints_llama
+from models.checkpoints.heads import head_tensors
 from models.nn import llama as nn_llama
 from models.nn import rope as rope_lib
 from specdec.text import text_files
@@ -44,6 +45,19 @@ def tensors_of(module: nnx.Module, dtype: jnp.dtype) -> dict[str, Any]:
     families.parameter_name(path): np.asarray(leaf, dtype=dtype)
     for path, leaf in params.items()
   }
+
+
+def own_outputs(
+  lm_head: Any, ids: np.ndarray | None, vocab_size: int, dtype: jnp.dtype
+) -> dict[str, Any]:
+  """The tensors of an output matrix `[D, H]` and its tokens `[D]`, if any."""
+  stored: dict[str, Any] = {}
+  if lm_head is not None:
+    stored['lm_head.weight'] = np.asarray(lm_head, dtype=dtype)
+  if ids is not None:
+    stored[head_tensors.D2T] = np.asarray(ids - np.arange(len(ids)), np.int64)
+    stored[head_tensors.T2D] = np.isin(np.arange(vocab_size), ids)
+  return stored
 
 
 def write(

@@ -289,6 +289,7 @@ def load(
   dtype: jax.typing.DTypeLike = jnp.float32,
   packed: bool = False,
   layout: sharding_lib.Layout = sharding_lib.Layout(),
+  outputs: np.ndarray | None = None,
 ) -> head_lib.Head | block_lib.BlockDrafter:
   """Loads a head; embedding and output matrix it may have from the target.
 
@@ -298,9 +299,12 @@ def load(
     dtype: of the matrices, see `models.checkpoints.hub.read_module`.
     packed: whether matrices are packed for the kernels of `models.nn.cpu`.
     layout: where the head lies.
+    outputs: `[N]` int, ascending, the tokens that it may draft, for which it
+      has a copy of the output matrix; None: all that it can.
 
   Raises:
-    ValueError: a tensor is unknown, missing or misshapen.
+    ValueError: a tensor is unknown, missing or misshapen, or the head has a
+      reduced vocabulary of its own.
   """
   form, config = matrices_lib.format_of(dtype), head.config
   with whole_files.reading(head.path):
@@ -324,17 +328,12 @@ def load(
   embedding = loaded.pop(('embed_tokens', 'embedding'), shared[0])
   output = embedding if config.tie_embeddings else shared[1]
   lm_head = loaded.pop(('lm_head',), output)
-  for what, matrix in (('embedding', embedding), ('lm_head', lm_head)):
-    if matrix.shape[1] != config.width:
-      raise ValueError(
-        f'{head.path}: has no {what} of its own, and the width {config.width}'
-        f' of the head is not that of the target, {matrix.shape[1]}'
-      )
-  if ids is not None and lm_head.shape[0] != size:
-    raise ValueError(f'{head.path}: has d2t, but no lm_head.weight of its own')
+  _check_widths(head, embedding=embedding, lm_head=lm_head)
   if ids is not None:
-    index = jnp.asarray(matrices_lib.index_of(ids, config.vocab_size))
-    lm_head = matrices_lib.FewOutputs(outputs=lm_head, index=index)
+    lm_head = _of_own_vocabulary(head, lm_head, ids, outputs)
+  elif outputs is not None:
+    few = few_outputs(lm_head, outputs, dtype, packed=packed)
+    lm_head = layout.put_parameter(('lm_head',), few, config)
   return head.as_drafter(
     nnx.merge(graph, traverse_util.unflatten_dict(loaded)),
     embedding=embedding,
@@ -362,6 +361,45 @@ def matrices_of(
 def rows_of(matrix: Any, ids: np.ndarray) -> np.ndarray:
   """Rows `[D, in]` float32 of an array or another matrix `[V, in]`."""
   return np.asarray(matrices_lib.take_rows(matrix, jnp.asarray(ids)))
+
+
+def _of_own_vocabulary(
+  head: Stored, lm_head: Any, ids: np.ndarray, outputs: np.ndarray | None
+) -> Any:
+  """The output matrix of a head with `d2t`; `outputs` are those of `load`."""
+  if lm_head.shape[0] != len(ids):
+    raise ValueError(f'{head.path}: has d2t, but no lm_head.weight of its own')
+  if outputs is not None:
+    raise ValueError(
+      f'draft_vocab: {head.path} has a vocabulary of its own, of {len(ids)}'
+      ' tokens; leave it out'
+    )
+  index = jnp.asarray(matrices_lib.index_of(ids, head.config.vocab_size))
+  return matrices_lib.FewOutputs(outputs=lm_head, index=index)
+
+
+def _check_widths(head: Stored, **matrices: Any) -> None:
+  """Raises ValueError if the target's matrices do not fit a head."""
+  for what, matrix in matrices.items():
+    if matrix.shape[1] != head.config.width:
+      raise ValueError(
+        f'{head.path}: has no {what} of its own, and the width'
+        f' {head.config.width} of the head is not that of the target,'
+        f' {matrix.shape[1]}'
+      )
+
+
+def few_outputs(
+  matrix: Any, ids: np.ndarray, dtype: jax.typing.DTypeLike, *, packed: bool
+) -> Any:
+  """A copy of some rows of an output matrix `[V, in]`; see `load`."""
+  rows = rows_of(matrix, ids)
+  make = matrices_lib.format_of(dtype).from_blocks
+  few = matrices_lib.FewOutputs(
+    outputs=make([(slice(None), rows)], rows.shape),
+    index=matrices_lib.index_of(ids, matrix.shape[0]),
+  )
+  return matrices_lib.pack(few) if packed else matrices_lib.for_xla(few)
 
 
 def _described(
@@ -406,10 +444,8 @@ def save(
     re.sub(r'^layers\.0\.', 'midlayer.', name): array
     for name, array in own.items()
   }
-  if lm_head is not None:
-    stored['lm_head.weight'] = np.asarray(lm_head, dtype=dtype)
-  if ids is not None:
-    stored[head_tensors.D2T] = np.asarray(ids - np.arange(len(ids)), np.int64)
-    stored[head_tensors.T2D] = np.isin(np.arange(config.vocab_size), ids)
+  stored |= head_files.own_outputs(
+    lm_head, ids, config.vocab_size, jnp.dtype(dtype)
+  )
   described = _described(config, jnp.dtype(dtype), lm_head)
   head_files.write(folder, stored, described)

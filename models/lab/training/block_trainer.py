@@ -25,7 +25,6 @@ import numpy as np
 import optax
 
 from models.checkpoints.heads import block_drafters
-from models.checkpoints.heads import heads
 from models.lab.training import loss as loss_lib
 from models.lab.training import target_trainer
 from models.nn import adapter
@@ -75,6 +74,7 @@ def _judge(
   parents: jax.Array,
   wanted: jax.Array,
   lm_head: Any,
+  ids: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
   """The loss of tokens, and which would be drafted first, `[B, W]` each.
 
@@ -94,7 +94,8 @@ def _judge(
     confidence = module.confidence(states, parents)
     rated = optax.sigmoid_binary_cross_entropy(confidence, accepted)
     loss += _CONFIDENCE * rated
-  return loss, jnp.argmax(logits, axis=-1)
+  best = jnp.argmax(logits, axis=-1)
+  return loss, best if ids is None else jnp.asarray(ids, jnp.int32)[best]
 
 
 def make_loss(
@@ -103,6 +104,7 @@ def make_loss(
   *,
   embedding: Any,
   lm_head: Any,
+  ids: np.ndarray | None = None,
   first: int,
   num_anchors: int,
   dtype: jnp.dtype,
@@ -113,7 +115,9 @@ def make_loss(
     graph: of the module.
     config: its shape.
     embedding: `[V, H]`, which is not trained.
-    lm_head: `[V, H]`, the output matrix of the target, which is not trained.
+    lm_head: `[D, H]`, the output matrix of the target for the tokens that are
+      drafted, which is not trained.
+    ids: `[D]`, the tokens of a reduced vocabulary; None for all.
     first: the first position of a window that may be an anchor.
     num_anchors: N, of a window, as far as it has so many.
     dtype: of the matrices.
@@ -124,7 +128,7 @@ def make_loss(
     drafted first at each position, behind the true tokens, is the target's.
   """
   function = _loss_function(graph, config, first, num_anchors, dtype)
-  return jax.tree_util.Partial(function, (embedding, lm_head))
+  return jax.tree_util.Partial(function, (embedding, lm_head, ids))
 
 
 @functools.cache  # Equal losses share their compiled programs.
@@ -133,7 +137,7 @@ def _loss_function(graph, config, first, num_anchors, dtype):
   weights = np.exp(-np.arange(depth) / _GAMMA)
 
   def loss(frozen, params, batch):
-    embedding, lm_head = frozen
+    embedding, lm_head, ids = frozen
     module = nnx.merge(graph, loss_lib.cast(params, dtype))
     tokens = jnp.asarray(batch['tokens'])
     batch_size, length = tokens.shape
@@ -161,7 +165,7 @@ def _loss_function(graph, config, first, num_anchors, dtype):
       before = anchors + place
       one, drafted = _judge(
         *(module, states[:, :, place], at(tokens, before)),
-        *(at(batch['normed'], before).astype(jnp.float32), lm_head),
+        *(at(batch['normed'], before).astype(jnp.float32), lm_head, ids),
       )
       losses.append(one.mean())
       accepted.append(jnp.mean(drafted == at(batch['choice'], before)))
@@ -237,17 +241,19 @@ class BlockTraining(target_trainer.TargetTraining):
     train_set: target_trainer.Features,
   ) -> tuple[Any, jax.tree_util.Partial, Callable[..., None]]:
     """Makes `params`, `loss` and `save` of `trainer.Trainee`."""
-    del train_set
+    ids = self.most_frequent(train_set, config.vocab_size)
     graph, variables = nnx.split(
-      block_drafter.BlockDrafter(config, rngs=nnx.Rngs(self.seed))
+      block_drafter.BlockDrafter(
+        config, self.vocabulary, rngs=nnx.Rngs(self.seed)
+      )
     )
-    # There are no gradients of matrices that are packed for kernels.
-    rows = heads.rows_of(lesson.lm_head, np.arange(config.vocab_size))
+    lm_head = lesson.outputs(ids)
     loss = make_loss(
       graph,
       config,
       embedding=lesson.embedding,
-      lm_head=jnp.asarray(rows, self.dtype),
+      lm_head=lm_head.astype(self.dtype),
+      ids=ids,
       first=self._first,
       num_anchors=self.num_anchors,
       dtype=jnp.dtype(self.dtype),
@@ -256,7 +262,12 @@ class BlockTraining(target_trainer.TargetTraining):
     def save(params: Any, folder: pathlib.Path, dtype: str) -> None:
       module = nnx.merge(graph, params)
       block_drafters.save(
-        module, folder, num_target_layers=lesson.num_layers, dtype=dtype
+        module,
+        folder,
+        num_target_layers=lesson.num_layers,
+        lm_head=None if ids is None else lm_head,
+        ids=ids,
+        dtype=dtype,
       )
 
     return nnx.to_pure_dict(variables), loss, save

@@ -134,12 +134,9 @@ class HeadTraining(target_trainer.TargetTraining):
   """Settings of the training of a head.
 
   Attributes:
-    vocabulary: D, tokens that the head may draft, the most frequent ones, with
-      an output matrix of its own; None: all, with the matrix of the target.
     depth: S, steps of training-time test.
   """
 
-  vocabulary: int | None = None
   depth: int = 4
 
   def config(self, target: adapter.Config) -> eagle.HeadConfig:
@@ -157,17 +154,13 @@ class HeadTraining(target_trainer.TargetTraining):
     train_set: target_trainer.Features,
   ) -> tuple[Any, jax.tree_util.Partial, Callable[..., None]]:
     """Makes `params`, `loss` and `save` of `trainer.Trainee`."""
-    ids = None
-    if self.vocabulary is not None:
-      ids = _most_frequent(train_set, config.vocab_size, self.vocabulary)
+    ids = self.most_frequent(train_set, config.vocab_size)
     graph, variables = nnx.split(eagle.Head(config, rngs=nnx.Rngs(self.seed)))
     params = nnx.to_pure_dict(variables)
     # The output matrix is made for states that the target has normalised.
     norm = lesson.target.params.get('norm') or lesson.target.params['ln_f']
     params['norm']['scale'] = jnp.asarray(norm['scale'])
-    # There are no gradients of matrices that are packed for kernels.
-    rows = np.arange(config.vocab_size) if ids is None else ids
-    lm_head = jnp.asarray(heads.rows_of(lesson.lm_head, rows))
+    lm_head = lesson.outputs(ids)
     if ids is not None:
       params['lm_head'] = lm_head  # To begin with.
     loss = make_loss(
@@ -187,12 +180,3 @@ class HeadTraining(target_trainer.TargetTraining):
       heads.save(module, folder, lm_head=matrix, ids=ids, dtype=dtype)
 
     return params, loss, save
-
-
-def _most_frequent(
-  features: target_trainer.Features, size: int, number: int
-) -> np.ndarray:
-  """The ids of the tokens that the target chooses most often, ascending."""
-  chosen = [part['choice'].ravel() for part in features.parts]
-  counts = sum(np.bincount(part, minlength=size) for part in chosen)
-  return np.sort(np.argsort(-counts, kind='stable')[:number])

@@ -142,6 +142,14 @@ class Lesson:
   reads: tuple[int, ...]
   num_layers: int  # The number of layers of the target.
 
+  def outputs(self, ids: np.ndarray | None) -> jax.Array:
+    """Rows `[D, H]` float32 of the output matrix, of tokens; None: of all.
+
+    There are no gradients of matrices that are packed for kernels.
+    """
+    rows = np.arange(self.target.spec.vocab_size) if ids is None else ids
+    return jnp.asarray(heads.rows_of(self.lm_head, rows))
+
   def answers(
     self,
     tokens: np.ndarray,
@@ -265,6 +273,9 @@ class TargetTraining(trainer.Training):
   num_heads: int | None = None
   num_kv_heads: int | None = None
   inner_width: int | None = None
+  # The most frequent tokens, which alone are drafted, with an output matrix of
+  # the drafter's own; None: all, with the matrix of the target.
+  vocabulary: int | None = None
   feature_gigabytes: float = 10.0  # On disk, at most.
   eval_windows: int = 64  # At most.
   eval_every: int = 50
@@ -312,6 +323,14 @@ class TargetTraining(trainer.Training):
       'rope': _rotation(target),
       'target_width': target.width,
     }
+
+  def most_frequent(self, features: Features, size: int) -> np.ndarray | None:
+    """The ids of `vocabulary`, which the target chooses most, ascending."""
+    if self.vocabulary is None:
+      return None
+    chosen = [part['choice'].ravel() for part in features.parts]
+    counts = sum(np.bincount(part, minlength=size) for part in chosen)
+    return np.sort(np.argsort(-counts, kind='stable')[: self.vocabulary])
 
   @abc.abstractmethod
   def begin(

@@ -16,6 +16,7 @@ from models.checkpoints.heads import block_drafters
 from models.checkpoints.heads import heads
 from models.lab.training import block_trainer
 from models.nn import block_drafter
+from models.nn import matrices as matrices_lib
 import specdec
 from specdec import cache as cache_lib
 from specdec.draft import block as block_lib
@@ -31,9 +32,9 @@ def _training(**changes):
   return block_trainer.BlockTraining(**usual | changes)
 
 
-def _module(config):
+def _module(config, num_outputs=None):
   """The graph and the parameters of a new drafter."""
-  module = block_drafter.BlockDrafter(config, rngs=nnx.Rngs(0))
+  module = block_drafter.BlockDrafter(config, num_outputs, rngs=nnx.Rngs(0))
   graph, variables = nnx.split(module)
   return graph, nnx.to_pure_dict(variables)
 
@@ -64,15 +65,9 @@ def _drafter(scorer, kind):
   return specdec.Drafter((specdec.Stage(scorer, config),), shape)
 
 
-# Four bits change more of such small weights than of those of real drafters.
-@pytest.mark.parametrize(
-  ('dtype', 'kind', 'least'),
-  [
-    *(('float32', 'chain', 0.95), ('float32', 'tree', 0.95)),
-    *(('int4', 'chain', 0.8), ('int4', 'tree', 0.95)),
-  ],
-)
-def test_a_drafter_drafts_what_it_knows_by_heart(dtype, kind, least, tmp_path):
+@pytest.mark.parametrize('dtype', ['float32', 'int4'])
+@pytest.mark.parametrize('kind', ['chain', 'tree'])
+def test_a_drafter_drafts_what_it_knows_by_heart(dtype, kind, tmp_path):
   block_drafters.save(_learned(), tmp_path, num_target_layers=2)
   drafter = tiny_heads.load(tmp_path, dtype=dtype)
   assert drafter.spec.depth == _ROWS
@@ -83,7 +78,7 @@ def test_a_drafter_drafts_what_it_knows_by_heart(dtype, kind, least, tmp_path):
   )
   assert found.tokens == texts[:, by_heart.PROMPT :].tolist()
   accepted = by_heart.by_position(found.stats.accepted_histogram)
-  assert (accepted[:_ROWS] >= least).all()
+  assert (accepted[:_ROWS] >= 0.95).all()
   forwards = found.stats.stage_forwards['block']
   assert forwards == found.stats.target_forwards
 
@@ -112,7 +107,7 @@ _LENGTH, _DEPTH = 12, 3
 def _block(drafter, states, tokens, anchor):
   """The scores of a drafter at an anchor of a window, as when it decodes.
 
-  Log-probabilities `[D, V]` behind the true tokens, and how it rates these.
+  Log-probabilities `[D, O]` behind the true tokens, and how it rates these.
   """
   spec, params = drafter.spec, drafter.params
   positions = jnp.arange(_LENGTH)[None]
@@ -126,7 +121,7 @@ def _block(drafter, states, tokens, anchor):
   mask = jnp.broadcast_to(mask, (1, spec.block_size, cache.num_slots))
   logits, found, _ = spec.propose(params, fed, anchor + rows, mask, cache)
   parents = tokens[anchor + jnp.arange(_DEPTH)][None]
-  every = jnp.broadcast_to(jnp.arange(tiny.VOCAB_SIZE), logits.shape)
+  every = jnp.broadcast_to(tiny_heads.IDS, logits.shape)
   logits = logits + spec.edges(params, found, parents, every)
   rated = spec.confidence(params, found, parents)
   return jax.nn.log_softmax(logits)[0], rated[0]
@@ -139,7 +134,8 @@ def check_loss():
     **{'length': _LENGTH - 1, 'answer_tokens': 8},
   )
   config = training.config(tiny_heads.TARGET)
-  graph, params = _module(config)
+  ids = tiny_heads.IDS
+  graph, params = _module(config, len(ids))
   rng = np.random.default_rng(0)
   draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
   params = jax.tree.map(lambda leaf: leaf + 0.3 * draw(*leaf.shape), params)
@@ -148,8 +144,13 @@ def check_loss():
   batch = {'tokens': drawn(), 'choice': drawn(), 'draw': np.uint32(0)}
   for name in ('states', 'normed'):
     batch[name] = draw(2, _LENGTH, config.width)
+  lm_head, index = lm_head[ids], matrices_lib.index_of(ids, tiny.VOCAB_SIZE)
   drafter = block_drafter.as_drafter(
-    nnx.merge(graph, params), embedding=embedding, lm_head=lm_head
+    nnx.merge(graph, params),
+    embedding=embedding,
+    lm_head=matrices_lib.FewOutputs(
+      outputs=jnp.asarray(lm_head), index=jnp.asarray(index)
+    ),
   )
   first, losses, hits = 3, [], []
   for row, tokens in enumerate(batch['tokens']):
@@ -164,13 +165,14 @@ def check_loss():
       accepted = 1 - variation
       rating = accepted * np.log(rated) + variation * np.log(1 - rated)
       losses.append(0.1 * entropy + 1.8 * variation - rating)
-      hits.append(log_probs.argmax(1) == batch['choice'][row, before])
+      hits.append(ids[log_probs.argmax(1)] == batch['choice'][row, before])
   weights = np.exp(-np.arange(_DEPTH) / 4)
   expected = np.mean(losses, 0) @ weights / weights.sum()
   loss = block_trainer.make_loss(
     *(graph, config),
     embedding=jnp.asarray(embedding),
     lm_head=jnp.asarray(lm_head),
+    ids=ids,
     first=first,
     num_anchors=100,
     dtype=jnp.dtype('float32'),

@@ -409,7 +409,7 @@ def test_a_block_drafter_learns_from_answers_and_drafts(trained, tmp_path):
     **{'target_dtype': 'float32', 'length': 16, 'answer_tokens': 8},
     **{'feature_gigabytes': 4e-5, 'num_steps': 4, 'batch_tokens': 32},
     **{'eval_every': 2, 'eval_windows': 3, 'block_size': 3, 'num_layers': 1},
-    **{'markov_rank': 4, 'num_anchors': 5},
+    **{'markov_rank': 4, 'num_anchors': 5, 'vocabulary': 40},
   )
   wide = dataclasses.replace(block, block_size=9)
   with pytest.raises(ValueError, match='--block_size=9 does not fit behind'):
