@@ -75,8 +75,8 @@ class PromptLookup(flax.struct.PyTreeNode):
       matched += matches
     confidence = jnp.array((0.0, *self.confidence))
     position = jnp.arange(num_tokens)[None]
-    usable = jnp.broadcast_to(position < length - 1, matched.shape)
-    for number, chance in enumerate((0.0, *self.confidence)):
+    usable = (position < length - 1) & (matched > 0)
+    for number, chance in enumerate(self.confidence, 1):
       if not chance:
         usable &= matched != number
     quality = jnp.where(usable, matched * num_tokens + position, -1)
