@@ -63,11 +63,11 @@ def ngram_table(
     for rank, (token, count) in enumerate(best):
       tokens[number, rank] = token
       log_probs[number, rank] = np.log(0.95 * count / total)
-  return table_lib.NGramTable(
-    edge_token=jnp.asarray(edge_token),
-    first_child=jnp.asarray(first_child),
-    next_tokens=jnp.asarray(tokens),
-    next_log_probs=jnp.asarray(log_probs),
+  return table_lib.NGramTable.make(
+    edge_token=edge_token,
+    first_child=first_child,
+    next_tokens=tokens,
+    next_log_probs=log_probs,
     order=order,
     vocab_size=vocab_size,
   )

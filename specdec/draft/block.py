@@ -215,7 +215,7 @@ class BlockScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     slots_read = jnp.where(is_first, state.cache.length, 0)
     if ctx.rule.children == sampling_lib.BEST:
       scores = candidates_lib.scores_of_few(
-        nodes, tokens, ranked, jnp.zeros_like(tokens), config.branching
+        nodes, tokens, ranked, config.branching
       )
     else:
       drawable = jnp.where(drafts[..., None], log_probs, sampling_lib.EXCLUDED)
@@ -301,7 +301,7 @@ class BlockScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     empty = jnp.zeros((*nodes.shape, self.drafter.spec.vocab_size))
     put = jax.vmap(jax.vmap(lambda row, at, probs: row.at[at].set(probs)))
     scores = candidates_lib.scores_of_few(
-      nodes, tokens, ranked, jnp.zeros_like(tokens), config.branching
+      nodes, tokens, ranked, config.branching
     )
     return dataclasses.replace(
       scores,

@@ -5,11 +5,14 @@ and cost little; each is a `Proposer`. Several merge into one scorer by backing
 off: each proposer distributes the probability that those before it left.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import flax.struct
 import jax
+from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
 from specdec import context as context_lib
 from specdec import sampling as sampling_lib
@@ -59,8 +62,8 @@ def scores_of_few(
   nodes: jax.Array,
   tokens: jax.Array,
   ranked: jax.Array,
-  sources: jax.Array,
   branching: int,
+  sizes: Sequence[int] = (),
 ) -> drafter_lib.Scores:
   """Scores of nodes from a few candidates after each of them.
 
@@ -69,8 +72,9 @@ def scores_of_few(
     tokens: `[B, W, C]` int32, the candidates.
     ranked: `[B, W, C]` float32, their log-probabilities, at most 0; `EXCLUDED`
       for entries that are no candidates.
-    sources: `[B, W, C]` int32, see `Scores.sources`.
     branching: K, the most children of a node.
+    sizes: how many of the C candidates each source has, in their order; by
+      default all are of one source.
   """
 
   def log_prob_of(index: jax.Array, wanted: jax.Array) -> jax.Array:
@@ -78,13 +82,19 @@ def scores_of_few(
     same = at(tokens) == wanted[:, :, None]
     return jnp.max(jnp.where(same, at(ranked), sampling_lib.EXCLUDED), axis=2)
 
-  best_log_probs, best = jax.lax.top_k(ranked, min(branching, ranked.shape[-1]))
-  at_best = lambda array: jnp.take_along_axis(array, best, axis=-1)
+  # Sorted with the keys, the tokens need no look-up.
+  places = lax.broadcasted_iota(jnp.int32, ranked.shape, ranked.ndim - 1)
+  in_order = lax.sort((-ranked, tokens, places), num_keys=1)
+  negated, best, places = (array[..., :branching] for array in in_order)
   return drafter_lib.Scores(
     nodes=nodes,
-    tokens=at_best(tokens),
-    cond_log_probs=best_log_probs,
-    sources=at_best(sources),
+    tokens=best,
+    cond_log_probs=-negated,
+    # As sums, since a look-up would be a kernel of a GPU.
+    sources=sum(
+      ((places >= end).astype(jnp.int32) for end in np.cumsum(sizes)[:-1]),
+      start=jnp.zeros_like(places),
+    ),
     log_prob_of=log_prob_of,
     slots_read=jnp.zeros(nodes.shape[0], jnp.int32),
     drawn_from=jnp.zeros((*nodes.shape, 0)),
@@ -115,11 +125,13 @@ class CandidateScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     config: drafter_lib.StageConfig,
   ) -> tuple[drafter_lib.Scores, tuple[()]]:
     """Looks the nodes up."""
-    tokens, log_probs, sources = jax.vmap(self._merged)(
+    found, known = jax.vmap(self._looked_up)(
       tree, nodes, ctx.tokens, ctx.length
     )
+    sizes = [one.shape[2] for one in found]
+    tokens, log_probs = jax.vmap(_merged)(found, known)
     log_probs = ctx.adjusted_few(log_probs, tree, nodes, tokens)
-    depths = jax.vmap(lambda tree, nodes: tree.depth[nodes])(tree, nodes)
+    depths = jax.vmap(tree_lib.pick)(tree.depth, nodes)
     ranked = ranking_lib.rank_candidates(
       log_probs,
       ctx.randomness.noise.at(depths).of_tokens(tokens),
@@ -127,21 +139,20 @@ class CandidateScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
       config.calibration,
       shares_noise=ctx.rule.shares_noise,
     )
-
-    scores = scores_of_few(nodes, tokens, ranked, sources, config.branching)
+    scores = scores_of_few(nodes, tokens, ranked, config.branching, sizes)
     return scores, state
 
-  def _merged(
+  def _looked_up(
     self,
     tree: tree_lib.TokenTree,
     nodes: jax.Array,
     tokens: jax.Array,
     length: jax.Array,
-  ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """All candidates, their log-probabilities and sources, `[W, C]` each."""
-    found, log_probs, sources = [], [], []
+  ) -> tuple[list[jax.Array], list[jax.Array]]:
+    """By proposer, its candidates and their log-probabilities, `[W, n]`."""
+    found, log_probs = [], []
     left = jnp.zeros((nodes.shape[0], 1))  # log of what is left to distribute
-    for source, proposer in enumerate(self.proposers):
+    for proposer in self.proposers:
       proposed, log_prob = proposer.propose(tree, nodes, tokens, length)
       log_prob = jnp.where(
         (nodes >= 0)[:, None] & (log_prob > sampling_lib.EXCLUDED),
@@ -150,28 +161,40 @@ class CandidateScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
       )
       found.append(proposed)
       log_probs.append(log_prob)
-      sources.append(jnp.full(proposed.shape, source, jnp.int32))
       taken = jnp.sum(jnp.exp(log_prob), axis=1, keepdims=True)
       left = jnp.log(jnp.maximum(jnp.exp(left) - taken, 1e-6))
-    return _without_duplicates(
-      jnp.concatenate(found, axis=1),
-      jnp.concatenate(log_probs, axis=1),
-      jnp.concatenate(sources, axis=1),
-    )
+    return found, log_probs
 
 
-def _without_duplicates(
-  tokens: jax.Array, log_probs: jax.Array, sources: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """The first of equal tokens gets the probability of all; `[W, C]` each."""
-  possible = log_probs > sampling_lib.EXCLUDED
+def _side_by_side(parts: list[jax.Array]) -> jax.Array:
+  """Arrays `[W, n]` of several sizes n as one.
+
+  On a GPU a concatenation is a kernel of its own, unlike this.
+  """
+  size = sum(part.shape[1] for part in parts)
+  place, start = jnp.arange(size)[None], parts[0].shape[1]
+  joined = jnp.pad(parts[0], ((0, 0), (0, size - start)))
+  for part in parts[1:]:
+    end = start + part.shape[1]
+    padded = jnp.pad(part, ((0, 0), (start, size - end)))
+    joined, start = jnp.where(place < start, joined, padded), end
+  return joined
+
+
+def _merged(
+  found: list[jax.Array], log_probs: list[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+  """All candidates and their log-probabilities, `[W, C]` each.
+
+  The first of equal tokens gets the probability of all.
+  """
+  tokens, known = _side_by_side(found), _side_by_side(log_probs)
+  possible = known > sampling_lib.EXCLUDED
   same = tokens[:, :, None] == tokens[:, None]
   same &= possible[:, :, None] & possible[:, None]
-  total = jnp.sum(jnp.where(same, jnp.exp(log_probs)[:, None], 0.0), axis=2)
-  is_first = jnp.argmax(same, axis=2) == jnp.arange(tokens.shape[1])[None]
-  log_probs = jnp.where(
-    possible & is_first,
+  total = jnp.sum(jnp.where(same, jnp.exp(known)[:, None], 0.0), axis=2)
+  return tokens, jnp.where(
+    possible & tree_lib.is_first(same),
     jnp.log(jnp.maximum(total, 1e-30)),
     sampling_lib.EXCLUDED,
   )
-  return tokens, log_probs, sources

@@ -29,8 +29,10 @@ from specdec.tree import tree as tree_lib
 
 _States = tuple[stages_lib.StageState, ...]
 _Grown = tuple[_States, tree_lib.TokenTree]
-# Rounds done, states, trees, the nodes of the next round, whether there is one.
-_Carry = tuple[jax.Array, _States, tree_lib.TokenTree, jax.Array, jax.Array]
+# The nodes of the next round, and whether there is one.
+_Planned = tuple[jax.Array, jax.Array]
+# Rounds done, states, trees, and the next round where the loop must know it.
+_Carry = tuple[jax.Array, _States, tree_lib.TokenTree, _Planned | None]
 
 
 def grow(
@@ -46,7 +48,8 @@ def grow(
   if not ctx.max_depth:
     return states, tree
   nothing = jnp.zeros(tree.token.shape, bool)
-  return _grow(stages, states, tree, ctx, nothing, first_origin=1)
+  begun = map(stages_lib.begin_step, states)
+  return _grow(stages, tuple(begun), tree, ctx, nothing, first_origin=1)
 
 
 def _grow(
@@ -89,17 +92,18 @@ def _grow(
     tree, states[0].scored, rounds_done
   )
 
+  def carry_of(rounds_done: jax.Array, grown: _Grown) -> _Carry:
+    ahead = not policy.takes_all_rounds
+    return rounds_done, *grown, plan(*grown, rounds_done) if ahead else None
+
   def body(carry: _Carry) -> _Carry:
-    rounds_done, states, tree, nodes, pays = carry
-    rounds_done += 1
+    rounds_done, states, tree, planned = carry
+    nodes, pays = planned or plan(states, tree, rounds_done)
     state, tree = _score(stage, states[0], tree, nodes, ctx, policy, pays)
     masked = pays if policy.masks_rounds else None
-    states, tree = draft((state, *states[1:]), tree, masked)
-    return rounds_done, states, tree, *plan(states, tree, rounds_done)
+    return carry_of(rounds_done + 1, draft((state, *states[1:]), tree, masked))
 
-  rounds_done = jnp.zeros((), jnp.int32)
-  states, tree = draft(states, tree)
-  carry = (rounds_done, states, tree, *plan(states, tree, rounds_done))
+  carry = carry_of(jnp.zeros((), jnp.int32), draft(states, tree))
   with jax.named_scope(f'grow_{stage.name}'):
     _, states, tree, *_ = lax.while_loop(policy.goes_on, body, carry)
   return states, tree
@@ -141,8 +145,10 @@ def _score(
 
 def _contains(nodes: jax.Array, capacity: int) -> jax.Array:
   """`[B, M]` bool, which entries are among `nodes [B, W]`."""
-  entries = jnp.arange(capacity)[None, :, None]
-  return jnp.any(entries == nodes[:, None], axis=2)
+  # A reduction of few entries along the last axis is a kernel of a GPU; along
+  # another it is part of the kernel that needs it.
+  entries = jnp.arange(capacity)[None, None]
+  return jnp.any(entries == nodes[:, :, None], axis=1)
 
 
 def _depth_limit(
@@ -174,12 +180,19 @@ class _Policy:
 
   def goes_on(self, carry: _Carry) -> jax.Array:
     """Whether there is another round, `[]` bool."""
-    rounds_done, *_, pays = carry
-    if self.takes_all_rounds:
+    rounds_done, states, tree, planned = carry
+
+    def would_pay() -> jax.Array:
+      _, pays = self.next_nodes(tree, states[0].scored, rounds_done)
+      return pays
+
+    if planned is not None:
+      _, pays = planned
+    else:
       # On a GPU the host waits for every condition, unless the length of a loop
       # is known. The rounds that others leave out have no nodes.
       pays = lax.platform_dependent(
-        pays, cuda=jnp.ones_like, default=lambda pays: pays
+        cuda=lambda: jnp.ones((), bool), default=would_pay
       )
     return (rounds_done < self.stage.config.rounds) & pays
 
@@ -313,7 +326,7 @@ class _BestFirst(_Policy):
     self, tree: tree_lib.TokenTree, scores: drafter_lib.Scores
   ) -> tree_lib.TokenTree:
     if self.has_inner:
-      tree = _rescore(tree, scores, self.expanded, self.ctx.max_depth)
+      tree = _rescore(tree, scores, self.expanded)
 
     def add(
       tree: tree_lib.TokenTree,
@@ -323,14 +336,15 @@ class _BestFirst(_Policy):
       origins: jax.Array,
       expanded: jax.Array,
     ) -> tree_lib.TokenTree:
-      expandable = (nodes >= 0) & (tree.depth[nodes] < self.ctx.max_depth)
-      expandable &= ~expanded[nodes]
+      depth = tree_lib.pick(tree.depth, nodes)
+      expandable = (nodes >= 0) & (depth < self.ctx.max_depth)
+      expandable &= ~tree_lib.pick(expanded, nodes)
       wanted = expandable[:, None] & (log_probs > sampling_lib.EXCLUDED)
       return tree_lib.add_children(
         tree, nodes, tokens, log_probs, origins, wanted
       )
 
-    return jax.vmap(add)(
+    tree = jax.vmap(add)(
       tree,
       scores.nodes,
       scores.tokens,
@@ -338,6 +352,9 @@ class _BestFirst(_Policy):
       self.first_origin + scores.sources,
       self.expanded,
     )
+    if self.has_inner:
+      tree = jax.vmap(tree_lib.accumulate, (0, None))(tree, self.ctx.max_depth)
+    return tree
 
 
 # A child of an inner stage that the outer stage excludes stays in the tree,
@@ -349,9 +366,11 @@ def _rescore(
   tree: tree_lib.TokenTree,
   scores: drafter_lib.Scores,
   expanded: jax.Array,
-  max_depth: int,
 ) -> tree_lib.TokenTree:
-  """Gives children that inner stages drafted the numbers of this stage."""
+  """Gives children that inner stages drafted the numbers of this stage.
+
+  What follows from `cond_log_prob` is left to `accumulate`.
+  """
   is_child_of = tree.parent[:, :, None] == scores.nodes[:, None]  # [B, M, W]
   is_child_of &= (scores.nodes >= 0)[:, None]
   parent = jnp.maximum(tree.parent, tree_lib.ROOT)
@@ -359,10 +378,9 @@ def _rescore(
   known &= ~jnp.take_along_axis(expanded, parent, axis=1)
   index = jnp.argmax(is_child_of, axis=2)
   log_probs = jnp.maximum(scores.log_prob_of(index, tree.token), _LAST)
-  tree = tree.replace(
+  return tree.replace(
     cond_log_prob=jnp.where(known, log_probs, tree.cond_log_prob)
   )
-  return jax.vmap(tree_lib.accumulate, (0, None))(tree, max_depth)
 
 
 def _frontier(

@@ -75,19 +75,22 @@ class PromptLookup(flax.struct.PyTreeNode):
       matched += matches
     confidence = jnp.array((0.0, *self.confidence))
     position = jnp.arange(num_tokens)[None]
-    usable = (position < length - 1) & (confidence[matched] > 0)
+    usable = (position < length - 1) & (matched > 0)
+    for number, chance in enumerate(self.confidence, 1):
+      if not chance:
+        usable &= matched != number
     quality = jnp.where(usable, matched * num_tokens + position, -1)
     # As floats, exact below 2^24: XLA's CPU backend sorts integers in full.
     quality, at = lax.top_k(
       quality.astype(jnp.float32), min(self.num_matches, num_tokens)
     )
     quality = quality.astype(jnp.int32)
-    proposed = tokens[jnp.minimum(at + 1, num_tokens - 1)]
+    proposed = tree_lib.pick(tokens, at + 1)
     # A token that follows several matches is proposed by the first of them.
     same = proposed[:, :, None] == proposed[:, None]
-    is_first = jnp.argmax(same, axis=2) == jnp.arange(at.shape[1])[None]
-    good = (quality >= 0) & is_first
-    prob = jnp.where(good, confidence[jnp.maximum(quality, 0) // num_tokens], 0)
+    good = (quality >= 0) & tree_lib.is_first(same)
+    prob = tree_lib.pick(confidence, jnp.maximum(quality, 0) // num_tokens)
+    prob = jnp.where(good, prob, 0)
     left = jnp.cumprod(1.0 - prob, axis=1) / (1.0 - prob)
     log_prob = jnp.log(jnp.maximum(prob * left, 1e-30))
     return proposed, jnp.where(good, log_prob, sampling_lib.EXCLUDED)

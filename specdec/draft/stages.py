@@ -97,6 +97,13 @@ def restart(
   return tuple(map(of_stage, drafter.stages, states, _num_scored(drafter)))
 
 
+def begin_step(state: StageState) -> StageState:
+  """The state with nothing scored and nothing counted yet."""
+  return state.replace(
+    scored=jnp.zeros_like(state.scored), counted=jnp.zeros_like(state.counted)
+  )
+
+
 def keep(
   drafter: drafter_lib.Drafter,
   states: tuple[StageState, ...],
@@ -121,8 +128,6 @@ def keep(
   kept = tuple(
     state.replace(
       scorer=stage.scorer.keep(state.scorer, added),
-      scored=jnp.zeros_like(state.scored),
-      counted=jnp.zeros_like(state.counted),
       counters=count(state),
     )
     for stage, state in zip(drafter.stages, states, strict=False)

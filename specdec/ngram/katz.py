@@ -22,7 +22,6 @@ The empty context backs off to the uniform distribution over the vocabulary.
 from collections.abc import Iterator
 import dataclasses
 
-import jax.numpy as jnp
 import numpy as np
 
 from specdec.ngram import counting
@@ -315,11 +314,11 @@ def build_table(
   with np.errstate(divide='ignore'):
     log_probs = np.log(candidates['prob'])
   first_child.append(np.array([num_contexts]))
-  return table_lib.NGramTable(
-    edge_token=jnp.asarray(np.concatenate([x.edge_token for x in counts])),
-    first_child=jnp.asarray(np.concatenate(first_child), jnp.int32),
-    next_tokens=jnp.asarray(candidates['token']),
-    next_log_probs=jnp.asarray(log_probs),
+  return table_lib.NGramTable.make(
+    edge_token=np.concatenate([x.edge_token for x in counts]),
+    first_child=np.concatenate(first_child),
+    next_tokens=candidates['token'],
+    next_log_probs=log_probs,
     order=len(counts),
     vocab_size=model.vocab_size,
   )

@@ -47,9 +47,42 @@ class NGramTable(flax.struct.PyTreeNode, kw_only=True):
   # `[C, K]` float32, of the whole back-off distribution; -inf where fewer than
   # K tokens can follow.
   next_log_probs: jax.Array
+  # `[V]` int32, the child of context 0 by each token; 0 where there is none.
+  of_token: jax.Array
   # n; a context has at most n - 1 tokens.
   order: int = flax.struct.field(pytree_node=False)
   vocab_size: int = flax.struct.field(pytree_node=False)
+  # The steps of the binary search for a child of another context.
+  num_probes: int = flax.struct.field(pytree_node=False)
+
+  @classmethod
+  def make(
+    cls,
+    *,
+    edge_token: np.ndarray,
+    first_child: np.ndarray,
+    next_tokens: np.ndarray,
+    next_log_probs: np.ndarray,
+    order: int,
+    vocab_size: int,
+  ) -> 'NGramTable':
+    """A table on the default device; the arguments are its fields."""
+    of_token = np.zeros(vocab_size, np.int32)
+    children = np.arange(1, first_child[1])
+    of_token[edge_token[children]] = children
+    most_children = int(np.max(np.diff(first_child)[1:], initial=1))
+    num_probes = (most_children - 1).bit_length()
+    return cls(
+      edge_token=jnp.asarray(edge_token, jnp.int32),
+      first_child=jnp.asarray(first_child, jnp.int32),
+      next_tokens=jnp.asarray(next_tokens, jnp.int32),
+      next_log_probs=jnp.asarray(next_log_probs, jnp.float32),
+      of_token=jnp.asarray(of_token),
+      order=order,
+      vocab_size=vocab_size,
+      # Tables of about one size share a program.
+      num_probes=num_probes + -num_probes % 4,
+    )
 
   @property
   def num_contexts(self) -> int:
@@ -62,23 +95,21 @@ class NGramTable(flax.struct.PyTreeNode, kw_only=True):
     return self.next_tokens.shape[1]
 
   @property
-  def num_probes(self) -> int:
-    """The number of steps of the binary search for a child; static."""
-    most_children = min(self.vocab_size, self.num_contexts - 1)
-    return max(most_children - 1, 0).bit_length()
-
-  @property
   def lookup_bytes(self) -> int:
     """The bytes that one lookup reads; whole cache lines are not counted."""
+    if self.order == 1:
+      return 4 * 2 * self.num_continuations
     per_level = 2 + self.num_probes + 1  # range of children, probes, child
-    return 4 * ((self.order - 1) * per_level + 2 * self.num_continuations)
+    levels = 1 + (self.order - 2) * per_level
+    return 4 * (levels + 2 * self.num_continuations)
 
 
 def _find_child(
   table: NGramTable, context: jax.Array, token: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """The child of each context by each token, and whether it exists."""
-  start, end = table.first_child[context], table.first_child[context + 1]
+  first = lambda context: jnp.take(table.first_child, context, mode='clip')
+  start, end = first(context), first(context + 1)
 
   # Finds the last child with at most the token, bit by bit; by tokens, because
   # keys of (parent, token) would need 64 bits.
@@ -112,9 +143,13 @@ def find_context(table: NGramTable, history: jax.Array) -> jax.Array:
       f'history must hold the last {table.order - 1} tokens for a table of'
       f' order {table.order}, got shape {history.shape}'
     )
-  context = jnp.zeros(history.shape[:-1], jnp.int32)
-  known = jnp.ones(context.shape, bool)
-  for depth in range(table.order - 1):
+  if table.order == 1:
+    return jnp.zeros(history.shape[:-1], jnp.int32)
+  # The root has the most children, so they are not searched.
+  context = jnp.take(table.of_token, history[..., 0], mode='clip')
+  context = jnp.where(history[..., 0] >= 0, context, 0)
+  known = context > 0
+  for depth in range(1, table.order - 1):
     child, found = _find_child(table, context, history[..., depth])
     known &= found
     context = jnp.where(known, child, context)
@@ -200,11 +235,7 @@ def load_table(
     if not isinstance(record, dict) or record.get('format') != _FORMAT:
       raise ValueError(f'it is no table of this version ({_FORMAT!r})')
     _check_whole(record, tensors)
-  log_probs = tensors.pop('next_log_probs')
-  table = NGramTable(
-    **{name: jnp.asarray(value, jnp.int32) for name, value in tensors.items()},
-    next_log_probs=jnp.asarray(log_probs, jnp.float32),
-    order=record['order'],
-    vocab_size=record['vocab_size'],
-  )
+    table = NGramTable.make(
+      order=record['order'], vocab_size=record['vocab_size'], **tensors
+    )
   return table, record['provenance']

@@ -86,6 +86,16 @@ def count_leading(flags: jax.Array) -> jax.Array:
   return jnp.min(jnp.where(flags, number, places), axis=-1, initial=number)
 
 
+def is_first(same: jax.Array) -> jax.Array:
+  """`[..., n]` bool, which entries equal none before them.
+
+  `same [..., n, n]` bool: which entries are equal.
+  """
+  # On a GPU an argmax, or the same along the last axis, is a kernel of its own.
+  before = jnp.triu(jnp.ones(same.shape[-2:], bool), 1)
+  return ~jnp.any(same & jnp.broadcast_to(before, same.shape), axis=-2)
+
+
 def walk_up(parent: jax.Array, nodes: jax.Array, num_steps: int) -> jax.Array:
   """`[W, num_steps + 1]` int32: each of `nodes [W]`, its parent, and so on.
 
@@ -144,28 +154,16 @@ def histories(
   )
 
 
-def _first(flags: jax.Array) -> jax.Array:
-  found = jnp.argmax(flags, axis=-1)
-  return jnp.where(jnp.any(flags, axis=-1), found, NO_NODE)
-
-
-def _last(flags: jax.Array) -> jax.Array:
-  """The place of the only flag `[..., n]` that is true, in one kernel."""
-  index = jnp.arange(flags.shape[-1], dtype=jnp.int32)
-  return jnp.max(jnp.where(flags, index, NO_NODE), axis=-1)
-
-
-def find_children(
+def _has_child(
   tree: TokenTree, parents: jax.Array, tokens: jax.Array
 ) -> jax.Array:
-  """`[W, K]` int32, the children of `parents [W]` with some `tokens [W, K]`.
+  """`[W, K]` bool, whether `parents [W]` have children `tokens [W, K]`.
 
-  `NO_NODE` where there is no such child.
+  Without meaning for a parent of `NO_NODE`.
   """
-  same_parent = tree.parent[None] == parents[:, None]
-  same = same_parent[:, None] & (tree.token[None, None] == tokens[:, :, None])
-  same &= (parents >= 0)[:, None, None]  # unused entries have parent NO_NODE
-  return lax.platform_dependent(same, cpu=_first, default=_last)
+  is_child = tree.parent[None] == parents[:, None]
+  same = tree.token[None, None] == tokens[:, :, None]
+  return jnp.any(is_child[:, None] & same, axis=2)
 
 
 def put_children(
@@ -188,12 +186,16 @@ def put_children(
     origins: `[W, K]` int32.
   """
   spread = lambda values: jnp.broadcast_to(values[:, None], index.shape)
+  # They are read first, so that their arrays can be written in place.
+  depth, log_prob = lax.optimization_barrier(
+    (pick(tree.depth, parents) + 1, pick(tree.log_prob, parents))
+  )
   new = {
     'token': tokens,
     'parent': spread(parents),
-    'depth': spread(tree.depth[parents] + 1),
+    'depth': spread(depth),
     'cond_log_prob': cond_log_probs,
-    'log_prob': spread(tree.log_prob[parents]) + cond_log_probs,
+    'log_prob': spread(log_prob) + cond_log_probs,
     'origin': origins,
   }
   placed = scatter(
@@ -223,12 +225,13 @@ def add_children(
     cond_log_probs: `[W, K]` float32, at most 0; ignored for children that the
       tree has already.
     origins: `[W, K]` int32; ignored for these, too.
-    wanted: `[W, K]` bool.
+    wanted: `[W, K]` bool; false for parents of `NO_NODE`.
   """
-  new = wanted & (find_children(tree, parents, tokens) == NO_NODE)
+  new = wanted & ~_has_child(tree, parents, tokens)
   order = jnp.cumsum(new.reshape(-1)).reshape(new.shape)
   index = jnp.where(new, tree.size + order - 1, tree.capacity)
-  index = jnp.minimum(index, tree.capacity)
+  # Computed once, not for every entry that searches for it.
+  index = lax.optimization_barrier(jnp.minimum(index, tree.capacity))
   return put_children(tree, index, parents, tokens, cond_log_probs, origins)
 
 
@@ -240,9 +243,9 @@ def accumulate(tree: TokenTree, max_depth: int) -> TokenTree:
   connected.
   """
   is_child = tree.parent >= 0
-  log_prob = tree.log_prob
+  log_prob = jnp.where(jnp.arange(tree.capacity) == ROOT, 0.0, -jnp.inf)
   for _ in range(max_depth):
-    summed = log_prob[tree.parent] + tree.cond_log_prob
+    summed = pick(log_prob, tree.parent) + tree.cond_log_prob
     log_prob = jnp.where(is_child, summed, log_prob)
   return tree.replace(log_prob=log_prob)
 
@@ -346,7 +349,7 @@ def accepted_path(
 
 # A scatter takes an accelerator one kernel per array and one to prepare it. A
 # look-up, in which every entry searches for what is written to it, is one
-# kernel for all arrays, but takes a CPU a pass over `M * n` entries.
+# kernel for all arrays, but takes a CPU passes over `M * n` entries.
 
 
 def _scattered(
@@ -359,11 +362,14 @@ def _scattered(
 def _looked_up(
   old: tuple[jax.Array, ...], index: jax.Array, new: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
-  hits = index[None] == jnp.arange(old[0].shape[0])[:, None]  # [M, n]
-  source = jnp.max(jnp.where(hits, jnp.arange(index.size)[None], -1), axis=1)
-  put = lambda array, values: jnp.where(
-    source >= 0, values[jnp.maximum(source, 0)], array
-  )
+  hits = index[:, None] == jnp.arange(old[0].shape[0])[None]  # [n, M]
+  is_new = jnp.any(hits, axis=0)
+
+  def put(array: jax.Array, values: jax.Array) -> jax.Array:
+    nothing = -jnp.inf if array.dtype == jnp.float32 else NO_NODE
+    found = jnp.max(jnp.where(hits, values[:, None], nothing), axis=0)
+    return jnp.where(is_new, found, array)
+
   return tuple(map(put, old, new))
 
 
@@ -372,7 +378,8 @@ def scatter(
 ) -> tuple[jax.Array, ...]:
   """Writes `new [n]` to the entries `index [n]` of several arrays `[M]`.
 
-  The entries are distinct; M or more writes nothing.
+  The entries are distinct; M or more writes nothing. The values are float32, or
+  integers of at least `NO_NODE`.
   """
   return lax.platform_dependent(
     old, index, new, cpu=_scattered, default=_looked_up

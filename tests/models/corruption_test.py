@@ -127,7 +127,7 @@ def _plan(context=None):
 
 
 def _write_table(path):
-  table = table_lib.NGramTable(
+  table = table_lib.NGramTable.make(
     edge_token=np.array([0, 2, 5]),
     first_child=np.array([1, 3, 3, 3]),
     next_tokens=np.arange(6).reshape(3, 2),

@@ -198,7 +198,7 @@ only keys are moved
 # Trees.
 [tree.tree: tree.test_adding_children()]
 duplicates are not merged
-  wanted & (find_children(tree, parents, tokens) == NO_NODE) => wanted
+  wanted & ~_has_child(tree, parents, tokens) => wanted
 [tree.tree: tree.test_the_best_nodes_are_a_connected_subtree(6, 'different')]
 the best nodes are not connected
   best_by(tree.log_prob, num_nodes) => best_by(tree.cond_log_prob, num_nodes)

@@ -144,10 +144,12 @@ def _count_computation(program: hlo.Program, name: str) -> Loop:
     called = instruction.called
     if instruction.opcode == 'while':
       loop = Loop(instruction.op_name)
-      for part in (*called['condition'], *called['body']):
+      trips = program.trip_count(instruction)
+      # Loops whose trip count is known run no condition.
+      conditions = called['condition'] if trips is None else ()
+      for part in (*conditions, *called['body']):
         loop.add(_count_computation(program, part))
       total.branches += 1
-      trips = program.trip_count(instruction)
       if trips is None:
         total.loops.append(loop)
       else:

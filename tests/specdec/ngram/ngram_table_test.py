@@ -82,9 +82,9 @@ def test_any_leading_shape_and_vmap_take_the_same_steps():
 def test_bytes_of_a_lookup_and_a_table_without_contexts():
   texts = [[1, token, 0] for token in range(5)]
   table = _table(texts, 9, 3, k=4)
-  # 1 + 5 + 5 contexts, so at most 9 children, among which 4 probes find one.
-  # Twice: 2 ends, 4 probes and the edge; then 4 tokens with log-probabilities.
-  assert table.lookup_bytes == 4 * (2 * (2 + 4 + 1) + 2 * 4)
+  # The child of the root; then ends and edge of its children, of which each
+  # context has one; then 4 tokens with log-probabilities.
+  assert table.lookup_bytes == 4 * (1 + (2 + 0 + 1) + 2 * 4)
   assert _table([[0]], 9, 1, k=4).lookup_bytes == 4 * 2 * 4
   table = _table([[0]], 9, 3)
   assert table.num_contexts == 1
