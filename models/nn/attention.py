@@ -206,8 +206,8 @@ def _attend_for_gpu(
 
 def self_attention(
   query: jax.Array,
-  key: jax.Array,
-  value: jax.Array,
+  key: jax.Array | None,
+  value: jax.Array | None,
   mask: jax.Array,
   cache: cache_lib.KVCache | None,
   layer: int,
@@ -218,8 +218,8 @@ def self_attention(
   Args:
     query: `[B, Hq, L, Dh]`; Hq is a multiple of H, and each run of Hq / H
       consecutive query heads shares one key head (arXiv 2305.13245).
-    key: `[B, H, L, Dh]`, in the dtype of the cache.
-    value: `[B, H, L, Dh]`, in the dtype of the cache.
+    key: `[B, H, L, Dh]`, in the dtype of the cache; None: it has them already.
+    value: the same.
     mask: `[B, L, S]` bool over the slots of the cache, true where a query may
       look; `[B, L, L]` without a cache.
     cache: see `specdec.cache.write`. Without one (training), the L positions
@@ -232,7 +232,8 @@ def self_attention(
   """
   function = attend
   if cache is not None:
-    cache = cache_lib.write(cache, layer, key, value)
+    if key is not None:
+      cache = cache_lib.write(cache, layer, key, value)
     key, value = cache.layer(layer)
     function = attend if cache.heads_together is None else _attend_for_gpu
   return function(query, key, value, mask, **options), cache
