@@ -35,7 +35,7 @@ _NAMES = [
   for name in variants.FAMILIES
 ]
 _FIRST = [name for name in variants.FAMILIES if name.endswith('_0')]
-_DRAFTED = ('gpt_oss_0', 'ministral3_1')
+_DRAFTED = ('gpt_oss_0', 'ministral3_1', 'gemma4_3')
 
 
 _CAUSAL = np.tri(_LENGTH, dtype=bool)
