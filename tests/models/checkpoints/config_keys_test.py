@@ -18,7 +18,7 @@ _PATH = pathlib.Path('config.json')
 _PUBLISHED = json.loads(
   (pathlib.Path(__file__).parents[2] / 'golden' / 'published.json').read_text()
 )
-_NEW = ('granite4', 'ministral3', 'gpt_oss')
+_NEW = ('granite4', 'ministral3', 'gpt_oss', 'gemma4')
 # One of each model_type.
 _OF_TYPE = {
   variant['config']['model_type']: variant['config']

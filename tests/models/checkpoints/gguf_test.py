@@ -517,6 +517,7 @@ def test_lists_with_a_value_for_each_layer(path):
 
 
 _KV, _PATTERN = 'attention.head_count_kv', 'attention.sliding_window_pattern'
+_ALL_SHARED = {'attention.shared_kv_layers': 4, 'feed_forward_length': 256}
 _LINEAR_TYPE = {'rope.scaling.type': 'linear', 'rope.scaling.factor': 2.0}
 
 
@@ -586,7 +587,7 @@ _LINEAR_TYPE = {'rope.scaling.type': 'linear', 'rope.scaling.factor': 2.0}
     ),
     (
       'gemma4',
-      {'attention.shared_kv_layers': 4},
+      _ALL_SHARED,
       'num_kv_shared_layers=4 must',
     ),
   ],
@@ -623,6 +624,7 @@ def test_a_file_of_any_name(path):
   [
     *(('llama', Kind.Q4_K), ('gpt2', Kind.Q8_0)),
     *(('llama, mixture', Kind.Q5_0), ('gpt-oss', Kind.MXFP4)),
+    ('gemma4', Kind.Q4_0),
   ],
 )
 def test_matrices_stay_as_they_are_stored(name, kind, path, caplog):
@@ -648,7 +650,7 @@ def test_matrices_stay_as_they_are_stored(name, kind, path, caplog):
       rounded = values.astype(jnp.bfloat16)
       np.testing.assert_array_equal(np.asarray(leaf), rounded)
       floats.add(key[-2:])
-  assert len(floats) == 1 + (name != 'llama'), floats
+  assert len(floats) == 1 + (name not in ('llama', 'gemma4')), floats
   assert '1 matrices are in bfloat16' in caplog.text
 
 
