@@ -188,7 +188,10 @@ def read_all(
     is_partial=is_partial,
   )
   if ropes == 'kinds':
-    found = {key: read(raw[key]) for key in {*config.layer_types}}
+    kinds = dict.fromkeys(config.layer_types)
+    if missing := [key for key in kinds if not raw.get(key)]:
+      raise ValueError(f'rope_parameters lacks {missing[0]!r}')
+    found = {key: read(raw[key]) for key in kinds}
     return tuple(found[key] for key in config.layer_types)
   if ropes == 'stated' and config.position_embedding_type != 'rope':
     return (None,) * number

@@ -141,18 +141,17 @@ def _write_pieces(path, **keys):
   ('text', 'expected'),
   [
     # Merges know no words, but end where lines do.
-    ('a b\nb a', ['▁b', '\n', 'b', '▁a']),
+    (' b\nb a', ['▁b', '\n', 'b▁', 'a']),
     ('b\n\nb\n\n\n', ['b', '\n\n', 'b', '\n', '\n', '\n']),
     ('b<end>b č', ['b', '<end>', 'b▁', '<0xC4>', '<0x8D>']),
   ],
 )
 def test_lines_are_merged_as_for_llama_cpp(text, expected, path):
-  text = text.removeprefix('a')
   words = ['<pad>', '<end>', '<begin>', *_BYTES]
   kinds = [TokenType.CONTROL] * 3 + [TokenType.BYTE] * 256
-  pieces = ['a', 'b', '▁', '\n', '▁a', '▁b', 'b▁', '\n\n']
+  pieces = ['a', 'b', '▁', '\n', '▁a', '▁b', 'b▁', '\n\n', '\nb']
   kinds += [TokenType.NORMAL] * len(pieces)
-  merges = ['▁ b', 'b ▁', '▁ a', 'a \n']  # None of newlines.
+  merges = ['\n b', '▁ b', 'b ▁', '▁ a']
   _write(
     *(path, [*words, *pieces]),
     **{'model': 'gemma4', 'kinds': kinds, 'merges': merges},

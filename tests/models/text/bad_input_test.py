@@ -282,7 +282,7 @@ _CONFIGS = (
     ('num_kv_shared_layers', 4, 'num_kv_shared_layers=4 must lie between 0 an'),
     ('num_kv_shared_layers', -1, 'num_kv_shared_layers=-1 must lie between'),
     ('vocab_size_per_layer_input', 63, 'vocab_size_per_layer_input=63 is not'),
-    ('layer_types', ['full_attention'] * 3, 'layer_types has 3 entries for 4'),
+    ('layer_types', ['full_attention'] * 3, 'number of `layer_types` (3)'),
     ('global_head_dim', 9, 'head_width must be even, got 9'),
     ('per_layer_config', _LAYERS, "per_layer_config has ['num_key_value_he"),
     ('enable_moe_block', True, 'enable_moe_block=True is not supported'),
