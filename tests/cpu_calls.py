@@ -85,8 +85,9 @@ def _attention(rng: np.random.Generator) -> jax.Array:
     jnp.asarray(rng.integers(-3, slots + 3, batch), jnp.int32),
     *cache,
     scale=0.3,
-    norms=maybe((norm(), norm())),
+    norms=maybe((norm(), norm(), maybe(norm()))) or (),
     rotation=rotation,
+    writes=rng.random() < 0.7,
   )[0]
 
 

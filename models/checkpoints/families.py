@@ -171,6 +171,11 @@ _WITH_TEXT = {
   'mistral3': True,
   'qwen3_5': False,
 }
+ASSISTANT = 'gemma4_assistant'
+NO_ASSISTANTS = (
+  "Google's drafters of Gemma 4 read the keys and values of their target, which"
+  ' is not supported; give another draft, such as a smaller Gemma 4'
+)
 _WITH_PICTURES = (
   *('vision_config', 'mm_tokens_per_image', 'vision_feature_layer'),
   *('multimodal_projector_bias', 'projector_hidden_act', 'spatial_merge_size'),
@@ -224,6 +229,8 @@ def _of_text(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _family_of_type(kind: Any) -> Family:
   """The family of a `model_type`; raises ValueError if there is none."""
+  if kind == ASSISTANT:
+    raise ValueError(f'model_type {kind!r}: {NO_ASSISTANTS}')
   by_type = {kind: family for family in FAMILIES for kind in family.model_types}
   if not isinstance(kind, str) or kind not in by_type:
     raise ValueError(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 import re
+from typing import Any
 
 import numpy as np
 
@@ -127,7 +128,7 @@ def parts(
     config: the shape.
     interleaved: whether the rows of several lie in turn.
   """
-  sizes = {'gate_proj': config.inner_width}
+  sizes: dict[str, Any] = {'gate_proj': config.inner_width}
   sizes['q_proj'] = config.num_heads * config.head_width
   sizes['k_proj'] = config.num_kv_heads * config.head_width
   found: dict[str, tensor_parts.Part] = {}

@@ -97,6 +97,7 @@ class Layer(nn_llama.Layer):
 class Gemma4(nn_llama.Llama):
   """Gemma 4 language model."""
 
+  config: Gemma4Config
   layer = Layer
 
   def __init__(

@@ -280,7 +280,8 @@ class Attention(nnx.Module):
     mask: jax.Array,
     cache: _Cache,
   ) -> _Attended:
-    config, norms = self.config, ()
+    config = self.config
+    norms: tuple[ops.Norm | None, ...] = ()
     if rotation is not None and rotation.query_scale is not None:
       # A rotation keeps factors; norms, which would not, are refused.
       factors = jnp.ones(projections.shape[-1], jnp.float32)
@@ -390,7 +391,7 @@ class FeedForward(nnx.Module):
     self, config: LlamaConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
   ):
     self.activation = config.activation
-    width, inner = config.width, config.inner_width
+    width, inner = config.width, config.of_layers('inner_width')[0]
     make = functools.partial(
       layers.Linear, dtype=dtype, rngs=rngs, use_bias=config.mlp_bias
     )

@@ -534,9 +534,7 @@ scores and logits are not capped
   cap * jnp.tanh(x / cap) => x
 [models.nn.llama: SHARING]
 values are not normalised
-  'v_norm')
-    return => 'no_norm')
-    return
+  self.v_proj(rows), 'v_norm') => self.v_proj(rows), 'no_norm')
 [models.nn.gemma: SHARING]
 every layer reads the embedding of the last one
   embedded[:, :, layer] => embedded[:, :, -1]

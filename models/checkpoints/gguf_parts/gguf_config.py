@@ -386,8 +386,8 @@ def own_keys(
           f'{path}: {full} has {len(value)} values for block_count={number!r}'
         )
       value = value if differs else value[0]
-    kind = _TYPES.get(key, float if _NUMBERS.search(key) else int)
-    kind = kind | list[kind] if key in lists else kind
+    kind: Any = int | list[int] if key in lists else int
+    kind = _TYPES.get(key, float if _NUMBERS.search(key) else kind)
     try:
       config_keys.check_type(full, value, kind)
     except ValueError as error:

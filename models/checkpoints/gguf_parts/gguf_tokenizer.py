@@ -195,7 +195,7 @@ def _sentencepiece(
       byte_fallback=True,
     )
   )
-  last = ()
+  last: tuple[Any, ...] = ()
   spaces = normalizers.Replace(' ', '▁')
   if vocabulary.keys.get('add_space_prefix', True):
     # Before a space as well, and after each special token.

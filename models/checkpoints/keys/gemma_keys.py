@@ -27,7 +27,7 @@ def read(config: Any) -> dict[str, Any]:
       f'{_SHARED}={shared} must lie between 0 and {number - 1}, one below'
       f' num_hidden_layers'
     )
-  sources = [None] * first
+  sources: list[int | None] = [None] * first
   for kind in types[first:]:
     if kind not in types[:first]:
       raise ValueError(f'{_SHARED}={shared}: none of the others is of {kind}')

@@ -41,6 +41,7 @@ _IDLE_OF_TYPE = {
   **{'phi3': {'original_max_position_embeddings'}, 'qwen2': {'attention_bias'}},
   **{kind: {'intermediate_size'} for kind in ('qwen2_moe', 'qwen3_moe')},
   'mistral': {'use_sliding_window'},
+  'gemma4_text': {'use_bidirectional_attention'},  # But `all` is refused.
   'granitemoehybrid': {
     *(
       f'mamba_{key}' for key in ('chunk_size', 'conv_bias', 'd_conv', 'expand')

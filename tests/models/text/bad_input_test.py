@@ -291,7 +291,7 @@ _CONFIGS = (
     ('num_global_key_value_heads', 1, 'num_global_key_value_heads=1 is not'),
     ('use_bidirectional_attention', 'all', "use_bidirectional_attention='all'"),
     ('hidden_size_per_layer_input', -4, 'layer_width must not be below 0: -4'),
-    ('model_type', 'gemma4_assistant', "'gemma4_assistant' is not known"),
+    ('model_type', 'gemma4_assistant', "Google's drafters of Gemma 4 read"),
   ),
   (_MIXTRAL, ('num_experts_per_tok', 9, 'num_experts=4, got 9')),
   (_QWEN3_MOE, ('mlp_only_layers', [1], _NO_EXPERTS)),
