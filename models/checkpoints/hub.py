@@ -279,10 +279,10 @@ def read_parameters(
       config.embedding if tied else 'lm_head'
     ):
       host = matrices_lib.few_outputs(host, outputs, is_embedding=tied)
-    if not packed:
+    # Of some embeddings rows are added, and nothing is multiplied.
+    if not packed or path[0] == config.looked_up:
       host = matrices_lib.for_xla(host)
-    # Some embeddings are added, not multiplied.
-    elif len(host.shape) == 2 and path[0] != config.looked_up:
+    elif len(host.shape) == 2:
       host = matrices_lib.pack(host)
     final = layout.put_parameter(path, host, config)
     if path not in loaded:

@@ -236,7 +236,8 @@ def self_attention(
       cache = cache_lib.write(cache, layer, key, value)
     key, value = cache.layer(layer)
     function = attend if cache.heads_together is None else _attend_for_gpu
-  assert key is not None and value is not None
+  assert key is not None
+  assert value is not None
   return function(query, key, value, mask, **options), cache
 
 

@@ -167,7 +167,7 @@ def _gemma4(rng: random.Random) -> Config:
     'sliding_window': rng.choice([5, 9, 32]),
     # With few, a norm may enlarge the rounding of what the gate lets through.
     # transformers fails where layers share and have none.
-    'hidden_size_per_layer_input': rng.choice([8, 12] if shared else [0, 8]),
+    'hidden_size_per_layer_input': rng.choice([16, 20] if shared else [0, 16]),
     'vocab_size_per_layer_input': variants.VOCAB_SIZE,
     'final_logit_softcapping': rng.choice([None, 30.0, 5.0]),
     'attention_bias': rng.random() < 0.2,
