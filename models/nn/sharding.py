@@ -65,6 +65,7 @@ _PARAMETERS: Mapping[tuple[str, ...], _Names] = {
   ('mlp', 'c_proj', 'weight'): _BY_INPUT,
   # Llama and related models.
   ('embed_tokens', 'embedding'): _EMBEDDING,
+  ('embed_tokens_per_layer', 'embedding'): _EMBEDDING,
   ('q_proj', 'weight'): ('heads', None),
   ('k_proj', 'weight'): ('kv_heads', None),
   ('v_proj', 'weight'): ('kv_heads', None),

@@ -265,8 +265,7 @@ def attend(
   Raises:
     ValueError: an operand is wrong.
   """
-  query_norm, key_norm, value_norm = (*norms, None, None, None)[:3]
-  norms = query_norm, key_norm, value_norm
+  norms = (*norms, None, None, None)[:3]
   out = _check_attention(
     projections, mask, start, keys, values, norms, rotation, writes
   )
@@ -287,7 +286,7 @@ def attend(
     start,
     keys,
     values,
-    epsilon=np.float32(query_norm.epsilon if query_norm else 0.0),
+    epsilon=np.float32(norms[0].epsilon if norms[0] else 0.0),
     scale=np.float32(scale),
     writes=writes,
   )

@@ -147,6 +147,16 @@ _OTHERWISE = ('granite', 'granitemoe', 'gpt-oss')
 _EXPERT = re.compile(r'(mlp|block_sparse_moe)\.experts\.\d+')
 
 
+def _add_gemma4(writer, config):
+  writer.add_sliding_window_pattern([True, False] * 2)
+  writer.add_key_length_swa(64)
+  writer.add_value_length_swa(64)
+  writer.add_rope_dimension_count_swa(64)
+  writer.add_shared_kv_layers(2)
+  writer.add_embedding_length_per_layer_input(config.layer_width)
+  writer.add_final_logit_softcapping(config.logit_cap)
+
+
 def _metadata(writer, config, arch):
   writer.add_uint16('split.count', 0)  # As in files that were merged.
   writer.add_context_length(config.num_positions)
@@ -190,13 +200,7 @@ def _metadata(writer, config, arch):
     add_width(width)
   writer.add_rope_dimension_count(int(rope.fraction * width))
   if arch == 'gemma4':
-    writer.add_sliding_window_pattern([True, False] * 2)
-    writer.add_key_length_swa(64)
-    writer.add_value_length_swa(64)
-    writer.add_rope_dimension_count_swa(64)
-    writer.add_shared_kv_layers(2)
-    writer.add_embedding_length_per_layer_input(config.layer_width)
-    writer.add_final_logit_softcapping(config.logit_cap)
+    _add_gemma4(writer, config)
   if arch == 'qwen35':
     writer.add_rope_dimension_sections([11, 11, 10, 0])
     writer.add_ssm_conv_kernel(config.conv_size)
