@@ -94,6 +94,26 @@ def test_logits_are_those_of_transformers_and_shapes_are_saved(name, tmp_path):
   np.testing.assert_allclose(found[branch], expected[one], rtol=0, atol=2e-4)
 
 
+def test_layers_that_share_do_so_in_training_and_in_the_form_for_a_gpu(
+  tmp_path,
+):
+  name = 'gemma4_6'
+  module = hub.load_module(
+    variants.write(variants.FAMILIES[name], tmp_path / name)
+  )
+  tokens, positions = variants.LONG[None], np.arange(_LENGTH)[None]
+  free, cache = nnx.jit(
+    lambda module: module(tokens, positions, _CAUSAL[None])
+  )(module)
+  assert cache is None  # Nor was there one.
+  gpu = adapter.as_model(module, on_gpu=True)
+  found = _forward(gpu, variants.LONG, positions[0], _CAUSAL)
+  with np.load(variants.FAMILY_RESULTS) as results:
+    for logits in (free[0], found):
+      error = np.abs(logits[:, variants.SOME_WORDS] - results[name])
+      assert np.max(error) < 2e-4
+
+
 def test_longrope_has_the_context_of_the_training(tmp_path, caplog):
   variant = variants.FAMILIES['phi4_mini_0']
   known = variant['config']['original_max_position_embeddings']
