@@ -279,7 +279,7 @@ def read_parameters(
       config.embedding if tied else 'lm_head'
     ):
       host = matrices_lib.few_outputs(host, outputs, is_embedding=tied)
-    # Of some embeddings rows are added, and nothing is multiplied.
+    # Some embeddings are added, not multiplied.
     if not packed or path[0] == config.looked_up:
       host = matrices_lib.for_xla(host)
     elif len(host.shape) == 2:

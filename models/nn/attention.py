@@ -249,6 +249,7 @@ def attend_projections(
   *,
   slots_shape: tuple[int, int],
   dtype: jax.typing.DTypeLike,
+  writes: bool = True,
   **options: Any,
 ) -> tuple[jax.Array, cache_lib.KVCache | None]:
   """`self_attention` with the kernels of `models.nn.cpu`, in one call.
@@ -261,6 +262,7 @@ def attend_projections(
     layer: see `self_attention`.
     slots_shape: `(H, Dh)`.
     dtype: of the keys and values.
+    writes: whether there are keys and values; else the cache has them already.
     **options: of `ops.attend`.
 
   Returns:
@@ -274,7 +276,7 @@ def attend_projections(
     keys, values = cache.layer(layer)
     start = cache.write_at
   out, keys, values = ops.attend(
-    projections, mask, start, keys, values, **options
+    projections, mask, start if writes else None, keys, values, **options
   )
   if cache is not None:
     cache = cache_lib.with_layer(cache, layer, keys, values)

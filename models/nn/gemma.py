@@ -40,7 +40,7 @@ class Gemma4Config(GemmaConfig):
 
   looked_up: ClassVar[str | None] = 'embed_tokens_per_layer'
 
-  layer_width: int = 0  # Of each layer's own embeddings; 0: there are none.
+  layer_width: int = 0  # The width of a layer's own embeddings; 0: no such.
 
   def __post_init__(self) -> None:
     super().__post_init__()

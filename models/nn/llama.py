@@ -558,7 +558,7 @@ class Llama(nnx.Module):
   def layer_inputs(
     self, tokens: jax.Array, x: jax.Array
   ) -> Sequence[dict[str, jax.Array]]:
-    """What each layer reads besides the stream, which begins with `x`."""
+    """Further arguments of each layer; the stream begins with `x`."""
     del tokens, x
     return [{}] * self.config.num_layers
 

@@ -195,12 +195,11 @@ def _misfit(name: str, array: jax.Array, keys: jax.Array) -> ValueError:
 def _check_attention(
   projections: jax.Array,
   mask: jax.Array,
-  start: jax.Array,
+  start: jax.Array | None,
   keys: jax.Array,
   values: jax.Array,
   norms: Sequence[Norm | None],
   rotation: tuple[jax.Array, jax.Array] | None,
-  writes: bool,
 ) -> tuple[int, int, int]:
   """Checks the operands of `attend`, and returns the shape of its result."""
   query_norm, key_norm, value_norm = norms
@@ -219,7 +218,7 @@ def _check_attention(
     sin=(sin, 'B1LR'),
   )
   heads = sizes['H'] * sizes['D']
-  width = sizes['P'] - 2 * heads * writes
+  width = sizes['P'] - (0 if start is None else 2 * heads)
   if width <= 0 or width % heads or sizes['L'] > sizes['S']:
     raise _misfit('projections', projections, keys)
   if cos is not None and 2 * sizes['R'] > sizes['D']:
@@ -234,14 +233,13 @@ def _check_attention(
 def attend(
   projections: jax.Array,
   mask: jax.Array,
-  start: jax.Array,
+  start: jax.Array | None,
   keys: jax.Array,
   values: jax.Array,
   *,
   scale: float,
   norms: tuple[Norm | None, ...] = (),
   rotation: tuple[jax.Array, jax.Array] | None = None,
-  writes: bool = True,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Writes new keys and values to a cache, in place, and attends to it.
 
@@ -249,7 +247,7 @@ def attend(
     projections: `[B, L, (Hq + 2 H) Dh]` float32: heads of queries, of keys and
       of values; of queries alone if nothing is written.
     mask: `[B, L, S]` bool, true where a query may look.
-    start: `[B]` int32, the slots of the first new entries.
+    start: `[B]` int32, slots of the first new entries; None: there are none.
     keys: `[B, H, S, Dh]` float32 or bfloat16.
     values: like the keys.
     scale: factor of the scores.
@@ -257,7 +255,6 @@ def attend(
       they differ in their scales only, without biases and means.
     rotation: cosines and sines `[B, 1, L, pairs]` float32, see
       `models.nn.rope.rotate`.
-    writes: whether there are new keys and values.
 
   Returns:
     `[B, L, Hq Dh]` float32, and the keys and values with the new ones.
@@ -267,7 +264,7 @@ def attend(
   """
   norms = (*norms, None, None, None)[:3]
   out = _check_attention(
-    projections, mask, start, keys, values, norms, rotation, writes
+    projections, mask, start, keys, values, norms, rotation
   )
   call = jax.ffi.ffi_call(
     'specdec_attend',
@@ -283,12 +280,12 @@ def attend(
     *(or_empty(norm and norm.scale) for norm in norms),
     *(rotation or 2 * [or_empty(None)]),
     mask,
-    start,
+    np.zeros(len(mask), np.int32) if start is None else start,
     keys,
     values,
     epsilon=np.float32(norms[0].epsilon if norms[0] else 0.0),
     scale=np.float32(scale),
-    writes=writes,
+    writes=start is not None,
   )
   return result, new_keys, new_values
 
