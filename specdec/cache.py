@@ -15,6 +15,7 @@ take the states of recurrent layers along, see `specdec.recurrent`.
 
 from collections.abc import Callable
 from collections.abc import Mapping
+from collections.abc import Sequence
 import functools
 from typing import NamedTuple
 
@@ -234,28 +235,33 @@ def init_cache(
   batch_size: int,
   num_slots: int,
   *,
-  num_layers: int,
   num_heads: int,
-  head_width: int,
+  head_widths: Sequence[int],
   dtype: jax.typing.DTypeLike,
   together: bool = False,
 ) -> KVCache:
   """An empty cache, of zeros because a masked NaN would still spread.
 
-  `together`: whether all layers are in one array.
+  Args:
+    batch_size: B.
+    num_slots: S.
+    num_heads: H, in every layer.
+    head_widths: Dh of each layer that has keys and values.
+    dtype: of these.
+    together: whether all layers, of one width, are in one array.
   """
 
-  def empty(number: int, heads: int) -> tuple[jax.Array, ...]:
-    shape = (batch_size, heads, num_slots, head_width)
-    return tuple(jnp.zeros(shape, dtype) for _ in range(number))
+  def empty(heads: int, widths: Sequence[int]) -> tuple[jax.Array, ...]:
+    shape = (batch_size, heads, num_slots)
+    return tuple(jnp.zeros((*shape, width), dtype) for width in widths)
 
   return KVCache(
     keys=(
-      empty(1, 2 * num_layers * num_heads)
+      empty(2 * len(head_widths) * num_heads, head_widths[:1])
       if together
-      else empty(num_layers, num_heads)
+      else empty(num_heads, head_widths)
     ),
-    values=empty(0 if together else num_layers, num_heads),
+    values=empty(num_heads, () if together else head_widths),
     length=jnp.zeros(batch_size, jnp.int32),
     num_slots=num_slots,
     heads_together=num_heads if together else None,
@@ -263,7 +269,7 @@ def init_cache(
 
 
 init_empty_cache = functools.partial(
-  init_cache, num_layers=0, num_heads=1, head_width=1, dtype=jnp.float32
+  init_cache, num_heads=1, head_widths=(), dtype=jnp.float32
 )
 """`init_cache` of a model without layers, which keeps the lengths only."""
 

@@ -82,10 +82,10 @@ def _attention(rng: np.random.Generator) -> jax.Array:
   return ops.attend(
     rows,
     rng.random((batch, length, slots)) < rng.random(),
-    jnp.asarray(rng.integers(-3, slots + 3, batch), jnp.int32),
+    maybe(jnp.asarray(rng.integers(-3, slots + 3, batch), jnp.int32)),
     *cache,
     scale=0.3,
-    norms=maybe((norm(), norm())),
+    norms=maybe((norm(), norm(), maybe(norm()))) or (),
     rotation=rotation,
   )[0]
 

@@ -70,6 +70,16 @@ def _delta_keys(writer: gguf.GGUFWriter, config: Any) -> None:
   writer.add_full_attention_interval(2)
 
 
+def _gemma4_keys(writer: gguf.GGUFWriter, config: Any) -> None:
+  writer.add_sliding_window_pattern([True, False] * 2)
+  writer.add_key_length_swa(64)
+  writer.add_value_length_swa(64)
+  writer.add_rope_dimension_count_swa(64)
+  writer.add_shared_kv_layers(2)
+  writer.add_embedding_length_per_layer_input(config.layer_width)
+  writer.add_final_logit_softcapping(config.logit_cap)
+
+
 def metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
   """Writes the keys of a shape."""
   writer.add_uint16('split.count', 0)  # As in files that were merged.
@@ -77,7 +87,8 @@ def metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
   writer.add_embedding_length(config.width)
   writer.add_block_count(config.num_layers)
   writer.add_head_count(config.num_heads)
-  writer.add_feed_forward_length(config.inner_width)
+  inner = config.inner_width
+  writer.add_feed_forward_length([*inner] if arch == 'gemma4' else inner)
   if arch == 'gpt2':
     writer.add_layer_norm_eps(config.norm_epsilon)
     return
@@ -103,11 +114,14 @@ def metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
     writer.add_embedding_scale(config.embedding_scale)
     writer.add_residual_scale(config.residual_scale)
     writer.add_logit_scale(config.logit_divisor)
+  *_, width = config.of_layers('head_width')
   for add_width in (writer.add_key_length, writer.add_value_length):
-    add_width(config.head_width)
+    add_width(width)
   ropes = [one for one in config.of_layers('rope') if one] or [rope_lib.Rope()]
   scaled = [one for one in ropes if one.scaling]
-  _rope_keys(writer, (scaled or ropes)[0], config.head_width)
+  _rope_keys(writer, (scaled or ropes)[0], width)
+  if arch == 'gemma4':
+    _gemma4_keys(writer, config)
   if arch == 'qwen35':
     _delta_keys(writer, config)
   if isinstance(config, mixtral_lib.MixtralConfig):

@@ -38,7 +38,7 @@ def keeping_states(target: specdec.LanguageModel) -> specdec.LanguageModel:
 @functools.cache  # Equal drafters share their compiled programs.
 def _init_cache(size):
   return lambda rows, slots: cache_lib.init_cache(
-    rows, slots, num_layers=1, num_heads=1, head_width=size, dtype=jnp.float32
+    rows, slots, num_heads=1, head_widths=(size,), dtype=jnp.float32
   )
 
 

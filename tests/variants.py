@@ -47,7 +47,11 @@ def _draw(
   name: str, shape: list[int], dtype: str, scale: float = 0.3
 ) -> np.ndarray:
   name = name.removeprefix('model.').removeprefix('transformer.')
-  is_scale = 'norm' in name or ('ln_' in name and name.endswith('weight'))
+  is_scale = (
+    'norm' in name
+    or 'scalar' in name
+    or ('ln_' in name and name.endswith('weight'))
+  )
   # NumPy never changes what this old generator draws.
   rng = np.random.RandomState(zlib.crc32(name.encode()))
   values = scale * rng.standard_normal(shape) + is_scale

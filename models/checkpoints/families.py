@@ -55,6 +55,8 @@ class Family:
     convert: makes the values of a canonical name of those that are stored, for
       some rows `[n, in]` or `[n]`; the identity by default.
     to_stored: its inverse.
+    is_unused: whether the tensor of a canonical name is stored, but not read;
+      called with `(name, config)`.
     stays_float: whether the matrix of a canonical name is never rounded to
       eight bits.
   """
@@ -73,6 +75,7 @@ class Family:
   is_transposed: Callable[[str], bool] = lambda name: False
   convert: Callable[[str, np.ndarray], np.ndarray] = lambda name, rows: rows
   to_stored: Callable[[str, np.ndarray], np.ndarray] = lambda name, rows: rows
+  is_unused: Callable[[str, Any], bool] = lambda name, config: False
   stays_float: Callable[[str], bool] = lambda name: False
 
 
@@ -133,6 +136,15 @@ FAMILIES = (
   ),
   dataclasses.replace(
     LLAMA,
+    name='Gemma 4',
+    model_types=checkpoints_llama.types_of(gemma_lib.Gemma4Config),
+    module=gemma_lib.Gemma4,
+    config=gemma_lib.Gemma4Config,
+    parts=lambda name, config: {},
+    is_unused=tensor_names.reads_another,
+  ),
+  dataclasses.replace(
+    LLAMA,
     name='LFM2',
     model_types=checkpoints_llama.types_of(lfm2_lib.Lfm2Config),
     module=lfm2_lib.Lfm2,
@@ -153,10 +165,21 @@ FAMILIES = (
 
 # Models that have more than a language model, by the `model_type` of the whole,
 # and whether their embeddings are tied if they do not say it.
-_WITH_TEXT = {'gemma3': True, 'mistral3': True, 'qwen3_5': False}
+_WITH_TEXT = {
+  'gemma3': True,
+  'gemma4': True,
+  'mistral3': True,
+  'qwen3_5': False,
+}
+ASSISTANT = 'gemma4_assistant'
+NO_ASSISTANTS = (
+  "Google's drafters of Gemma 4 read the keys and values of their target, which"
+  ' is not supported; give another draft, such as a smaller Gemma 4'
+)
 _WITH_PICTURES = (
   *('vision_config', 'mm_tokens_per_image', 'vision_feature_layer'),
   *('multimodal_projector_bias', 'projector_hidden_act', 'spatial_merge_size'),
+  *('audio_config', 'vision_soft_tokens_per_image'),
 )
 
 # Errors of transformers and the families on values of another type.
@@ -206,6 +229,8 @@ def _of_text(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _family_of_type(kind: Any) -> Family:
   """The family of a `model_type`; raises ValueError if there is none."""
+  if kind == ASSISTANT:
+    raise ValueError(f'model_type {kind!r}: {NO_ASSISTANTS}')
   by_type = {kind: family for family in FAMILIES for kind in family.model_types}
   if not isinstance(kind, str) or kind not in by_type:
     raise ValueError(

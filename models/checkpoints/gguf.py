@@ -49,6 +49,7 @@ _SCALINGS: dict[str, dict[str, str]] = {
     'attention.temperature_scale': 'llama_4_scaling_beta',
   },
 }
+_NEVER = 1e29  # From here on, a frequency is divided to zero.
 # The scaling of Llama 3.1 and later; a file has only what follows from it.
 _LLAMA3: dict[str, Any] = {
   'low_freq_factor': 1.0,
@@ -100,8 +101,7 @@ def rope_parameters(
         f'{path}: rope.scaling.type={kind!r} and the tensor {factors}'
         ' contradict each other'
       )
-    factor = _llama3_factor(path, header, parameters['rope_theta'])
-    parameters |= {'rope_type': 'llama3', 'factor': factor, **_LLAMA3}
+    parameters |= _divided(path, header, parameters['rope_theta'])
   return parameters
 
 
@@ -128,17 +128,21 @@ def _longrope(
   return found
 
 
-def _llama3_factor(
+def _divided(
   path: pathlib.Path, header: gguf_header.Header, theta: float
-) -> float:
-  """The factor of a Llama 3 scaling, of which a file has the result.
+) -> dict[str, Any]:
+  """The keys of a scaling of which a file has the divisors of frequencies.
 
   Raises:
-    ValueError: no such scaling has that result.
+    ValueError: no scaling that is known has these.
   """
   [(_, stored)] = gguf_tensor.Tensor(
     path, header.tensors[gguf_config.ROPE_FACTORS]
   ).blocks()
+  kept = np.count_nonzero(stored == 1)
+  if np.all(stored[:kept] == 1) and np.all(stored[kept:] >= _NEVER):
+    part = kept / len(stored)
+    return {'rope_type': 'proportional', 'partial_rotary_factor': part}
   exponents = np.arange(len(stored), dtype=np.float32) / len(stored)
   frequencies = np.float32(1) / np.float32(theta) ** exponents
   factor = float(np.max(stored))
@@ -149,7 +153,7 @@ def _llama3_factor(
       f'{path}: {gguf_config.ROPE_FACTORS} holds factors {stored[:4]}... that'
       " are not those of Llama 3's scaling, and no others are supported"
     )
-  return factor
+  return {'rope_type': 'llama3', 'factor': factor, **_LLAMA3}
 
 
 def config_keys(path: pathlib.Path) -> dict[str, Any]:
@@ -206,6 +210,8 @@ def config_keys(path: pathlib.Path) -> dict[str, Any]:
     _add_heads(path, name, metadata, found)
     _add_windows(path, name, metadata, found)
     _add_own(name, metadata, found)
+  if name == 'gemma4':
+    _add_layers(path, found)
   return found
 
 
@@ -224,6 +230,28 @@ def _add_own(
     found['model_type'] = 'mistral'  # Such as Mistral Small 3.
   if name in ('granite', 'granitemoe'):
     _add_rotation(metadata, found)
+
+
+def _add_layers(path: pathlib.Path, found: dict[str, Any]) -> None:
+  """Adds what differs between the layers of a Gemma 4.
+
+  Raises:
+    ValueError: their sizes are not those of such a model, or its rotation is
+      missing.
+  """
+  rope = found['rope_parameters'].get('full_attention', {})
+  if rope.get('rope_type') != 'proportional':
+    raise ValueError(f'{path} lacks the tensor {gguf_config.ROPE_FACTORS}')
+  sizes, shared = found['intermediate_size'], found['num_kv_shared_layers']
+  if isinstance(sizes, list):
+    first = len(sizes) - shared
+    if sizes != [sizes[0]] * first + [2 * sizes[0]] * shared:
+      raise ValueError(
+        f'{path}: gemma4.{gguf_config.INNER}={sizes!r:.60} is not supported,'
+        f' only one size, and twice that in the last {shared} layers'
+      )
+    found |= {'intermediate_size': sizes[0], 'use_double_wide_mlp': True}
+  found['vocab_size_per_layer_input'] = found['vocab_size']
 
 
 def _add_rotation(metadata: Mapping[str, Any], found: dict[str, Any]) -> None:
@@ -275,16 +303,19 @@ def _add_heads(
       from_width if special == found['num_hidden_layers'] else head_width
     )
   rotated = metadata.get('rope.dimension_count', head_width)
+  whole = found.get('global_head_dim', head_width)
   is_partial = gguf_config.ARCHITECTURES[name].is_partial
   if is_partial and rotated < head_width:
     fraction = rotated / head_width
     found['rope_parameters']['partial_rotary_factor'] = fraction
-  whole = () if is_partial else ('rope.dimension_count',)
-  for key in (*whole, 'attention.value_length'):
-    if metadata.get(key, head_width) != head_width:
+  count, values = 'rope.dimension_count', 'attention.value_length'
+  widths = {values: whole} if is_partial else {values: whole, count: whole}
+  widths |= {f'{values}_swa': head_width, f'{count}_swa': head_width}
+  for key, width in widths.items():
+    if metadata.get(key, width) != width:
       raise ValueError(
         f'{path}: {name}.{key}={metadata[key]} is not the width of a head,'
-        f' {head_width}'
+        f' {width}'
       )
 
 
@@ -431,6 +462,8 @@ class GGUFFile:
       canonical = _canonical(name, kind)
       if canonical is None:
         raise ValueError(f'{self.path}: tensor {name} is not part of a {arch}')
+      if family.is_unused(canonical, self.config):
+        continue
       # A convolution has a weight of one input per channel.
       if canonical.endswith(('.conv.weight', '.conv1d.weight')):
         channels, size = info.shape

@@ -321,7 +321,7 @@ def read_parameters(
   """
   loaded, origin = dict[Path, matrices_lib.Weight](), dict[Path, str]()
   # Rows that are looked up cost little, so they have eight bits, too.
-  heads = {config.embedding, 'lm_head', *block_drafter.LOOKED_UP}
+  heads = {*_embeddings(config), *block_drafter.LOOKED_UP}
   read = _read(checkpoint, family, expected, form, heads)
   for path, name, host in whole_files.reading_each(checkpoint.path, read):
     tied = outputs is not None and config.tie_embeddings
@@ -329,10 +329,10 @@ def read_parameters(
       config.embedding if tied else 'lm_head'
     ):
       host = matrices_lib.few_outputs(host, outputs, is_embedding=tied)
-    if not packed:
+    # Some embeddings are added, not multiplied.
+    if not packed or path[0] == config.looked_up:
       host = matrices_lib.for_xla(host)
-    # Position embeddings are added, not multiplied.
-    elif len(host.shape) == 2 and path[0] != config.position_embedding:
+    elif len(host.shape) == 2:
       host = matrices_lib.pack(host)
     final = layout.put_parameter(path, host, config)
     if path not in loaded:
@@ -348,6 +348,11 @@ def read_parameters(
     lacks = f'lacks {len(missing)} tensors, the first is {missing[0]}'
     raise ValueError(f'{checkpoint.path} {lacks}')
   return loaded
+
+
+def _embeddings(config: adapter.Config) -> set[Any]:
+  """Parts of the paths of embeddings and head."""
+  return {config.embedding, config.looked_up, 'lm_head'}
 
 
 def _held_bytes(expected: Shapes, form: matrices_lib.WeightFormat) -> int:
@@ -504,7 +509,7 @@ def save_in_four_bits(name: str, folder: str | pathlib.Path) -> None:
     raise ValueError(f'{folder} is the folder of the model; give another')
   config, form = checkpoint.config, matrices_lib.FORMATS['int4']
   _, expected = flat_params(shape_module(config, jnp.dtype(form.float_dtype)))
-  heads = {config.embedding, 'lm_head'}
+  heads = _embeddings(config)
   family = families.family_of(config)
   parameters = {
     families.parameter_name(path): host

@@ -205,7 +205,7 @@ class HuggingFaceFolder:
     stored = {tensor.name: tensor for tensor in self.stored()}
     for tensor in stored.values():
       known = family.canonical_name(tensor.name, config)
-      if known is None:
+      if known is None or family.is_unused(known, config):
         continue
       parts = family.parts(known, config) or {known: tensor_parts.Part()}
       stem = tensor.name.removesuffix(checkpoint_lib.BLOCKS)

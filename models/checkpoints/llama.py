@@ -130,7 +130,8 @@ def _read_shape(
       raise ValueError(
         f'{key}={getattr(config, key)!r} is not supported, only {value}'
       )
-  fields = {ours: getattr(config, key) for ours, key in keys.items()}
+  windows, own = _read_windows(config, kind), kind.of_layers(config)
+  fields = {ours: getattr(config, key) for ours, key in keys.items()} | own
   ropes = rope_keys.read_all(config, kind.ropes, is_partial=kind.is_partial)
   if model_types.QUERY_SCALAR in keys.values():
     fields['attention_scale'] = 1 / math.sqrt(fields['attention_scale'])
@@ -140,13 +141,14 @@ def _read_shape(
     fields['tiled'] = True
   if getattr(config, 'block_auto_adjust_ff_dim', False):
     fields['inner_width'] = _adjusted_width(config)
+  if 'head_width' not in fields:
+    from_width = config.hidden_size // config.num_attention_heads
+    fields['head_width'] = getattr(config, 'head_dim', None) or from_width
   return kind.shape(
     **{**fields, **kind.fixed},
     num_positions=rope_keys.context_of(config, ropes),
-    head_width=getattr(config, 'head_dim', None)
-    or config.hidden_size // config.num_attention_heads,
     rope=ropes,
-    window=_read_windows(config, kind),
+    window=windows,
   )
 
 
@@ -293,13 +295,15 @@ def _to_keys(
   """The keys of a config of a type that are to state a shape."""
   keys = {key: getattr(config, ours) for ours, key in kind.names.items()}
   if key := kind.keys.get('attention_scale'):
-    scale = config.attention_scale or 1 / math.sqrt(config.head_width)
+    (width,) = {*config.of_layers('head_width')}
+    scale = config.attention_scale or 1 / math.sqrt(width)
     keys[key] = round(scale**-2) if key == model_types.QUERY_SCALAR else scale
   return {**keys, **kind.given} | {
     'max_position_embeddings': config.num_positions,
     'head_dim': config.head_width,
     **_layer_keys(config, kind),
     **kind.written,
+    **kind.to_keys(config),
   }
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 import re
+from typing import Any
 
 import numpy as np
 
@@ -31,9 +32,12 @@ _GRANITE_NAMES = {
   'shared_mlp.input_linear': 'mlp.shared_expert.gate_up_proj',
   'shared_mlp.output_linear': 'mlp.shared_expert.down_proj',
 }
-# The parts of a model that sees, and the prefix of its language model.
+# Tensors by which attention makes keys and values.
+_ENTRIES = re.compile(r'layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\..*')
+# The parts of a model that sees or hears, and the prefix of its language model.
 _VISION = re.compile(
-  r'(model\.)?(vision_tower|multi_modal_projector|visual)\..*'
+  r'(model\.)?(vision_tower|multi_modal_projector|visual|audio_tower'
+  r'|embed_vision|embed_audio)\..*'
 )
 _LANGUAGE = re.compile(r'(model\.)?language_model\.')
 
@@ -60,6 +64,13 @@ def canonical_name(stored: str, config: nn_llama.LlamaConfig) -> str | None:
     for ours, theirs in _MIXTRAL_NAMES.items():
       name = name.replace(f'.{theirs}.', f'.{ours}.')
   return name
+
+
+def reads_another(name: str, config: nn_llama.LlamaConfig) -> bool:
+  """Whether a tensor makes keys of a layer that reads those of another."""
+  found, sources = _ENTRIES.fullmatch(name), config.of_layers('kv_source')
+  layer = int(found[1]) if found else len(sources)
+  return layer < len(sources) and sources[layer] is not None
 
 
 def _with_parts(name: str, renames: Mapping[str, str]) -> str:
@@ -117,7 +128,7 @@ def parts(
     config: the shape.
     interleaved: whether the rows of several lie in turn.
   """
-  sizes = {'gate_proj': config.inner_width}
+  sizes: dict[str, Any] = {'gate_proj': config.inner_width}
   sizes['q_proj'] = config.num_heads * config.head_width
   sizes['k_proj'] = config.num_kv_heads * config.head_width
   found: dict[str, tensor_parts.Part] = {}

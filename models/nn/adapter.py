@@ -68,7 +68,7 @@ def with_vocab_size(
 
 def _share_read(path: tuple[Any, ...], config: Config) -> float:
   """Fraction of a parameter that a forward of one position reads."""
-  if path[0] == config.position_embedding:
+  if path[0] == config.looked_up:
     return 0.0  # A few rows.
   if path[0] == config.embedding:
     return 1.0 if config.tie_embeddings else 0.0
@@ -130,8 +130,7 @@ def _states(
     return {}
   return {
     layer: config.state_of_layer(batch_size, kernels=kernels)
-    for layer in range(config.num_layers)
-    if layer not in config.attention_layers
+    for layer in config.state_layers
   }
 
 
@@ -158,23 +157,22 @@ def network_facts(
   if kernels:
     cache_ops = cache_ops._replace(write=ops.write_slots)
   empty = functools.partial(_states, config, kernels=kernels)
-  num_layers = config.num_layers - len(empty(1))
-
-  per_slot = 2 * num_layers * config.num_kv_heads * config.head_width
+  widths = config.cache_widths
+  per_slot = 2 * config.num_kv_heads * sum(widths)
 
   def init_cache(batch_size: int, num_slots: int) -> cache_lib.KVCache:
     size = per_slot * batch_size * num_slots * dtype.itemsize
+    may_be_one = on_gpu and len({*widths}) == 1  # An array has one width.
     cache = cache_lib.init_cache(
       batch_size,
       num_slots,
-      num_layers=num_layers,
       num_heads=config.num_kv_heads,
-      head_width=config.head_width,
+      head_widths=widths,
       dtype=dtype,
-      together=on_gpu and size <= _LARGEST_LAYER * num_layers,
+      together=may_be_one and size <= _LARGEST_LAYER * len(widths),
     )
-    widths = dict.fromkeys(hidden, config.width)
-    cache = cache_lib.with_hidden(cache, widths, dtype)
+    kept = dict.fromkeys(hidden, config.width)
+    cache = cache_lib.with_hidden(cache, kept, dtype)
     cache = states_lib.with_recurrent(cache, empty(batch_size))
     return layout.place(cache.replace(ops=cache_ops))
 

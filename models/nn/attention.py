@@ -206,8 +206,8 @@ def _attend_for_gpu(
 
 def self_attention(
   query: jax.Array,
-  key: jax.Array,
-  value: jax.Array,
+  key: jax.Array | None,
+  value: jax.Array | None,
   mask: jax.Array,
   cache: cache_lib.KVCache | None,
   layer: int,
@@ -218,8 +218,8 @@ def self_attention(
   Args:
     query: `[B, Hq, L, Dh]`; Hq is a multiple of H, and each run of Hq / H
       consecutive query heads shares one key head (arXiv 2305.13245).
-    key: `[B, H, L, Dh]`, in the dtype of the cache.
-    value: `[B, H, L, Dh]`, in the dtype of the cache.
+    key: `[B, H, L, Dh]`, in the dtype of the cache; None: it has them already.
+    value: the same.
     mask: `[B, L, S]` bool over the slots of the cache, true where a query may
       look; `[B, L, L]` without a cache.
     cache: see `specdec.cache.write`. Without one (training), the L positions
@@ -232,9 +232,12 @@ def self_attention(
   """
   function = attend
   if cache is not None:
-    cache = cache_lib.write(cache, layer, key, value)
+    if key is not None and value is not None:
+      cache = cache_lib.write(cache, layer, key, value)
     key, value = cache.layer(layer)
     function = attend if cache.heads_together is None else _attend_for_gpu
+  assert key is not None
+  assert value is not None
   return function(query, key, value, mask, **options), cache
 
 
@@ -246,6 +249,7 @@ def attend_projections(
   *,
   slots_shape: tuple[int, int],
   dtype: jax.typing.DTypeLike,
+  writes: bool = True,
   **options: Any,
 ) -> tuple[jax.Array, cache_lib.KVCache | None]:
   """`self_attention` with the kernels of `models.nn.cpu`, in one call.
@@ -258,6 +262,7 @@ def attend_projections(
     layer: see `self_attention`.
     slots_shape: `(H, Dh)`.
     dtype: of the keys and values.
+    writes: whether there are keys and values; else the cache has them already.
     **options: of `ops.attend`.
 
   Returns:
@@ -271,7 +276,7 @@ def attend_projections(
     keys, values = cache.layer(layer)
     start = cache.write_at
   out, keys, values = ops.attend(
-    projections, mask, start, keys, values, **options
+    projections, mask, start if writes else None, keys, values, **options
   )
   if cache is not None:
     cache = cache_lib.with_layer(cache, layer, keys, values)

@@ -270,7 +270,7 @@ class GatedAttention(nn_llama.Attention):
     super().__init__(config, layer, dtype=dtype, rngs=rngs)
     self.q_proj = layers.Linear(
       config.width,
-      2 * config.num_heads * config.head_width,
+      2 * config.num_heads * self.head_width,
       dtype=dtype,
       rngs=rngs,
       use_bias=config.qkv_bias,
@@ -290,7 +290,7 @@ class GatedAttention(nn_llama.Attention):
     projected = layers.project(
       x, [one.parameters for one in linears], norm=norm
     )
-    heads = projected.reshape(*x.shape[:2], -1, config.head_width)
+    heads = projected.reshape(*x.shape[:2], -1, self.head_width)
     both = heads[:, :, : 2 * config.num_heads]
     others = heads[:, :, 2 * config.num_heads :]
     query, gate = both[:, :, ::2], both[:, :, 1::2]
@@ -299,7 +299,7 @@ class GatedAttention(nn_llama.Attention):
       out, cache = attention.attend_projections(
         heads.reshape(*x.shape[:2], -1),
         *(mask, cache, self.layer),
-        slots_shape=(config.num_kv_heads, config.head_width),
+        slots_shape=(config.num_kv_heads, self.head_width),
         dtype=self.dtype,
         scale=self.scale,
         norms=(self.q_norm.operand, self.k_norm.operand),

@@ -31,7 +31,9 @@ class GPT2Config:
   """
 
   embedding: ClassVar[str] = 'wte'  # Name of the token embedding.
-  position_embedding: ClassVar[str | None] = 'wpe'
+  looked_up: ClassVar[str | None] = (
+    'wpe'  # Another one, of which rows are read.
+  )
   gated: ClassVar[bool] = False  # Whether feed-forward layers have a gate.
   num_experts = experts_per_token = 1
 
@@ -57,6 +59,10 @@ class GPT2Config:
   @property
   def num_kv_heads(self) -> int:
     return self.num_heads
+
+  @property
+  def cache_widths(self) -> tuple[int, ...]:
+    return (self.head_width,) * self.num_layers
 
   @property
   def head_width(self) -> int:

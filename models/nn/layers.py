@@ -65,7 +65,7 @@ def check_config(config: Any) -> None:
   for field in dataclasses.fields(config):
     required = field.default is field.default_factory is dataclasses.MISSING
     value = getattr(config, field.name)
-    if required and value < 1:
+    if required and min(value if isinstance(value, tuple) else (value,)) < 1:
       raise ValueError(f'{field.name} must be positive, got {value}')
   if config.activation not in ACTIVATIONS:
     raise ValueError(
@@ -176,20 +176,24 @@ class LayerNorm(nnx.Module):
 class RMSNorm(nnx.Module):
   """Root mean square norm (arXiv 1910.07467) over the last axis, in float32."""
 
-  def __init__(self, width: int, epsilon: float):
+  def __init__(self, width: int, epsilon: float, *, has_scale: bool = True):
+    self.width = width
     self.epsilon = epsilon
-    self.scale = nnx.Param(jnp.ones(width, jnp.float32))
+    self.scale = nnx.Param(jnp.ones(width, jnp.float32)) if has_scale else None
 
   @property
   def operand(self) -> ops.Norm:
     """The norm for the kernels of `models.nn.cpu`."""
-    return ops.Norm(self.scale[...], None, self.epsilon, center=False)
+    ones = jnp.ones(self.width, jnp.float32)
+    scale = ones if self.scale is None else self.scale[...]
+    return ops.Norm(scale, None, self.epsilon, center=False)
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    scale = self.scale[...]
     mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
     normalized = x * lax.rsqrt(mean_square + self.epsilon)
-    return normalized * jnp.expand_dims(scale, range(x.ndim - 1))
+    if self.scale is None:
+      return normalized
+    return normalized * jnp.expand_dims(self.scale[...], range(x.ndim - 1))
 
 
 Norm = LayerNorm | RMSNorm

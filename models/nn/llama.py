@@ -7,6 +7,7 @@ same rules as in `models.nn.gpt2`.
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
 import functools
 import math
@@ -46,7 +47,7 @@ class LlamaConfig:
   """
 
   embedding: ClassVar[str] = 'embed_tokens'  # Name of the token embedding.
-  position_embedding: ClassVar[str | None] = None
+  looked_up: ClassVar[str | None] = None  # Another one, of which rows are read.
   gated: ClassVar[bool] = True  # Whether feed-forward layers have a gate.
   num_experts = experts_per_token = 1
 
@@ -56,11 +57,11 @@ class LlamaConfig:
   num_layers: int
   num_heads: int  # Heads of queries.
   num_kv_heads: int  # Divides `num_heads`.
-  head_width: int  # Dh, even; need not be `width / num_heads`.
-  inner_width: int  # Feed-forward layer, or one expert.
+  # One for all layers, or a tuple with one for each, as some fields below.
+  head_width: int | tuple[int, ...]  # Dh, even; not always width / num_heads.
+  inner_width: int | tuple[int, ...]  # Feed-forward layer, or one expert.
   activation: str = 'silu'  # A key of `layers.ACTIVATIONS`.
   norm_epsilon: float = 1e-6  # Added to the mean square in every norm.
-  # One for all layers, or a tuple with one for each.
   rope: _Rope | tuple[_Rope, ...] = rope_lib.Rope()  # None rotates nothing.
   window: int | tuple[int | None, ...] | None = None  # See `within_window`.
   qkv_bias: bool = False
@@ -68,6 +69,7 @@ class LlamaConfig:
   mlp_bias: bool = False
   qk_norm: bool = False  # Whether queries and keys are normalised (Qwen 3),
   joint_qk_norm: bool = False  # and that over all heads together (OLMo 2).
+  value_norm: bool = False  # Whether values are, without a scale (Gemma 4).
   # Where else norms are: before attention and perceptron, behind them (OLMo 2),
   # or both (Gemma 2).
   pre_norm: bool = True
@@ -80,8 +82,10 @@ class LlamaConfig:
   logit_cap: float | None = None
   sinks: bool = False  # Whether heads have them, see `self_attention`.
   tie_embeddings: bool = False  # Use the token embedding as the head.
-  # The kind of each layer, a key of `Llama.mixers`; one or a tuple, as above.
+  # The kind of each layer, a key of `Llama.mixers`.
   mixers: str | tuple[str, ...] = 'self_attn'
+  # The earlier layer whose keys and values one reads; None: it has its own.
+  kv_source: int | tuple[int | None, ...] | None = None
 
   def __post_init__(self) -> None:
     layers.check_config(self)
@@ -90,8 +94,10 @@ class LlamaConfig:
         f'num_kv_heads must divide num_heads {self.num_heads}, got'
         f' {self.num_kv_heads}'
       )
-    if self.head_width % 2:
-      raise ValueError(f'head_width must be even, got {self.head_width}')
+    widths = self.of_layers('head_width')
+    for width in widths:
+      if width % 2:
+        raise ValueError(f'head_width must be even, got {width}')
     if not (self.pre_norm or self.post_norm):
       raise ValueError('pre_norm and post_norm are both False')
     for name in _FACTORS:
@@ -99,7 +105,7 @@ class LlamaConfig:
       if factor is not None and not factor > 0:
         raise ValueError(f'{name} must be positive, got {factor}')
     # Equal models are equal records.
-    if self.attention_scale == 1 / math.sqrt(self.head_width):
+    if {self.attention_scale} == {1 / math.sqrt(width) for width in widths}:
       self._set('attention_scale', None)
     windows = self.of_layers('window')
     for window in windows:
@@ -107,12 +113,27 @@ class LlamaConfig:
         raise ValueError(f'sliding_window must be positive, got {window}')
     slides = lambda size: size is not None and size < self.num_positions
     self._set_layers('window', tuple(w if slides(w) else None for w in windows))
-    self._set_layers('rope', self.of_layers('rope'))
-    for rope in filter(None, self.of_layers('rope')):
-      rope.frequencies(self.head_width)  # Factors of each pair must be as many.
-      if rope.query_growth and self.qk_norm:
+    ropes = zip(self.of_layers('rope'), widths, strict=True)
+    for rope, width in dict.fromkeys(ropes):
+      if rope:
+        rope.frequencies(width)  # Factors of each pair must be as many.
+      if rope and rope.query_growth and self.qk_norm:
         raise ValueError('qk_norm with queries that grow is not supported')
-    self._set_layers('mixers', self.of_layers('mixers'))
+    if self.value_norm and (self.joint_qk_norm or not self.qk_norm):
+      raise ValueError('value_norm needs qk_norm of each head')
+    sources = self.of_layers('kv_source')
+    for layer, source in enumerate(sources):
+      if source is not None and not (
+        0 <= source < layer
+        and sources[source] is None
+        and widths[source] == widths[layer]
+      ):
+        raise ValueError(
+          f'kv_source of layer {layer} must be an earlier one that has keys and'
+          f' values, as wide as its own would be, got {source}'
+        )
+    for field in ('head_width', 'inner_width', 'rope', 'mixers', 'kv_source'):
+      self._set_layers(field, self.of_layers(field))
 
   @property
   def ends_with_training(self) -> bool:
@@ -122,9 +143,22 @@ class LlamaConfig:
 
   @property
   def attention_layers(self) -> tuple[int, ...]:
-    """The layers that have keys and values; the others have a state."""
+    """The layers that have keys and values of their own."""
+    sources, states = self.of_layers('kv_source'), self.state_layers
+    own = (layer for layer, one in enumerate(sources) if one is None)
+    return tuple(layer for layer in own if layer not in states)
+
+  @property
+  def state_layers(self) -> tuple[int, ...]:
+    """The layers that have a state in place of attention."""
     mixers = enumerate(self.of_layers('mixers'))
-    return tuple(layer for layer, name in mixers if name == 'self_attn')
+    return tuple(layer for layer, name in mixers if name != 'self_attn')
+
+  @property
+  def cache_widths(self) -> tuple[int, ...]:
+    """The widths of keys and values in a cache, by `attention_layers`."""
+    widths = self.of_layers('head_width')
+    return tuple(widths[layer] for layer in self.attention_layers)
 
   def state_of_layer(
     self, batch_size: int, *, kernels: bool
@@ -167,18 +201,22 @@ class Attention(nnx.Module):
     input_width: int | None = None,  # None: that of the residual stream.
   ):
     self.config = config
+    source = config.of_layers('kv_source')[layer]
+    self.writes = source is None
     # Counted among those that have keys and values.
-    self.layer = config.attention_layers.index(layer)
+    self.layer = config.attention_layers.index(layer if self.writes else source)
     self.dtype = dtype
-    self.scale = config.attention_scale or 1 / math.sqrt(config.head_width)
+    self.head_width = config.of_layers('head_width')[layer]
+    self.scale = config.attention_scale or 1 / math.sqrt(self.head_width)
     make = functools.partial(layers.Linear, dtype=dtype, rngs=rngs)
     width = input_width or config.width
     make_head = functools.partial(make, width, use_bias=config.qkv_bias)
-    self.q_proj = make_head(config.num_heads * config.head_width)
-    self.k_proj = make_head(config.num_kv_heads * config.head_width)
-    self.v_proj = make_head(config.num_kv_heads * config.head_width)
+    self.q_proj = make_head(config.num_heads * self.head_width)
+    if self.writes:
+      self.k_proj = make_head(config.num_kv_heads * self.head_width)
+      self.v_proj = make_head(config.num_kv_heads * self.head_width)
     self.o_proj = make(
-      config.num_heads * config.head_width,
+      config.num_heads * self.head_width,
       config.width,
       stddev=layers.residual_stddev(config.num_layers),
       use_bias=config.output_bias,
@@ -189,14 +227,17 @@ class Attention(nnx.Module):
       make_norm = functools.partial(layers.RMSNorm, epsilon=config.norm_epsilon)
       joint = config.joint_qk_norm
       self.q_norm = make_norm(
-        config.head_width * (config.num_heads if joint else 1)
+        self.head_width * (config.num_heads if joint else 1)
       )
-      self.k_norm = make_norm(
-        config.head_width * (config.num_kv_heads if joint else 1)
-      )
+      if self.writes:
+        self.k_norm = make_norm(
+          self.head_width * (config.num_kv_heads if joint else 1)
+        )
+      if self.writes and config.value_norm:
+        self.v_norm = make_norm(self.head_width, has_scale=False)
 
   def _heads(self, x: jax.Array) -> jax.Array:
-    heads = (*x.shape[:-1], -1, self.config.head_width)
+    heads = (*x.shape[:-1], -1, self.head_width)
     return x.reshape(heads).swapaxes(1, 2)
 
   def __call__(
@@ -225,7 +266,8 @@ class Attention(nnx.Module):
     cache: _Cache,
   ) -> _Attended:
     """With the kernels of `models.nn.cpu`, in two calls."""
-    linears = self.q_proj, self.k_proj, self.v_proj
+    others = (self.k_proj, self.v_proj) if self.writes else ()
+    linears = self.q_proj, *others
     projections = layers.project(
       x, [one.parameters for one in linears], norm=norm
     )
@@ -238,40 +280,42 @@ class Attention(nnx.Module):
     mask: jax.Array,
     cache: _Cache,
   ) -> _Attended:
-    config, norms = self.config, None
+    config = self.config
+    norms: tuple[ops.Norm | None, ...] = ()
     if rotation is not None and rotation.query_scale is not None:
       # A rotation keeps factors; norms, which would not, are refused.
       factors = jnp.ones(projections.shape[-1], jnp.float32)
-      queries = jnp.arange(len(factors)) < config.num_heads * config.head_width
+      queries = jnp.arange(len(factors)) < config.num_heads * self.head_width
       scale = rotation.query_scale[..., None]
       projections *= jnp.where(queries[None, None], scale, factors[None, None])
     if config.qk_norm and config.joint_qk_norm:
-      width = config.num_heads * config.head_width
-      ends = width, width + config.num_kv_heads * config.head_width
+      width = config.num_heads * self.head_width
+      ends = width, width + config.num_kv_heads * self.head_width
       query, key, value = jnp.split(projections, ends, axis=-1)
       query = ops.normalize(query, self.q_norm.operand)
       key = ops.normalize(key, self.k_norm.operand)
       projections = jnp.concatenate([query, key, value], axis=-1)
     elif config.qk_norm:
-      norms = self.q_norm.operand, self.k_norm.operand
+      names = ('q_norm', 'k_norm', 'v_norm')
+      found = (getattr(self, name, None) for name in names)
+      norms = tuple(one and one.operand for one in found)
     return attention.attend_projections(
       projections,
       mask,
       cache,
       self.layer,
-      slots_shape=(config.num_kv_heads, config.head_width),
+      slots_shape=(config.num_kv_heads, self.head_width),
       dtype=self.dtype,
       scale=self.scale,
       norms=norms,
+      writes=self.writes,
       rotation=rotation and rotation[:2],
     )
 
   def _normalized_heads(self, x: jax.Array, name: str) -> jax.Array:
-    if not self.config.qk_norm:
-      return self._heads(x)
     norm = functools.partial(
       layers.normalize,
-      norm=getattr(self, name),
+      norm=getattr(self, name, None),
       kernels=self.o_proj.is_packed,
     )
     joint = self.config.joint_qk_norm
@@ -291,7 +335,7 @@ class Attention(nnx.Module):
     if rotation is not None and rotation.query_scale is not None:
       query *= rotation.query_scale[:, None, :, None]
     query = query.astype(self.dtype)
-    key, value = self._entries(rows, rotation)
+    key, value = self._entries(rows, rotation) if self.writes else (None, None)
     out, cache = attention.self_attention(
       query,
       key,
@@ -311,7 +355,8 @@ class Attention(nnx.Module):
     """Keys and values of normalised rows."""
     key = self._normalized_heads(self.k_proj(rows), 'k_norm')
     key = rope_lib.rotate(key, rotation).astype(self.dtype)
-    return key, self._heads(self.v_proj(rows)).astype(self.dtype)
+    value = self._normalized_heads(self.v_proj(rows), 'v_norm')
+    return key, value.astype(self.dtype)
 
   def write(
     self,
@@ -329,7 +374,7 @@ class Attention(nnx.Module):
       return cache_lib.write(cache, self.layer, key, value)
     # The kernel that attends writes, so that bits do not depend on the caller.
     linears = [self.k_proj.parameters, self.v_proj.parameters]
-    width = self.config.num_heads * self.config.head_width
+    width = self.config.num_heads * self.head_width
     queries = jnp.zeros((*rows.shape[:-1], width))
     projections = [queries, layers.project(rows, linears)]
     mask = jnp.zeros((*rows.shape[:-1], cache.num_slots), bool)
@@ -346,7 +391,7 @@ class FeedForward(nnx.Module):
     self, config: LlamaConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
   ):
     self.activation = config.activation
-    width, inner = config.width, config.inner_width
+    width, inner = config.width, config.of_layers('inner_width')[0]
     make = functools.partial(
       layers.Linear, dtype=dtype, rngs=rngs, use_bias=config.mlp_bias
     )
@@ -394,7 +439,10 @@ class Layer(nnx.Module):
     # Before the perceptron where nothing is normalised behind attention.
     self.post_attention_layernorm = norm(True)
     self.pre_feedforward_layernorm = norm(both)
-    self.mlp = feed_forward(config, dtype=dtype, rngs=rngs)
+    shape = dataclasses.replace(
+      config, inner_width=config.of_layers('inner_width')[layer]
+    )
+    self.mlp = feed_forward(shape, dtype=dtype, rngs=rngs)
     self.post_feedforward_layernorm = norm(config.post_norm)
 
   def __call__(
@@ -430,12 +478,15 @@ class Layer(nnx.Module):
 
 def rotations(config: LlamaConfig, positions: jax.Array) -> list[Any]:
   """The rotation of each layer, for `positions [B, L]` int32."""
-  ropes = config.of_layers('rope')
-  by_rope = {
-    rope: rope and rope.rotation(positions, config.head_width)
-    for rope in dict.fromkeys(ropes)
+  ropes = zip(
+    config.of_layers('rope'), config.of_layers('head_width'), strict=True
+  )
+  kinds = [*ropes]
+  found = {
+    (rope, width): rope and rope.rotation(positions, width)
+    for rope, width in dict.fromkeys(kinds)
   }
-  return [by_rope[rope] for rope in ropes]
+  return [found[kind] for kind in kinds]
 
 
 def of_layers(
@@ -464,7 +515,8 @@ def of_layers(
 class Llama(nnx.Module):
   """Llama language model; the arguments are those of `models.nn.gpt2.GPT2`."""
 
-  feed_forward: Any = FeedForward  # Class of the layers after attention.
+  layer: Any = Layer  # Class of the layers.
+  feed_forward: Any = FeedForward  # Class of what is behind attention in them.
   #: Classes of what mixes positions, by `LlamaConfig.mixers`.
   mixers: Mapping[str, Any] = types.MappingProxyType({'self_attn': Attention})
 
@@ -487,7 +539,7 @@ class Llama(nnx.Module):
     )
     self.layers = nnx.List(
       [
-        Layer(
+        self.layer(
           config,
           layer,
           self.feed_forward,
@@ -502,6 +554,13 @@ class Llama(nnx.Module):
     if not config.tie_embeddings:
       shape = (config.vocab_size, config.width)
       self.lm_head = nnx.Param(init(rngs.params(), shape, dtype))
+
+  def layer_inputs(
+    self, tokens: jax.Array, x: jax.Array
+  ) -> Sequence[dict[str, jax.Array]]:
+    """Further arguments of each layer; the stream begins with `x`."""
+    del tokens, x
+    return [{}] * self.config.num_layers
 
   def with_routing(
     self,
@@ -522,11 +581,19 @@ class Llama(nnx.Module):
     if config.embedding_scale != 1.0:
       x *= config.embedding_scale
     seen = of_layers(config, positions, mask)
-    routings = []
+    inputs = self.layer_inputs(tokens, x)
+    given, routings = cache, []
+    if cache is None and config.kv_source is not None:
+      cache = cache_lib.init_cache(
+        *(x.shape[0], mask.shape[2]),
+        num_heads=config.num_kv_heads,
+        head_widths=config.cache_widths,
+        dtype=self.dtype,
+      )
     for layer, block in enumerate(self.layers):
       cache = cache_lib.write_hidden(cache, layer, x)
       with jax.named_scope(f'layer_{layer}'):
-        x, cache, routing = block(x, *seen[layer], cache)
+        x, cache, routing = block(x, *seen[layer], cache, **inputs[layer])
       routings.append(routing)
     cache = cache_lib.write_hidden(cache, len(self.layers), x)
     tied = config.tie_embeddings
@@ -538,7 +605,7 @@ class Llama(nnx.Module):
     if config.logit_divisor != 1.0:
       logits /= config.logit_divisor
     logits = layers.soft_cap(logits, config.logit_cap)
-    return logits, cache, tuple(routings)
+    return logits, None if given is None else cache, tuple(routings)
 
   def __call__(
     self,

@@ -111,7 +111,7 @@ class Experts(nnx.Module):
     out = sharding_lib.sum_of_experts(
       functools.partial(experts_lib.mix, expert, kernels=kernels),
       weights,
-      self.config.inner_width,
+      self.config.of_layers('inner_width')[0],
       flat(rows),
       jax.tree.map(flat, routing),
     )

@@ -170,8 +170,39 @@ class LongRopeScaling:
     return frequencies / np.asarray(self.short_factor, np.float32)
 
 
-Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
-_KINDS = LinearScaling, Llama3Scaling, YarnScaling, LongRopeScaling
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProportionalScaling(_Scaling):
+  """Rotates the fastest pairs only, and by the frequencies of all (Gemma 4).
+
+  Attributes:
+    partial_rotary_factor: the part of the pairs that is rotated.
+    factor: divisor of every frequency.
+  """
+
+  partial_rotary_factor: float = 1.0
+  factor: float = 1.0
+  rope_type = 'proportional'
+  attention_factor = 1.0
+
+  def scale(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+    """The frequencies `[Dh / 2]`, scaled."""
+    del theta
+    pairs = len(frequencies)
+    rotated = np.arange(pairs) < int(self.partial_rotary_factor * pairs)
+    return np.where(rotated, frequencies / np.float32(self.factor), 0)
+
+
+_KINDS = (
+  *(LinearScaling, Llama3Scaling, YarnScaling, LongRopeScaling),
+  ProportionalScaling,
+)
+Scaling = (
+  LinearScaling
+  | Llama3Scaling
+  | YarnScaling
+  | LongRopeScaling
+  | ProportionalScaling
+)
 SCALINGS: dict[str, type[Scaling]] = {kind.rope_type: kind for kind in _KINDS}
 """Scalings by `rope_type`; fields as in transformers' `rope_parameters`."""
 

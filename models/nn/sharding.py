@@ -26,6 +26,7 @@ from jax.sharding import AxisType
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
+import numpy as np
 
 from specdec import arguments as arguments_lib
 from specdec import cache as cache_lib
@@ -64,6 +65,7 @@ _PARAMETERS: Mapping[tuple[str, ...], _Names] = {
   ('mlp', 'c_proj', 'weight'): _BY_INPUT,
   # Llama and related models.
   ('embed_tokens', 'embedding'): _EMBEDDING,
+  ('embed_tokens_per_layer', 'embedding'): _EMBEDDING,
   ('q_proj', 'weight'): ('heads', None),
   ('k_proj', 'weight'): ('kv_heads', None),
   ('v_proj', 'weight'): ('kv_heads', None),
@@ -339,7 +341,7 @@ def undivided(layout: Layout, config: Any) -> list[str]:
   sizes = {
     'heads': config.num_heads,
     'kv_heads': config.num_kv_heads,
-    'hidden': config.inner_width or 4 * config.width,
+    'hidden': math.gcd(*np.atleast_1d(config.inner_width or 4 * config.width)),
   }
   return [
     f'{name}={size}'

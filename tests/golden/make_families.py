@@ -150,6 +150,34 @@ def _gpt_oss(rng: random.Random) -> Config:
   return config
 
 
+def _gemma4(rng: random.Random) -> Config:
+  kinds = ['sliding_attention', 'full_attention']
+  first = rng.sample(kinds * 2, rng.choice([3, 4]))
+  shared = rng.choice([0, 1, 2, 3])
+  last = [rng.choice(first) for _ in range(shared)][1:]
+  types = [*first, *last, 'full_attention']
+  proportional = {'rope_type': 'proportional', 'rope_theta': 1e3}
+  proportional['partial_rotary_factor'] = rng.choice([0.25, 0.4, 1.0])
+  return {
+    'model_type': 'gemma4_text',
+    **{'num_hidden_layers': len(types), 'layer_types': types},
+    'num_kv_shared_layers': shared,
+    'use_double_wide_mlp': rng.random() < 0.5,
+    **{'head_dim': rng.choice([6, 8]), 'global_head_dim': rng.choice([8, 14])},
+    'sliding_window': rng.choice([5, 9, 32]),
+    # With few, a norm may enlarge the rounding of what the gate lets through.
+    # transformers fails where layers share and have none.
+    'hidden_size_per_layer_input': rng.choice([16, 20] if shared else [0, 16]),
+    'vocab_size_per_layer_input': variants.VOCAB_SIZE,
+    'final_logit_softcapping': rng.choice([None, 30.0, 5.0]),
+    'attention_bias': rng.random() < 0.2,
+    'rope_parameters': {
+      'sliding_attention': {'rope_type': 'default', 'rope_theta': 100.0},
+      'full_attention': rng.choice([proportional, proportional, _rope(rng)]),
+    },
+  }
+
+
 # A function of a random generator, and how large weights are.
 FAMILIES: dict[str, tuple[Callable[[random.Random], Config], float]] = {
   'granite4': (_granite, 0.3),
@@ -157,6 +185,7 @@ FAMILIES: dict[str, tuple[Callable[[random.Random], Config], float]] = {
   'phi4_mini': (_phi4_mini, 0.3),
   'minicpm': (_minicpm, 0.3),
   'gpt_oss': (_gpt_oss, 0.6),  # So that values are clamped.
+  'gemma4': (_gemma4, 0.3),
 }
 
 

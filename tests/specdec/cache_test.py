@@ -156,7 +156,7 @@ def test_what_is_kept_is_kept_exactly(dtype):
 def test_what_is_not_finite_is_written_as_zero():
   """Also what is infinite when it is rounded to the dtype of the cache."""
   cache = cache_lib.init_cache(
-    1, 2, num_layers=1, num_heads=1, head_width=4, dtype='float16'
+    1, 2, num_heads=1, head_widths=(4,), dtype='float16'
   )
   cache = cache_lib.with_hidden(cache, {0: 4}, 'float16')
   states = jnp.array([[[1.0, 1e6, np.inf, np.nan]]])

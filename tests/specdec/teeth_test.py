@@ -54,6 +54,7 @@ _TESTS = {
   'NEIGHBOURS': ("block_drafter.check_layout('liquid', 'speculators dspark')"),
   'NEXT_STEP': 'growth.test_growth_after_a_step_is_growth_after_a_prefill()',
   'RANDOMNESS': 'enumeration.test_the_randomness_of_a_step_is_of_these_keys()',
+  'SHARING': "families.check_logits('gemma4_6')",
   'STATES': 'recurrent.test_lengthening_and_going_back_by_hand()',
   'STEP': 'step.test_a_decode_of_all_that_a_step_does()',
   'TAIL': (
@@ -432,7 +433,7 @@ a head feeds its state back after the norm
   config.kind == MTP or config.norm_output => config.kind != EAGLE
 [models.nn.layers: HEAD]
 weights of a norm are one less
-  jnp.expand_dims(scale, => jnp.expand_dims(scale - 1,
+  jnp.expand_dims(self.scale[...], => jnp.expand_dims(self.scale[...] - 1,
 [models.nn.matrices: heads.test_logits_are_those_of_the_formulas('sglang norm')]
 rows of a reduced vocabulary are taken for ids
   index[ids] = => index[: len(ids)] =
@@ -524,13 +525,25 @@ a window counts slots
   mask.astype(jnp.int32), axis=2 => jnp.ones(mask.shape, jnp.int32), axis=2
 [models.nn.llama: hub.check_logits('gemma3')]
 layers with a window rotate as those without
-  [by_rope[rope] for rope in ropes] => [by_rope[ropes[-1]] for _ in ropes]
+  [found[kind] for kind in kinds] => [found[kinds[-1]] for _ in kinds]
 [models.checkpoints.tensor_names: hub.check_logits('gemma3')]
 scales of norms are taken as they are stored
   np.float32(by) if is_norm => np.float32(0) if is_norm
 [models.nn.layers: hub.check_logits('gemma2')]
 scores and logits are not capped
   cap * jnp.tanh(x / cap) => x
+[models.nn.llama: SHARING]
+values are not normalised
+  self.v_proj(rows), 'v_norm') => self.v_proj(rows), 'no_norm')
+[models.nn.gemma: SHARING]
+every layer reads the embedding of the last one
+  embedded[:, :, layer] => embedded[:, :, -1]
+[models.nn.rope: SHARING]
+all pairs are rotated
+  int(self.partial_rotary_factor * pairs) => pairs
+[models.checkpoints.keys.gemma_keys: SHARING]
+layers read the keys of the first of their kind
+  max(at for at => min(at for at
 # Layers with a state.
 [recurrent: recurrent.test_parents_and_ancestors_by_hand()]
 a grandparent is counted by slots, not along the path
@@ -679,7 +692,7 @@ def _run(test):
 def test_every_bug_is_read():
   names = [line for line in _TABLE.splitlines() if re.match(r'[^\s#[]', line)]
   assert names == [bug.id for bug in _BUGS]
-  assert len(names) == len(set(names)) == 168
+  assert len(names) == len(set(names)) == 172
 
 
 @pytest.mark.parametrize(('module', 'old', 'new', 'test'), _BUGS)

@@ -44,6 +44,13 @@ _CAPPED_KEYS = _LLAMA_KEYS | {
   'attn_logit_softcapping': 'attn_logit_softcapping',
   'final_logit_softcapping': 'final_logit_softcapping',
 }
+_GEMMA4_KEYS = _LLAMA_KEYS | {
+  'attention.key_length': 'global_head_dim',
+  'attention.key_length_swa': 'head_dim',
+  'attention.shared_kv_layers': 'num_kv_shared_layers',
+  'embedding_length_per_layer_input': 'hidden_size_per_layer_input',
+  'final_logit_softcapping': 'final_logit_softcapping',
+}
 _GRANITE_KEYS = _LLAMA_KEYS | {
   'attention.scale': 'attention_multiplier',
   'embedding_scale': 'embedding_multiplier',
@@ -76,12 +83,15 @@ _OPTIONAL_KEYS = {
 # For each layer, whether it has the window; or every how many has not.
 PATTERN = 'attention.sliding_window_pattern'
 KV_HEADS = 'attention.head_count_kv'
+INNER = 'feed_forward_length'
 # Keys that are read elsewhere, or that change nothing.
 _OTHER_KEYS = {
   PATTERN,
   'attention.temperature_scale',
   'attention.value_length',
+  'attention.value_length_swa',
   'rope.dimension_count',
+  'rope.dimension_count_swa',
   'rope.dimension_sections',
   'rope.freq_base',
   'rope.freq_base_swa',
@@ -190,6 +200,14 @@ _DELTA_VECTORS = {
   'ssm_dt.bias': 'linear_attn.dt_bias',
 }
 _GEMMA_NAMES = _BEHIND_NAMES | {'ffn_norm': 'pre_feedforward_layernorm'}
+_GEMMA4_NAMES = _GEMMA_NAMES | {
+  'per_layer_token_embd': 'embed_tokens_per_layer',
+  'per_layer_model_proj': 'per_layer_model_projection',
+  'per_layer_proj_norm': 'per_layer_projection_norm',
+  'inp_gate': 'per_layer_input_gate',
+  'proj': 'per_layer_projection',
+  'post_norm': 'post_per_layer_input_norm',
+}
 
 
 class Architecture(NamedTuple):
@@ -213,6 +231,7 @@ class Architecture(NamedTuple):
       keys and values, which have 0 heads of them; None if there are none.
     fixed: keys of config.json that all files have.
     vectors: whole names of tensors in a layer, and their canonical names.
+    lists: keys whose values may differ between layers.
   """
 
   plain: str | None
@@ -229,6 +248,7 @@ class Architecture(NamedTuple):
   state_layers: str | None = None
   fixed: Mapping[str, Any] = types.MappingProxyType({})
   vectors: Mapping[str, str] = types.MappingProxyType({})
+  lists: tuple[str, ...] = ()
 
 
 ARCHITECTURES = {
@@ -251,6 +271,14 @@ ARCHITECTURES = {
     pattern=6,
     local_rope=True,
     head_from_width=62,
+  ),
+  'gemma4': Architecture(
+    'gemma4_text',
+    keys=_GEMMA4_KEYS,
+    names=_GEMMA4_NAMES,
+    local_rope=True,
+    vectors={'layer_output_scale.weight': 'layer_scalar'},
+    lists=(INNER,),
   ),
   'gpt-oss': Architecture(None, 'gpt_oss', names=_GPT_OSS_NAMES, pattern=2),
   'lfm2': Architecture(
@@ -330,8 +358,10 @@ def own_keys(
     ValueError: a key is not known, a value has another type, or those of a list
       differ or are not as many as there are layers.
   """
+  lists: tuple[str, ...] = ()
   if name in ARCHITECTURES:
     known = {*ARCHITECTURES[name].keys, *_OTHER_KEYS}
+    lists = ARCHITECTURES[name].lists
   prefix = f'{name}.'
   number = header.metadata.get(f'{prefix}block_count')
   found = {}
@@ -346,7 +376,8 @@ def own_keys(
       # The layers with a state have no heads.
       value = [one or max(value) for one in value]
     if isinstance(value, list) and key not in _LISTS:
-      if not value or any(one != value[0] for one in value):
+      differs = not value or any(one != value[0] for one in value)
+      if differs and key not in lists:
         raise ValueError(
           f'{path}: {full} differs between layers; this is not supported'
         )
@@ -354,8 +385,9 @@ def own_keys(
         raise ValueError(
           f'{path}: {full} has {len(value)} values for block_count={number!r}'
         )
-      value = value[0]
-    kind = _TYPES.get(key, float if _NUMBERS.search(key) else int)
+      value = value if differs else value[0]
+    kind: Any = int | list[int] if key in lists else int
+    kind = _TYPES.get(key, float if _NUMBERS.search(key) else kind)
     try:
       config_keys.check_type(full, value, kind)
     except ValueError as error:

@@ -13,6 +13,7 @@ import tokenizers
 from tokenizers import decoders
 from tokenizers import models
 from tokenizers import normalizers
+from tokenizers import pre_tokenizers
 import transformers
 
 from models.checkpoints.gguf_parts import gguf_header
@@ -119,22 +120,44 @@ def _read(path: pathlib.Path) -> _Vocabulary | None:
   return _Vocabulary(words, kinds, keys)
 
 
+def _merging(
+  path: pathlib.Path, vocabulary: _Vocabulary, **options: Any
+) -> tokenizers.Tokenizer:
+  """BPE by the merges of a file."""
+  # The first letter of a merge may be a space.
+  cut = [
+    (merge, merge.find(' ', 1))
+    for merge in _array(path, vocabulary.keys, 'merges', 0)
+  ]
+  ids = {word: token for token, word in enumerate(vocabulary.words)}
+  pairs = [(merge[:at], merge[at + 1 :]) for merge, at in cut]
+  return tokenizers.Tokenizer(models.BPE(ids, pairs, **options))
+
+
+def _lines(path: pathlib.Path, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+  """BPE of whole lines, and of the newlines between them, as Gemma 4's."""
+  backend = _merging(path, vocabulary, byte_fallback=True, ignore_merges=True)
+  backend.normalizer = normalizers.Replace(' ', '▁')
+  backend.pre_tokenizer = pre_tokenizers.Split(
+    tokenizers.Regex(r'\n+'), 'isolated'
+  )
+  backend.decoder = _spaced()
+  return backend
+
+
+def _spaced(*last: Any) -> Any:
+  """A decoder of tokens with spaces as signs, and of tokens of bytes."""
+  steps = (decoders.Replace('▁', ' '), decoders.ByteFallback(), decoders.Fuse())
+  return decoders.Sequence([*steps, *last])
+
+
 def _byte_level(
   path: pathlib.Path, vocabulary: _Vocabulary
 ) -> tokenizers.Tokenizer:
   """Byte-level BPE, as GPT-2's."""
-  keys, pre = vocabulary.keys, vocabulary.keys.get('pre')
-  # The first letter of a merge may be a space.
-  cut = [
-    (merge, merge.find(' ', 1)) for merge in _array(path, keys, 'merges', 0)
-  ]
-  backend = tokenizers.Tokenizer(
-    models.BPE(
-      {word: token for token, word in enumerate(vocabulary.words)},
-      [(merge[:at], merge[at + 1 :]) for merge, at in cut],
-      ignore_merges=pre in gguf_words.IGNORE_MERGES,
-    )
-  )
+  pre = vocabulary.keys.get('pre')
+  ignores = pre in gguf_words.IGNORE_MERGES
+  backend = _merging(path, vocabulary, ignore_merges=ignores)
   backend.pre_tokenizer, known = gguf_words.pre_tokenizer(pre)
   if not known:
     logging.warning(
@@ -172,21 +195,21 @@ def _sentencepiece(
       byte_fallback=True,
     )
   )
-  steps = [decoders.Replace('▁', ' '), decoders.ByteFallback(), decoders.Fuse()]
+  last: tuple[Any, ...] = ()
   spaces = normalizers.Replace(' ', '▁')
   if vocabulary.keys.get('add_space_prefix', True):
     # Before a space as well, and after each special token.
     backend.normalizer = normalizers.Sequence(
       [normalizers.Prepend('▁'), spaces]
     )
-    steps.append(decoders.Strip(' ', 1, 0))
+    last = (decoders.Strip(' ', 1, 0),)
   else:
     backend.normalizer = spaces
-  backend.decoder = decoders.Sequence(steps)
+  backend.decoder = _spaced(*last)
   return backend
 
 
-_BUILDERS = {'gpt2': _byte_level, 'llama': _sentencepiece}
+_BUILDERS = {'gpt2': _byte_level, 'llama': _sentencepiece, 'gemma4': _lines}
 
 
 def load_tokenizer(
@@ -224,7 +247,10 @@ def load_tokenizer(
   backend.add_special_tokens(whole(_UNKNOWN, _CONTROL))
   backend.add_tokens(whole(_USER_DEFINED))
   roles = {name: vocabulary.token_id(key) for name, key in _SPECIAL.items()}
-  begins = keys['model'] == 'llama' or keys.get('pre') in gguf_words.WITH_BOS
+  begins = (
+    keys['model'] in ('llama', 'gemma4')
+    or keys.get('pre') in gguf_words.WITH_BOS
+  )
   adds = {'bos': keys.get('add_bos_token', begins)}
   adds['eos'] = keys.get('add_eos_token', False)
   for name in adds:

@@ -97,6 +97,8 @@ class StoredHead:
       return eagle.MTP
     if 'layers.0.hidden_norm.weight' in self.stored.all:
       return eagle.EAGLE3
+    if self.stored.keys.get('model_type') == families.ASSISTANT:
+      raise self._refuse(families.NO_ASSISTANTS)
     if 'layers.0.input_layernorm.weight' in self.stored.all:
       raise self._refuse(
         'is no drafting head; its tensors are those of a language model, which'

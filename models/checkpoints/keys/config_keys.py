@@ -58,6 +58,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
   'norm_topk_prob': (True,),
   'num_nextn_predict_layers': (1,),
   'parallel_draft_step': (1,),
+  'use_bidirectional_attention': ('vision',),
   'use_pos_enc': (True,),
 }
 # Keys that would change something if they were off.

@@ -1,5 +1,6 @@
 """The `model_type`s of Llama's kind: what each says and what it fixes."""
 
+from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
 import functools
@@ -8,6 +9,7 @@ from typing import Any
 import transformers
 
 from models.checkpoints.keys import config_keys
+from models.checkpoints.keys import gemma_keys
 from models.nn import delta as delta_lib
 from models.nn import gemma as gemma_lib
 from models.nn import lfm2 as lfm2_lib
@@ -53,7 +55,7 @@ _SOMETIMES = (
 )
 # Fields that follow from several keys, or from a key and others.
 COMPUTED = {'num_positions', 'head_width', 'rope', 'window', 'mixers'}
-COMPUTED |= {'attention_scale', 'embedding_scale'}
+COMPUTED |= {'attention_scale', 'embedding_scale', 'kv_source'}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,6 +85,8 @@ class ModelType:
     mixers: what mixes positions in a layer, by its entry in `layer_types`.
     renames: parts of canonical names, and of the names that are stored.
     written: keys that are written with these values.
+    of_layers: makes further fields of a config of transformers.
+    to_keys: its inverse, makes keys of a shape.
   """
 
   config: Any
@@ -101,6 +105,8 @@ class ModelType:
   mixers: Mapping[str, str] = dataclasses.field(default_factory=dict)
   renames: Mapping[str, str] = dataclasses.field(default_factory=dict)
   written: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  of_layers: Callable[[Any], dict[str, Any]] = lambda config: {}
+  to_keys: Callable[[Any], dict[str, Any]] = lambda config: {}
 
   @functools.cached_property
   def names(self) -> dict[str, str]:
@@ -144,6 +150,16 @@ _CAPS = {
   'attention_scale': QUERY_SCALAR,
   'score_cap': 'attn_logit_softcapping',
   'logit_cap': 'final_logit_softcapping',
+}
+_GEMMA4_KEYS = {
+  'activation': 'hidden_activation',
+  'logit_cap': 'final_logit_softcapping',
+  'layer_width': 'hidden_size_per_layer_input',
+}
+_GEMMA4_EXTRA = {
+  **{'global_head_dim': int | None, 'per_layer_config': dict | None},
+  **{'num_kv_shared_layers': int, 'use_double_wide_mlp': bool},
+  'vocab_size_per_layer_input': int,
 }
 _BEHIND = {'pre_norm': False, 'post_norm': True}
 _BEHIND |= {'qk_norm': True, 'joint_qk_norm': True}
@@ -273,6 +289,19 @@ MODEL_TYPES = {
     windows='some',
     ropes='kinds',
     extra=_LOCAL,
+  ),
+  'gemma4_text': ModelType(
+    config=transformers.Gemma4TextConfig,
+    shape=gemma_lib.Gemma4Config,
+    keys=_BIASES | _GEMMA4_KEYS,
+    fixed={'post_norm': True, 'qk_norm': True, 'value_norm': True}
+    | {'attention_scale': 1.0},
+    windows='some',
+    ropes='kinds',
+    extra=_GEMMA4_EXTRA,
+    constants={'enable_moe_block': False, 'attention_k_eq_v': False},
+    of_layers=gemma_keys.read,
+    to_keys=gemma_keys.write,
   ),
   'lfm2': ModelType(
     config=transformers.Lfm2Config,

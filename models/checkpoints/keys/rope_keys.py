@@ -134,9 +134,10 @@ def _read(
 ) -> rope_lib.Rope:
   """The rotation of transformers' `rope_parameters`."""
   fraction = raw.get('partial_rotary_factor', 1.0)
-  if fraction != 1.0 and not is_partial:
-    raise ValueError(f'partial_rotary_factor={fraction!r} is not supported')
   kind, theta = raw.get('rope_type', 'default'), raw['rope_theta']
+  of_pairs = kind == rope_lib.ProportionalScaling.rope_type
+  if fraction != 1.0 and not (is_partial or of_pairs):
+    raise ValueError(f'partial_rotary_factor={fraction!r} is not supported')
   scaling, known = rope_lib.SCALINGS.get(kind), set[str]()
   if scaling is not None:
     known = {field.name for field in dataclasses.fields(scaling)}
@@ -146,6 +147,8 @@ def _read(
       f' {["default", *rope_lib.SCALINGS]}'
     )
   values = {key: raw[key] for key in raw if key not in _TYPES}
+  if of_pairs:
+    values['partial_rotary_factor'], fraction = fraction, 1.0
   if kind == 'linear':  # Some checkpoints have it; it has no effect.
     values.pop('original_max_position_embeddings', None)
   growth = 0.0
@@ -189,7 +192,10 @@ def read_all(
     is_partial=is_partial,
   )
   if ropes == 'kinds':
-    found = {key: read(raw[key]) for key in {*config.layer_types}}
+    kinds = dict.fromkeys(config.layer_types)
+    if missing := [key for key in kinds if not raw.get(key)]:
+      raise ValueError(f'rope_parameters lacks {missing[0]!r}')
+    found = {key: read(raw[key]) for key in kinds}
     return tuple(found[key] for key in config.layer_types)
   if ropes == 'stated' and config.position_embedding_type != 'rope':
     return (None,) * number

@@ -242,9 +242,8 @@ def growing_cache(
   cache = cache_lib.init_cache(
     batch_size,
     0,
-    num_layers=config.num_layers,
     num_heads=config.num_kv_heads,
-    head_width=config.head_width,
+    head_widths=config.cache_widths,
     dtype=dtype,
   )
   return cache.replace(ops=cache_lib.SlotOps(write=_joined))
@@ -310,6 +309,8 @@ class TargetTraining(trainer.Training):
         f'--heads={num_heads} must divide the width {target.width} of the'
         ' target into heads of even width'
       )
+    # Layers may differ.
+    inner_width = np.max(getattr(target, 'inner_width', None) or 0).item()
     return {
       'vocab_size': target.vocab_size,
       'num_positions': target.num_positions,
@@ -317,9 +318,7 @@ class TargetTraining(trainer.Training):
       'num_heads': num_heads,
       'num_kv_heads': kv_heads,
       'head_width': target.width // num_heads,
-      'inner_width': self.inner_width
-      or getattr(target, 'inner_width', None)
-      or 8 * target.width // 3,
+      'inner_width': self.inner_width or inner_width or 8 * target.width // 3,
       'rope': _rotation(target),
       'target_width': target.width,
     }

@@ -20,14 +20,16 @@
 namespace specdec {
 
 // Attention of one layer, from projections [B, L, (Hq + 2 H) Dh]: queries, keys
-// and values. Each head of queries and keys gets the norm, if there is one, then
-// the rotation, if there is one. Keys and values are written to the caches, and
-// the queries attend to the slots that they see. The queries of a head of keys
+// and values. Each head gets the norm, if there is one, and one of queries or
+// keys then the rotation, if there is one. Keys and values are written to the
+// caches, which have them already if projections are of queries only, and the
+// queries attend to the slots that they see. The queries of a head of keys
 // are those of Hq / H query heads, one after another.
 struct Attention {
   const float* projections;
   int64_t batch, length, query_heads, heads, width, slots;
-  Norm query_norm, key_norm;
+  bool writes;
+  Norm query_norm, key_norm, value_norm;
   const float *cos, *sin;  // [B, L, pairs], or null.
   int64_t pairs;  // A head rotates the values i and i + pairs.
   const bool* mask;  // [B, L, S]
@@ -38,7 +40,7 @@ struct Attention {
 
   // Projection of a position: of a query head, a head of keys or of values.
   const float* projection(int64_t row, int64_t position, int64_t head) const {
-    const int64_t heads_in_all = query_heads + 2 * heads;
+    const int64_t heads_in_all = query_heads + (writes ? 2 * heads : 0);
     return projections + ((row * length + position) * heads_in_all + head) * width;
   }
 };
@@ -94,8 +96,13 @@ void WriteEntry(const Attention& attention, int64_t row, int64_t position,
   const int64_t of_keys = attention.query_heads + head;
   PrepareHead(attention, row, position, of_keys, attention.key_norm, scratch);
   StoreEntry(scratch, width, static_cast<Value*>(attention.keys) + at);
-  StoreEntry(attention.projection(row, position, of_keys + attention.heads),
-             width, static_cast<Value*>(attention.values) + at);
+  const float* value =
+      attention.projection(row, position, of_keys + attention.heads);
+  if (attention.value_norm.scale != nullptr) {
+    Normalize(attention.value_norm, value, width, scratch);
+    value = scratch;
+  }
+  StoreEntry(value, width, static_cast<Value*>(attention.values) + at);
 }
 
 // The format of keys, which are multiplied as weights are.
@@ -358,7 +365,8 @@ void AttendAll(Pool& pool, const Attention& attention) {
   // Products, about as slow as bytes that are read.
   const int64_t work = rows * attention.slots * attention.width * per_head;
   Team team(pool, rows * parts, work);
-  const int64_t entries = attention.batch * attention.length;
+  const int64_t entries =
+      attention.writes ? attention.batch * attention.length : 0;
   auto write = [&](int64_t index) {
     thread_local std::vector<float> scratch;
     scratch.resize(attention.width);

@@ -18,13 +18,14 @@ namespace {
 
 // See `Attention`; norms and rotations may have no elements.
 ffi::Error Attend(ffi::ThreadPool pool, FloatBuffer projections,
-                  FloatBuffer query_norm, FloatBuffer key_norm, FloatBuffer cos,
-                  FloatBuffer sin, ffi::Buffer<ffi::PRED> mask,
+                  FloatBuffer query_norm, FloatBuffer key_norm,
+                  FloatBuffer value_norm, FloatBuffer cos, FloatBuffer sin,
+                  ffi::Buffer<ffi::PRED> mask,
                   ffi::Buffer<ffi::S32> start, ffi::AnyBuffer keys,
                   ffi::AnyBuffer values, FloatResult out,
                   ffi::Result<ffi::AnyBuffer> new_keys,
                   ffi::Result<ffi::AnyBuffer> new_values, float epsilon,
-                  float scale) {
+                  float scale, bool writes) {
   const auto dims = keys.dimensions();
   Attention attention;
   attention.projections = projections.typed_data();
@@ -36,6 +37,8 @@ ffi::Error Attend(ffi::ThreadPool pool, FloatBuffer projections,
   attention.query_heads = out->dimensions()[2] / attention.width;
   attention.query_norm = {OrNull(query_norm), nullptr, epsilon, false};
   attention.key_norm = {OrNull(key_norm), nullptr, epsilon, false};
+  attention.value_norm = {OrNull(value_norm), nullptr, epsilon, false};
+  attention.writes = writes;
   attention.cos = OrNull(cos);
   attention.sin = OrNull(sin);
   attention.pairs = attention.cos == nullptr ? 0 : cos.dimensions()[3];
@@ -184,6 +187,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_attend, specdec::Attend,
                                   .Arg<FloatBuffer>()
                                   .Arg<FloatBuffer>()
                                   .Arg<FloatBuffer>()
+                                  .Arg<FloatBuffer>()
                                   .Arg<ffi::Buffer<ffi::PRED>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::AnyBuffer>()
@@ -192,7 +196,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_attend, specdec::Attend,
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("epsilon")
-                                  .Attr<float>("scale"));
+                                  .Attr<float>("scale")
+                                  .Attr<bool>("writes"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_write_slots, specdec::WriteSlots,
                               ffi::Ffi::Bind()
                                   .Arg<ffi::AnyBuffer>()

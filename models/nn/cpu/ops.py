@@ -195,14 +195,14 @@ def _misfit(name: str, array: jax.Array, keys: jax.Array) -> ValueError:
 def _check_attention(
   projections: jax.Array,
   mask: jax.Array,
-  start: jax.Array,
+  start: jax.Array | None,
   keys: jax.Array,
   values: jax.Array,
-  norms: tuple[Norm, Norm] | None,
+  norms: Sequence[Norm | None],
   rotation: tuple[jax.Array, jax.Array] | None,
 ) -> tuple[int, int, int]:
   """Checks the operands of `attend`, and returns the shape of its result."""
-  query_norm, key_norm = norms or (None, None)
+  query_norm, key_norm, value_norm = norms
   cos, sin = rotation or (None, None)
   sizes = check(
     {},
@@ -213,17 +213,18 @@ def _check_attention(
     start=(start, 'B', 'int32'),
     query_norm=(query_norm and query_norm.scale, 'D'),
     key_norm=(key_norm and key_norm.scale, 'D'),
+    value_norm=(value_norm and value_norm.scale, 'D'),
     cos=(cos, 'B1LR'),
     sin=(sin, 'B1LR'),
   )
   heads = sizes['H'] * sizes['D']
-  width = sizes['P'] - 2 * heads
+  width = sizes['P'] - (0 if start is None else 2 * heads)
   if width <= 0 or width % heads or sizes['L'] > sizes['S']:
     raise _misfit('projections', projections, keys)
   if cos is not None and 2 * sizes['R'] > sizes['D']:
     raise _misfit('cos', cos, keys)
   plain = query_norm and (True, False, query_norm.epsilon)
-  for norm in norms or ():
+  for norm in filter(None, norms):
     if (norm.bias is None, norm.center, norm.epsilon) != plain:
       raise ValueError('norms of heads have no bias, no mean and one epsilon')
   return sizes['B'], sizes['L'], width
@@ -232,26 +233,26 @@ def _check_attention(
 def attend(
   projections: jax.Array,
   mask: jax.Array,
-  start: jax.Array,
+  start: jax.Array | None,
   keys: jax.Array,
   values: jax.Array,
   *,
   scale: float,
-  norms: tuple[Norm, Norm] | None = None,
+  norms: tuple[Norm | None, ...] = (),
   rotation: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Writes new keys and values to a cache, in place, and attends to it.
 
   Args:
     projections: `[B, L, (Hq + 2 H) Dh]` float32: heads of queries, of keys and
-      of values.
+      of values; of queries alone if nothing is written.
     mask: `[B, L, S]` bool, true where a query may look.
-    start: `[B]` int32, the slots of the first new entries.
+    start: `[B]` int32, slots of the first new entries; None: there are none.
     keys: `[B, H, S, Dh]` float32 or bfloat16.
     values: like the keys.
     scale: factor of the scores.
-    norms: of each head of queries and of keys, which differ in their scales
-      only, without biases and means.
+    norms: of each head of queries, of keys and of values, as many as there are;
+      they differ in their scales only, without biases and means.
     rotation: cosines and sines `[B, 1, L, pairs]` float32, see
       `models.nn.rope.rotate`.
 
@@ -261,6 +262,7 @@ def attend(
   Raises:
     ValueError: an operand is wrong.
   """
+  norms = (*norms, None, None, None)[:3]
   out = _check_attention(
     projections, mask, start, keys, values, norms, rotation
   )
@@ -271,20 +273,19 @@ def attend(
       jax.ShapeDtypeStruct(keys.shape, keys.dtype),
       jax.ShapeDtypeStruct(values.shape, values.dtype),
     ),
-    input_output_aliases={7: 1, 8: 2},
+    input_output_aliases={8: 1, 9: 2},
   )
-  query_norm, key_norm = norms or (None, None)
   result, new_keys, new_values = call(
     projections,
-    or_empty(query_norm and query_norm.scale),
-    or_empty(key_norm and key_norm.scale),
+    *(or_empty(norm and norm.scale) for norm in norms),
     *(rotation or 2 * [or_empty(None)]),
     mask,
-    start,
+    np.zeros(len(mask), np.int32) if start is None else start,
     keys,
     values,
-    epsilon=np.float32(query_norm.epsilon if query_norm else 0.0),
+    epsilon=np.float32(norms[0].epsilon if norms[0] else 0.0),
     scale=np.float32(scale),
+    writes=start is not None,
   )
   return result, new_keys, new_values
 

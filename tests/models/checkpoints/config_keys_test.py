@@ -18,7 +18,7 @@ _PATH = pathlib.Path('config.json')
 _PUBLISHED = json.loads(
   (pathlib.Path(__file__).parents[2] / 'golden' / 'published.json').read_text()
 )
-_NEW = ('granite4', 'ministral3', 'gpt_oss')
+_NEW = ('granite4', 'ministral3', 'gpt_oss', 'gemma4')
 # One of each model_type.
 _OF_TYPE = {
   variant['config']['model_type']: variant['config']
@@ -41,6 +41,7 @@ _IDLE_OF_TYPE = {
   **{'phi3': {'original_max_position_embeddings'}, 'qwen2': {'attention_bias'}},
   **{kind: {'intermediate_size'} for kind in ('qwen2_moe', 'qwen3_moe')},
   'mistral': {'use_sliding_window'},
+  'gemma4_text': {'use_bidirectional_attention'},  # But `all` is refused.
   'granitemoehybrid': {
     *(
       f'mamba_{key}' for key in ('chunk_size', 'conv_bias', 'd_conv', 'expand')

@@ -61,6 +61,9 @@ _GEMMA = _LLAMA | {'activation': 'gelu_pytorch_tanh', 'tie_embeddings': True}
 _GEMMA |= {'post_norm': True, 'window': (8, None)}
 _LOCAL, _GLOBAL = rope_lib.Rope(), rope_lib.Rope(theta=1e6, scaling=_LINEAR)
 _ROPE_3 = (*[_LOCAL] * 5, _GLOBAL, _LOCAL)
+_PROPORTIONAL = rope_lib.Rope(
+  theta=1e6, scaling=rope_lib.ProportionalScaling(partial_rotary_factor=0.5)
+)
 _BEHIND = {'pre_norm': False, 'post_norm': True, 'qk_norm': True}
 _BEHIND |= {'joint_qk_norm': True}
 _MULTIPLIERS = {'embedding_scale': 3.0, 'attention_scale': 0.25}
@@ -88,6 +91,14 @@ _CONFIGS = {
     **_GEMMA
     | {'num_layers': 7, 'window': (*[8] * 5, None, 8), 'rope': _ROPE_3},
     qk_norm=True,
+  ),
+  'gemma4': gemma_lib.Gemma4Config(
+    **_GEMMA
+    | {'num_layers': 4, 'window': (8, None) * 2, 'head_width': (64, 128) * 2}
+    | {'inner_width': (256, 256, 512, 512), 'kv_source': (None, None, 0, 1)},
+    **{'rope': (_LOCAL, _PROPORTIONAL) * 2, 'attention_scale': 1.0},
+    **{'qk_norm': True, 'value_norm': True, 'layer_width': 64},
+    logit_cap=3.0,
   ),
   'granite': nn_llama.LlamaConfig(**_LLAMA, **_MULTIPLIERS),
   'lfm2': lfm2_lib.Lfm2Config(
@@ -170,7 +181,7 @@ def _stored(module, arch):
     own = family.stored_name(name, whole)
     if arch in _OTHERWISE and name != 'lm_head.weight':
       own = f'model.{name}'
-    own += '.weight' * own.endswith('sinks')
+    own += '.weight' * own.endswith(('sinks', 'layer_scalar'))
     stem, leaf_name = own.rsplit('.', 1)
     stem, is_expert = _EXPERT.subn('mlp.experts', stem)
     if is_expert:
@@ -223,6 +234,8 @@ def _write(
     scaled = config.rope.frequencies(config.head_width)
     tensors['rope_freqs.weight'] = plain / scaled
   tensors |= gguf_files.longrope_factors(config)
+  if arch == 'gemma4':
+    tensors['rope_freqs.weight'] = np.float32([1] * 32 + [1e30] * 32)
   expected = {}
   for key, array in tensors.items():
     own = kind if array.ndim > 1 else Kind.F32
@@ -287,6 +300,15 @@ def test_parameters_and_shape_are_those_that_were_written(name, kind, path):
     np.testing.assert_array_equal(array, expected[key], err_msg=key)
 
 
+def test_keys_of_a_layer_that_reads_others_are_not_read(path):
+  expected = _write(path, 'gemma4', change=_with('blk.3.attn_k.weight', _ROW))
+  assert 'blk.3.attn_k.weight' not in expected
+  found = hub.load_module(path)
+  _write(path, 'gemma4')
+  both = map(_pure, (found, hub.load_module(path)))
+  jax.tree.map(np.testing.assert_array_equal, *both)
+
+
 @pytest.mark.parametrize('dtype', ['bfloat16', 'int8'])
 def test_final_dtypes_are_those_of_a_folder(dtype, path, tmp_path):
   _write(path, 'llama', Kind.Q8_0)
@@ -317,20 +339,46 @@ _without = lambda key: lambda all_: {k: v for k, v in all_.items() if k != key}
 _ROW = np.ones((40, 256), np.float32)
 
 
+_ODD = _with('rope_freqs.weight', _ROW[0, :32] * 3)
+
+
 @pytest.mark.parametrize(
-  ('change', 'message'),
+  ('change', 'message', 'name'),
   [
-    (_without('blk.1.attn_k.weight'), 'lacks 1 tensors.*1.self_attn.k_proj'),
-    (_without('token_embd.weight'), 'lacks the tensor token_embd.weight'),
-    (_with('blk.0.ssm_in.weight', _ROW), 'blk.0.ssm_in.weight is not part of'),
-    (_with('blk.2.attn_k.weight', _ROW), 'blk.2.attn_k.weight is not part of'),
-    (_with('output.weight', _ROW[:, :128]), r'\(40, 128\), expected \(40, 256'),
-    (_with('rope_freqs.weight', _ROW[0, :32] * 3), "not those of Llama 3's"),
-    (_with('rope_factors_short.weight', _ROW[0, :32]), 'lacks .*factors_long'),
+    (
+      _without('blk.1.attn_k.weight'),
+      'lacks 1 ten.*1.self_attn.k_proj',
+      'llama',
+    ),
+    (_without('token_embd.weight'), 'lacks the tensor token_embd', 'llama'),
+    (_with('blk.0.ssm_in.weight', _ROW), 'ssm_in.weight is not part', 'llama'),
+    (
+      _with('blk.2.attn_k.weight', _ROW),
+      '2.attn_k.weight is not part',
+      'llama',
+    ),
+    (
+      _with('output.weight', _ROW[:, :9]),
+      r'\(40, 9\), expected \(40, 2',
+      'llama',
+    ),
+    (_ODD, "not those of Llama 3's", 'llama'),
+    (_with('rope_factors_short.weight', _ROW[0]), 'lacks .*_long', 'llama'),
+    (_without('rope_freqs.weight'), 'lacks the tensor rope_freqs', 'gemma4'),
+    (
+      _without('blk.0.inp_gate.weight'),
+      'lacks 1.*0.per_layer_input_g',
+      'gemma4',
+    ),
+    (
+      _with('blk.4.attn_k.weight', _ROW),
+      '4.attn_k.weight is not part',
+      'gemma4',
+    ),
   ],
 )
-def test_tensors_that_do_not_fit(change, message, path):
-  _write(path, 'llama', change=change)
+def test_tensors_that_do_not_fit(change, message, name, path):
+  _write(path, name, change=change)
   with pytest.raises(ValueError, match=f'{path}.*{message}'):
     hub.load_module(path)
 
@@ -396,6 +444,7 @@ _EPSILON, _GROWTH = (
   'attention.layer_norm_epsilon',
   'attention.temperature_scale',
 )
+_ALL_SHARED = {'attention.shared_kv_layers': 4, 'feed_forward_length': 256}
 _LINEAR_TYPE = {'rope.scaling.type': 'linear', 'rope.scaling.factor': 2.0}
 
 
@@ -420,6 +469,27 @@ _LINEAR_TYPE = {'rope.scaling.type': 'linear', 'rope.scaling.factor': 2.0}
     ('qwen2, yarn', {_GROWTH: 0.1}, 'llama_4_scaling_beta'),
     ('gpt-oss', {'expert_used_count': 9}, 'num_experts=3, got 9'),
     ('granitemoe', {'expert_count': 0}, 'granitemoe with 0 experts'),
+    ('gemma4', {'expert_count': 4}, 'gemma4 with 4 experts is not supported'),
+    (
+      'gemma4',
+      {'feed_forward_length': [256] * 3 + [512]},
+      'forward_length=.256',
+    ),
+    (
+      'gemma4',
+      {'rope.dimension_count_swa': 32},
+      'count_swa=32 is not the width',
+    ),
+    (
+      'gemma4',
+      {'attention.key_length': 64},
+      'value_length=128 is not the width',
+    ),
+    (
+      'gemma4',
+      _ALL_SHARED,
+      'num_kv_shared_layers=4 must',
+    ),
   ],
 )
 def test_keys_that_say_something_else(name, keys, message, path):
@@ -446,7 +516,7 @@ def test_a_file_of_any_name(path):
   ('name', 'kind'),
   [
     *(('llama', Kind.Q4_K), ('gpt2', Kind.Q8_0)),
-    *(('llama, mixture', Kind.Q5_0), *_FAMILIES),
+    *(('llama, mixture', Kind.Q5_0), ('gemma4', Kind.Q4_0), *_FAMILIES),
   ],
 )
 def test_matrices_stay_as_they_are_stored(name, kind, path, caplog):

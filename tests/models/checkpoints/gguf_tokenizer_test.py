@@ -138,6 +138,32 @@ def _write_pieces(path, **keys):
 
 
 @pytest.mark.parametrize(
+  ('text', 'expected'),
+  [
+    # Merges know no words, but end where lines do.
+    (' b\nb a', ['▁b', '\n', 'b▁', 'a']),
+    ('b\n\nb\n\n\n', ['b', '\n\n', 'b', '\n', '\n', '\n']),
+    ('b<end>b č', ['b', '<end>', 'b▁', '<0xC4>', '<0x8D>']),
+  ],
+)
+def test_lines_are_merged_as_for_llama_cpp(text, expected, path):
+  words = ['<pad>', '<end>', '<begin>', *_BYTES]
+  kinds = [TokenType.CONTROL] * 3 + [TokenType.BYTE] * 256
+  pieces = ['a', 'b', '▁', '\n', '▁a', '▁b', 'b▁', '\n\n', '\nb']
+  kinds += [TokenType.NORMAL] * len(pieces)
+  merges = ['\n b', '▁ b', 'b ▁', '▁ a']
+  _write(
+    *(path, [*words, *pieces]),
+    **{'model': 'gemma4', 'kinds': kinds, 'merges': merges},
+    **{'bos_token_id': 2, 'eos_token_id': 1},
+  )
+  tokenizer = hub.load_tokenizer(path)
+  ids = tokenizer(text)['input_ids']
+  assert ids == [2, *map([*words, *pieces].index, expected)]
+  assert tokenizer.decode(ids[1:]) == text
+
+
+@pytest.mark.parametrize(
   ('text', 'prefix', 'expected'),
   [
     *(('hi', True, ['▁hi']), ('hi', False, ['hi'])),
@@ -206,7 +232,7 @@ def test_tokens_that_only_fill_the_vocabulary_up(name, path):
     ({'pre': ['gpt-2']}, r"must be texts, got \['gpt-2'"),
     ({'words': ['er', *_ALPHABET[:-1], 'er']}, "0 and 256 are both 'er'"),
     ({'words': []}, 'tokens has 0 entries'),
-    ({'model': 'bert'}, r"model 'bert' is not supported; choose from \['gpt2'"),
+    ({'model': 'bert'}, r"'bert' is not supported; choose from \['gemma4'"),
     ({'model': 'llama'}, 'scores has no entries, expected 257'),
     ({'model': 'llama', 'scores': [0.0]}, 'scores has 1 entries, expected 257'),
     ({'merges': ['e', 'e r']}, 'no usable tokenizer'),

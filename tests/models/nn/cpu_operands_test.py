@@ -26,10 +26,11 @@ def _multiply(x, scale, bias, norm_scale, norm_bias, residual, **options):
   return ops.multiply(x, matrices, **options)
 
 
-def _attend(query_norm, key_norm, cos, sin, **arrays):
+def _attend(query_norm, key_norm, value_norm, cos, sin, **arrays):
   norm = ops.Norm(query_norm, None, 0.1, False)
   changes = {key: arrays.pop(key) for key in {*arrays} & {*norm._fields}}
   norms = norm, norm._replace(scale=key_norm, **changes)
+  norms = *norms, norm._replace(scale=value_norm)
   return ops.attend(norms=norms, rotation=(cos, sin), scale=1.0, **arrays)
 
 
@@ -52,6 +53,7 @@ _CALLS = {
     'projections': _floats((2, 4, 12 * 8)),
     **{'mask': np.zeros((2, 4, 9), bool), 'start': _ints(2)},
     **{'query_norm': _floats(8), 'key_norm': _floats(8)},
+    'value_norm': _floats(8),
     **{'cos': _floats((2, 1, 4, 4)), 'sin': _floats((2, 1, 4, 4))},
   },
   ops.write_slots: {

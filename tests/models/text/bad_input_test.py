@@ -176,6 +176,11 @@ _MINICPM = _LLAMA | {'model_type': 'minicpm', 'scale_emb': 12}
 _MINICPM |= {'scale_depth': 1.4, 'dim_model_base': 8}
 _GPT_OSS = _LLAMA | {'model_type': 'gpt_oss', 'num_local_experts': 4}
 _GPT_OSS |= {'num_experts_per_tok': 2}
+_GEMMA_4 = _LLAMA | {'model_type': 'gemma4_text', 'num_hidden_layers': 4}
+_GEMMA_4 |= {'layer_types': ['sliding_attention', 'full_attention'] * 2}
+_GEMMA_4 |= {'num_kv_shared_layers': 2, 'vocab_size_per_layer_input': 64}
+_GEMMA_4 |= {'pad_token_id': 0, 'sliding_window': 8}
+_LAYERS = {'1': {'num_key_value_heads': 1, 'head_dim': 8}}
 _grows = lambda **changes: ('rope_parameters', _GROWS | changes)
 _long = lambda **changes: ('rope_scaling', _LONG | changes)
 _DYNAMIC = {'type': 'dynamic', 'factor': 2.0}
@@ -268,6 +273,25 @@ _CONFIGS = (
     ('experts_per_token', 3, 'experts_per_token=3 and num_experts_per_tok'),
     ('quantization_config', {'quant_method': 'awq'}, "'awq'} is not supp"),
     ('num_experts', 5, 'contradict'),
+  ),
+  (
+    *(
+      _GEMMA_4,
+      ('num_kv_shared_layers', 3, '=3: none of the others is of ful'),
+    ),
+    ('num_kv_shared_layers', 4, 'num_kv_shared_layers=4 must lie between 0 an'),
+    ('num_kv_shared_layers', -1, 'num_kv_shared_layers=-1 must lie between'),
+    ('vocab_size_per_layer_input', 63, 'vocab_size_per_layer_input=63 is not'),
+    ('layer_types', ['full_attention'] * 3, 'number of `layer_types` (3)'),
+    ('global_head_dim', 9, 'head_width must be even, got 9'),
+    ('per_layer_config', _LAYERS, "per_layer_config has ['num_key_value_he"),
+    ('enable_moe_block', True, 'enable_moe_block=True is not supported'),
+    ('attention_k_eq_v', True, 'attention_k_eq_v=True is not supported'),
+    ('num_experts', 8, 'num_experts=8 is not supported'),
+    ('num_global_key_value_heads', 1, 'num_global_key_value_heads=1 is not'),
+    ('use_bidirectional_attention', 'all', "use_bidirectional_attention='all'"),
+    ('hidden_size_per_layer_input', -4, 'layer_width must not be below 0: -4'),
+    ('model_type', 'gemma4_assistant', "Google's drafters of Gemma 4 read"),
   ),
   (_MIXTRAL, ('num_experts_per_tok', 9, 'num_experts=4, got 9')),
   (_QWEN3_MOE, ('mlp_only_layers', [1], _NO_EXPERTS)),
