@@ -111,6 +111,9 @@ class LanguageModel(Network):
   """A language model with its weights."""
 
   spec: ModelSpec = flax.struct.field(pytree_node=False)
+  #: `[N]` int32, ascending: the tokens that a draft proposes; the logits of all
+  #: others are -inf. None: all.
+  proposed: jax.Array | None = None
 
   def apply(
     self,

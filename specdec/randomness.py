@@ -57,13 +57,16 @@ class DrawnNoise(flax.struct.PyTreeNode):
 
   def of_all(self, vocab_size: int) -> jax.Array:
     """`[B, L, V]` float32; if no row has noise, none is drawn."""
+    return self.of_some(jnp.arange(vocab_size))
+
+  def of_some(self, tokens: jax.Array) -> jax.Array:
+    """`[B, L, N]` of `tokens [N]`; if no row has noise, none is drawn."""
     # The bits of `jax.random.gumbel` depend on `jax_threefry_partitionable`.
-    tokens = jnp.arange(vocab_size)
     of_position = lambda key: jax.vmap(_of_token, (None, 0))(key, tokens)
     noise = lax.cond(
       jnp.any(self.is_drawn),
       jax.vmap(jax.vmap(of_position)),
-      lambda keys: jnp.zeros((*keys.shape, vocab_size)),
+      lambda keys: jnp.zeros((*keys.shape, len(tokens))),
       self.keys,
     )
     return self._where_drawn(noise)
@@ -98,6 +101,26 @@ class NoiseTable(flax.struct.PyTreeNode):
     """See `DrawnNoise`."""
     del vocab_size
     return jax.vmap(tree_lib.pick)(self.table, self.index)
+
+  def of_some(self, tokens: jax.Array) -> jax.Array:
+    """See `DrawnNoise`."""
+    return self.of_all(self.table.shape[-1])[..., tokens]
+
+
+class NoiseOfSome(flax.struct.PyTreeNode):
+  """The noise of a few tokens, each called by its place among them."""
+
+  noise: DrawnNoise | NoiseTable  #: That of all tokens.
+  tokens: jax.Array  #: `[N]` int32.
+
+  def of_tokens(self, places: jax.Array) -> jax.Array:
+    """See `DrawnNoise`."""
+    return self.noise.of_tokens(self.tokens[places])
+
+  def of_all(self, vocab_size: int) -> jax.Array:
+    """`[B, L, N]` float32, of all N tokens."""
+    del vocab_size
+    return self.noise.of_some(self.tokens)
 
 
 Noise = DrawnNoise | NoiseTable

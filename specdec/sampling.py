@@ -312,13 +312,15 @@ class Kept(NamedTuple):
     relative = _relative(self.logits, self.best, self.temperature)
     return jnp.where(relative >= self.threshold, relative, EXCLUDED)
 
-  def scores_of(self, noise: randomness_lib.Noise) -> jax.Array:
+  def scores_of(
+    self, noise: randomness_lib.Noise | randomness_lib.NoiseOfSome
+  ) -> jax.Array:
     """`[B, L, V]`, the filtered logits plus the noise of their positions."""
     return self.filtered() + noise.of_all(self.logits.shape[-1])
 
   def among_few(
     self,
-    noise: randomness_lib.Noise,
+    noise: randomness_lib.Noise | randomness_lib.NoiseOfSome,
     of_scores: Callable[[jax.Array, jax.Array], _T],
     otherwise: Callable[[], _T],
     *,

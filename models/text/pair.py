@@ -155,11 +155,16 @@ def _with_target_tokens(
   """A draft that reads and proposes tokens of the target."""
   sources, shared = vocabulary.sources, vocabulary.shared
   draft = adapter.as_model(module, sources.draft_layout)
+  place = lambda arrays: jax.device_put(arrays, sources.draft_layout.everywhere)
   if shared is None:
-    return adapter.with_vocab_size(draft, sources.target.config.vocab_size)
-  everywhere = sources.draft_layout.everywhere
-  tables = jax.device_put((shared.same, shared.parts), everywhere)
-  return other_tokens.with_other_tokens(draft, *tables)
+    model = adapter.with_vocab_size(draft, sources.target.config.vocab_size)
+  else:
+    tables = place((shared.same, shared.parts))
+    model = other_tokens.with_other_tokens(draft, *tables)
+  proposed = vocabulary.proposed
+  if proposed is None:
+    return model
+  return model.replace(proposed=place(proposed))
 
 
 def load_pair(choice: choice_lib.ModelChoice) -> Pair:

@@ -31,6 +31,17 @@ class Vocabulary:
   shared: shared_tokens.SharedTokens | None = None
   draft_outputs: np.ndarray | None = None
 
+  @property
+  def proposed(self) -> np.ndarray | None:
+    """`[N]` int32, ascending: the target's tokens among them; None: all."""
+    outputs, shared = self.draft_outputs, self.shared
+    if outputs is None and shared is None:
+      return None
+    same = np.arange(self.sources.target.config.vocab_size)
+    same = same if shared is None else shared.same
+    has_output = same >= 0 if outputs is None else np.isin(same, outputs)
+    return np.flatnonzero(has_output).astype(np.int32)
+
 
 def read_vocabulary(sources: sources_lib.Sources) -> Vocabulary:
   """Reads the tokenizers of a target and a draft, and compares them.

@@ -23,14 +23,18 @@ def scores_of(
   tree: tree_lib.TokenTree,
   ctx: context_lib.StepContext,
   config: drafter_lib.StageConfig,
+  proposed: jax.Array | None = None,
 ) -> drafter_lib.Scores:
-  """The scores of nodes by the logits of a forward; see `Scorer.score`."""
+  """The scores of nodes by the logits of a forward; see `Scorer.score`.
+
+  `proposed` are those of a `model.LanguageModel`.
+  """
   nodes = found.nodes
   logits = ctx.adjusted(found.logits, tree, nodes)
   noise = ctx.randomness.noise.at(jax.vmap(tree_lib.pick)(tree.depth, nodes))
   branching = min(config.branching, logits.shape[-1])
   ranking = ranking_lib.rank_logits(
-    logits, noise, ctx.sampling, config.calibration, branching
+    logits, noise, ctx.sampling, config.calibration, branching, proposed
   )
   if ctx.rule.children == sampling_lib.BEST:
     tokens, log_probs = ranking.tokens, ranking.best_log_probs
@@ -108,7 +112,8 @@ class LanguageModelScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     found, state = model_lib.forward_text_and_nodes(
       self.model, state, tree, nodes, ctx, number=max(config.width, 2)
     )
-    return scores_of(found, tree, ctx, config), state
+    proposed = self.model.proposed
+    return scores_of(found, tree, ctx, config, proposed), state
 
   def keep(
     self, state: model_lib.ModelState, added: carried_lib.Added

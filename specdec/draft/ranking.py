@@ -91,6 +91,7 @@ def rank_logits(
   sampling: sampling_lib.SamplingParams,
   calibration: float,
   number: int,
+  proposed: jax.Array | None = None,
 ) -> Ranking:
   """Ranks all tokens.
 
@@ -101,11 +102,19 @@ def rank_logits(
     sampling: the target's.
     calibration: b above.
     number: K, of the best; at most V.
+    proposed: `[N]` int32, ascending, if all other logits are -inf; then at most
+      N are ranked.
   """
-  kept = sampling_lib.keep(logits, sampling)
+  of_these: randomness_lib.Noise | randomness_lib.NoiseOfSome = noise
+  few = logits
+  if proposed is not None:
+    few = jnp.take(logits, proposed, axis=-1)
+    of_these = randomness_lib.NoiseOfSome(noise, proposed)
+    number = min(number, len(proposed))
+  kept = sampling_lib.keep(few, sampling)
 
   def of_all() -> tuple[jax.Array, jax.Array, jax.Array]:
-    return _best(calibration * kept.scores_of(noise), number)
+    return _best(calibration * kept.scores_of(of_these), number)
 
   def of_few(
     scores: jax.Array, tokens: jax.Array
@@ -113,11 +122,15 @@ def rank_logits(
     best, places, total = _best(calibration * scores, number)
     return best, jnp.take_along_axis(tokens, places, axis=-1), total
 
-  best, tokens, log_total = kept.among_few(noise, of_few, of_all, least=number)
+  best, tokens, log_total = kept.among_few(
+    of_these, of_few, of_all, least=number
+  )
+  if proposed is not None:
+    tokens = proposed[tokens]
   # Filtering leaves no trace of NaN and inf.
-  usable = sampling_lib.is_usable(logits)[..., None]
+  usable = sampling_lib.is_usable(few)[..., None]
   return Ranking(
-    kept=kept,
+    kept=kept._replace(logits=logits, ranked=None),
     noise=noise,
     log_total=jnp.where(usable, log_total, jnp.inf),
     best=best,

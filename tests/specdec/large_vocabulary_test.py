@@ -127,6 +127,37 @@ def test_top_p_keeps_what_the_definition_says(vocab_size, rank):
   np.testing.assert_array_equal(kept > sampling_lib.EXCLUDED, expected)
 
 
+@functools.partial(jax.jit, static_argnames='number')
+def _ranked(logits, keys, params, proposed, of_tokens, *, number):
+  noise = randomness_lib.DrawnNoise(keys, params.is_stochastic)
+  ranking = ranking_lib.rank_logits(
+    logits, noise, params, 0.7, number, proposed
+  )
+  index = jnp.zeros(of_tokens.shape, jnp.int32)
+  log_probs = ranking.log_prob_of(index, of_tokens)
+  return ranking.tokens, ranking.best_log_probs, log_probs
+
+
+@pytest.mark.parametrize('filters', [{}, {'top_p': 0.8}, {'temperature': 0.0}])
+def test_ranks_among_what_is_proposed_are_those_among_all(filters):
+  rng = np.random.default_rng(0)
+  vocab_size = _SIZES[0]
+  proposed = np.sort(rng.choice(vocab_size, 300, replace=False))
+  logits = np.full((2, 1, vocab_size), -np.inf, np.float32)
+  logits[..., proposed] = rng.normal(size=(2, 1, 300)).round(1)  # With ties.
+  params = _params(2, vocab_size, **filters)
+  keys = jax.random.split(jax.random.key(1), (2, 1))
+  others = np.broadcast_to(np.arange(vocab_size), (2, vocab_size))
+  rank = functools.partial(_ranked, logits, keys, params)
+  expected = rank(None, others, number=4)
+  found = rank(proposed, others, number=4)
+  np.testing.assert_array_equal(found[0], expected[0])
+  for one, other in zip(found[1:], expected[1:], strict=True):
+    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+  # There are no more than these.
+  assert rank(proposed[:3], others, number=4)[0].shape == (2, 1, 3)
+
+
 class _OnlyOfFew(randomness_lib.DrawnNoise):
   """Noise that is NaN, so that the last token wins, if that of all is read."""
 

@@ -27,12 +27,17 @@
 namespace specdec {
 
 // Like kFar and kNear of formats.h, for one register of outputs and for two.
-constexpr int64_t kBlocksFar[] = {8192, 12288}, kBlocksNear[] = {2048, 6144};
+constexpr int64_t kBlocksFar[] = {kIsZen5 ? 4096 : 8192,
+                                  kIsZen5 ? 4096 : 12288};
+constexpr int64_t kBlocksNear[] = {kIsZen5 ? 6144 : 2048,
+                                   kIsZen5 ? 12288 : 6144};
 
-// The parts of a row: 128 values, the terms taken from sums, and the scale.
+// The parts of a row: 128 values, the terms taken from sums, the scale, and the
+// sums of the values of groups 0 and 2, 1 and 3 of 32, in halves of words.
 constexpr int64_t kPart = 128;
 constexpr int64_t kTaken = kPart / 4 * Int8::kFactors;
 constexpr int64_t kScale = kTaken + 24;
+constexpr int64_t kPairs = kScale + 1;
 constexpr int64_t kPartWords = kTaken + 32;
 
 // Sums begin at the bits of this float, so that they are floats, too: 1.5 * 2^23
@@ -67,6 +72,19 @@ inline Floats ToFloats(const Words& words) {
   return __builtin_convertvector(BitCast<Ints>(words), Floats);
 }
 
+// Adds the products of both halves of words, positive integers, and those of x.
+inline Ints AddPairs(const Ints& sums, const Words& pairs, uint32_t x) {
+#if defined(__AVX512VNNI__)
+  return (Ints)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)pairs,
+                                   _mm512_set1_epi32(x));
+#elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
+  return sums + Int8::MultiplyPairs(pairs, x);
+#else
+  return sums + BitCast<Ints>(pairs & 0xffff) * static_cast<int16_t>(x) +
+         BitCast<Ints>(pairs >> 16) * static_cast<int16_t>(x >> 16);
+#endif
+}
+
 inline Words Line(const uint32_t* lines, int64_t index) {
   return Load<Words>(lines + index * kBlock);
 }
@@ -83,7 +101,8 @@ inline Words Line(const uint32_t* lines, int64_t index) {
 //   Weights           four q of a group, a byte each
 //   Scale             f of a group
 //
-// and, if it has minima, `Minima` of the same words and part, with o of a group.
+// and, if it has minima, `Minima` of the same words and part, whose `Times` is the
+// sum of o times the sums of a row's values in the groups.
 // Weights may be larger than q by a factor, by which the scale is smaller.
 
 // Four groups of 32, each with a scale in float16; those of two in a word.
@@ -118,12 +137,20 @@ struct Pairs32 {
   }
 
   struct Minima {
-    const uint32_t* lines;
+    Floats minima[4];
 
-    Minima(const uint32_t* lines, int) : lines(lines) {}
+    Minima(const uint32_t* lines, int) {
+      for (int i = 0; i < 4; ++i) {
+        minima[i] = -HalfToFloat(Line(lines, i) >> 16);
+      }
+    }
 
-    Floats Of(int group) const {
-      return -HalfToFloat(Line(lines, group) >> 16);
+    Floats Times(const uint32_t* row) const {
+      Floats sum = {};
+      for (int i = 0; i < 4; ++i) {
+        sum += minima[i] * BitCast<float>(row[TakenOf(0) + i]);
+      }
+      return sum;
     }
   };
 };
@@ -236,7 +263,7 @@ struct K32 {
         fifth(lines + 4 * kBlock),
         shift(Words{} + 4 * part),
         scales(SixBits(Line(lines, 1), Line(lines, 3), part)),
-        factor(HalfToFloat(Line(lines, 0))) {}
+        factor(HalfToFloat(Line(lines, 0)) * (kBits == 4 ? 0.0625f : 1.0f)) {}
 
   // The lower bits of the second part's are in other words.
   static Words SixBits(const Words& words, const Words& lower, int part) {
@@ -254,8 +281,10 @@ struct K32 {
     return low | (Shift(high, 4 - group) & 0x10101010);
   }
   Floats Scale(int group) const {
-    const Floats scale = factor * ToFloats(scales >> 8 * group & 0xff);
-    return kBits == 4 && group % 2 ? scale * 0.0625f : scale;
+    if (kBits == 4 && group % 2 == 0) {
+      return factor * ToFloats(Shift(scales, 4 - 8 * group) & 0xff0);
+    }
+    return factor * ToFloats(scales >> 8 * group & 0xff);
   }
 
   struct Minima {
@@ -266,8 +295,11 @@ struct K32 {
         : minima(SixBits(Line(lines, 2), Line(lines, 3) >> 4, part)),
           factor(HalfToFloat(Line(lines, 0) >> 16)) {}
 
-    Floats Of(int group) const {
-      return factor * ToFloats(minima >> 8 * group & 0xff);
+    Floats Times(const uint32_t* row) const {
+      const Ints even = AddPairs(Ints{}, minima & 0x00ff00ff, row[kPairs]);
+      const Ints sum =
+          AddPairs(even, minima >> 8 & 0x00ff00ff, row[kPairs + 1]);
+      return factor * __builtin_convertvector(sum, Floats);
     }
   };
 };
@@ -371,15 +403,8 @@ void AddBlock(const uint32_t* lines, const uint32_t* const (&x)[R],
     }
     if constexpr (Kind::kHasMinima) {
       const typename Kind::Minima minima[] = {{lines, part}, {last, part}};
-#pragma GCC unroll 8
-      for (int group = 0; group < kGroups; ++group) {
-        for (int i = 0; i < H; ++i) {
-          const Floats minimum = minima[i].Of(group);
-          for (int r = 0; r < R; ++r) {
-            results[r][i] -=
-                minimum * BitCast<float>(row[r][kTakenOf + group]);
-          }
-        }
+      for (int r = 0; r < R; ++r) {
+        for (int i = 0; i < H; ++i) results[r][i] -= minima[i].Times(row[r]);
       }
     }
     for (int r = 0; r < R; ++r) {
@@ -423,20 +448,23 @@ struct Blocks {
       for (int64_t i = 0; i < kPart / 4; ++i) {
         Int8::Spread(values + 4 * i, to + Int8::kFactors * i);
       }
+      int32_t by_16[kPart / 16], by_32[kPart / 32] = {};
       for (int64_t i = 0; i < kPart / 16; ++i) {
         int32_t sum = 0;
         for (int64_t j = 0; j < 16; ++j) sum += values[16 * i + j];
-        to[TakenOf(32) + i] = sum;
+        by_16[i] = sum;
+        by_32[i / 2] += sum;
       }
       for (const int offset : kOffsets) {
-        const bool by_16 = offset == 32;
-        for (int64_t i = 0; i < (by_16 ? 8 : 4); ++i) {
-          const uint32_t* const sums = to + TakenOf(32);
-          const auto sum = static_cast<int32_t>(
-              by_16 ? sums[i] : sums[2 * i] + sums[2 * i + 1]);
-          const float taken = offset == 0 ? sum : kStart + offset * sum;
+        const int32_t* const sums = offset == 32 ? by_16 : by_32;
+        for (int64_t i = 0; i < (offset == 32 ? 8 : 4); ++i) {
+          const float taken = offset == 0 ? sums[i] : kStart + offset * sums[i];
           to[TakenOf(offset) + i] = BitCast<uint32_t>(taken);
         }
+      }
+      for (int64_t i = 0; i < 2; ++i) {
+        to[kPairs + i] = static_cast<uint16_t>(by_32[i]) |
+                         static_cast<uint32_t>(by_32[i + 2]) << 16;
       }
       to[kScale] = BitCast<uint32_t>(scale);
     }

@@ -56,8 +56,9 @@ constexpr int kRows = kLanes == 16 ? 8 : 3;
 // those in its cache while it reads the next ones.
 constexpr int64_t kWords = 128;
 // Bytes to what one tile prefetches into the second cache and then into the
-// first one, whose few open reads alone would not keep up with the memory.
-constexpr int64_t kFar = 8192, kNear = 2048;
+// first one, whose few open reads alone would not keep up with the memory. Those
+// of Zen 5 do, so it prefetches into the first one at once.
+constexpr int64_t kFar = 8192, kNear = kIsZen5 ? 8192 : 2048;
 
 // Words `begin` to `end` of a group, and what is prefetched meanwhile.
 struct Span {

@@ -12,6 +12,14 @@
 
 namespace specdec {
 
+// GCC before 14 takes a Zen 5 for an older one; Zen 4 has no AVX-VNNI.
+#if defined(__AVXVNNI__) && \
+    (defined(__znver3__) || defined(__znver4__) || defined(__znver5__))
+constexpr bool kIsZen5 = true;
+#else
+constexpr bool kIsZen5 = false;
+#endif
+
 // Values of 32 bits in a register.
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;

@@ -250,3 +250,8 @@ def test_a_pair(folders, method, verify, size, caplog):
   assert proposed
   # The ids of a draft vocabulary are the draft's.
   assert all(0 <= same[one] < (size or 281) for one in proposed)
+  (logits,) = jax.jit(lambda draft: draft.logits(np.arange(8)[None]))(
+    lm.pair.draft
+  )
+  (ranked,) = np.nonzero((logits > -np.inf).all(axis=0))
+  np.testing.assert_array_equal(lm.pair.draft.proposed, ranked)

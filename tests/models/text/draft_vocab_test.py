@@ -69,7 +69,8 @@ def test_only_these_are_drafted_and_the_text_is_the_same(
     str(folder / 'untied'), str(folder / 'untied'), dtype='float32', **changed
   )
   decode = lambda lm: lm.generate(texts, seed=5, **options)
-  drafted = decode(load(method=method, draft_vocab=_N))
+  lm = load(method=method, draft_vocab=_N)
+  drafted = decode(lm)
   if verify == 'match':
     assert drafted.tokens == decode(load(method='plain')).tokens
   label = drafted.labels.index('draft')
@@ -85,6 +86,7 @@ def test_only_these_are_drafted_and_the_text_is_the_same(
   )
   assert proposed
   assert proposed <= set(allowed.tolist())
+  np.testing.assert_array_equal(lm.pair.draft.proposed, allowed)
 
 
 def test_special_tokens_and_the_first_ones(folder, tmp_path):
