@@ -1,17 +1,21 @@
-"""A tiny pair with random weights, where examples name the embedded pair."""
+"""Tiny models with random weights, where examples name the embedded ones."""
 
 import pathlib
 import shutil
 
+from flax import nnx
 import tiny
 
 from models.checkpoints import expand
 from models.checkpoints import hub
+from models.checkpoints.heads import block_drafters
+from models.lab.training import block_trainer
+from models.nn import block_drafter
 from models.text import generator as generator_lib
 
 
 def stand_in(monkeypatch, folder: pathlib.Path) -> None:
-  """Writes the tiny pair to a folder; `demo` and `demo-draft` are then it.
+  """Writes tiny models to a folder, which the names of the embedded are then.
 
   The default method is `tree`, with half the program of `staged`; examples that
   are about the latter name it.
@@ -28,6 +32,12 @@ def stand_in(monkeypatch, folder: pathlib.Path) -> None:
     hub.save_pretrained(module, embedded[name])
     for file in hub.locate(name).path.glob('tokenizer*'):
       shutil.copy(file, embedded[name])
+  config = block_trainer.BlockTraining(
+    **{'block_size': 3, 'num_layers': 1, 'markov_rank': 4, 'inner_width': 8}
+  ).config(target.config)
+  block = block_drafter.BlockDrafter(config, rngs=nnx.Rngs(0))
+  embedded['demo-block'] = folder / 'block'
+  block_drafters.save(block, embedded['demo-block'], num_target_layers=1)
   monkeypatch.setattr(hub, '_EMBEDDED', embedded)
   arguments = generator_lib.GeneratorChoice.__init__.__kwdefaults__
   monkeypatch.setitem(arguments, 'method', 'tree')

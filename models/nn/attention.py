@@ -116,7 +116,7 @@ def attend(
   if query.shape[2] > 1 or value.dtype == jnp.float32:
     return _attend(query, key, value, mask, **options)
   # A bfloat16 product of a single row misses the fast CPU kernel
-  # (docs/cpu.md: 187 ms, against 12.5 ms with two rows, AMD EPYC Zen 5).
+  # (187 ms, against 12.5 ms with two rows, AMD EPYC Zen 5).
   return lax.platform_dependent(
     query,
     key,

@@ -80,7 +80,7 @@ def rows_matmul(
     x,
     weight,
     # bfloat16, 24 products: 187 ms for one row, 12.5 ms for two
-    # (docs/cpu.md, AMD EPYC Zen 5); int8 takes the same path.
+    # (AMD EPYC Zen 5); int8 takes the same path.
     cpu=functools.partial(_contract_padded, 2),
     # 8 to 17 times fewer cycles by the estimate of the v5e compiler, not timed:
     # a single row never reaches the matrix unit (docs/accelerators.md).

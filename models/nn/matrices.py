@@ -2,7 +2,7 @@
 
 Weights are stored `[out, in]` and contracted over their last axis, with float32
 results for every format: on CPU this is by far the fastest way to multiply a
-few bfloat16 rows (docs/cpu.md has more).
+few bfloat16 rows (docs/cpu_kernels.md has more).
 
 A module holds an array of floats or another `Matrix`, by the `WeightFormat` it
 was loaded in. Another format is a class here, one for the kernels of

@@ -23,7 +23,7 @@ from models.lab.bench import server as server_lib
 from specdec import sampling as sampling_lib
 
 _CONTEXT = 4096
-# What drafts, by method; an arm may have other values.
+# The drafting of each method; an arm may have other values.
 _SPECULATION: Mapping[str, Mapping[str, Any]] = {
   'vllm': {},
   'vllm-draft': {'method': 'draft_model', 'num_speculative_tokens': 3},
