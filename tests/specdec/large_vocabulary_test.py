@@ -159,10 +159,11 @@ def test_ranks_among_what_is_proposed_are_those_among_all(filters):
 
 
 class _OnlyOfFew(randomness_lib.DrawnNoise):
-  """Noise that is NaN, so that the last token wins, if that of all is read."""
+  """Noise by which the last token wins, if that of all tokens is read."""
 
   def of_all(self, vocab_size):
-    return jnp.full((*self.keys.shape, vocab_size), jnp.nan)
+    last = jnp.where(jnp.arange(vocab_size) < vocab_size - 1, 0.0, jnp.inf)
+    return jnp.broadcast_to(last, (*self.keys.shape, vocab_size))
 
 
 @jax.jit

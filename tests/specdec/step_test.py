@@ -41,9 +41,8 @@ def _apply(params, tokens, positions, mask, cache):
 
 _init_cache = functools.partial(
   cache_lib.init_cache,
-  num_layers=1,
   num_heads=1,
-  head_width=1,
+  head_widths=(1,),
   dtype=jnp.float32,
 )
 

@@ -8,7 +8,6 @@ vLLM, except that it may use all cores.
 
 from collections.abc import Mapping
 from collections.abc import Sequence
-import json
 import os
 import pathlib
 import re
@@ -21,6 +20,7 @@ from models.checkpoints import hub
 from models.lab.bench import peer as peer_lib
 from models.lab.bench import server as server_lib
 from specdec import sampling as sampling_lib
+from specdec.text import text_files
 
 _CONTEXT = 4096
 # The drafting of each method; an arm may have other values.
@@ -144,7 +144,7 @@ def _command(
       speculation[name] = int(value)
     if 'draft' in folders:
       speculation['model'] = str(folders['draft'])
-    flags['speculative-config'] = json.dumps(speculation)
+    flags['speculative-config'] = text_files.to_json(speculation)
   parts = (part for k, v in flags.items() for part in (f'--{k}', f'{v}'))
   server = [program, '-m', 'vllm.entrypoints.openai.api_server']
   return [*server, *parts, '--no-enable-prefix-caching']

@@ -42,9 +42,10 @@ _NAMES = [
 ]
 # One shape of each, of Granite 4 one without experts.
 _FIRST = ('granite4_3', 'ministral3_0', 'phi4_mini_0', 'minicpm_0')
-_FIRST += ('gpt_oss_0', 'gemma4_0')
-# A GGUF file cannot say these: Llama 3's factors for texts of 16 tokens, windows
-# that begin with the second layer, and where a MiniCPM changes its factors.
+_FIRST += ('gpt_oss_0', 'gemma4_3')
+# A GGUF file cannot say these: Llama 3's factors for texts of 16 tokens,
+# windows that begin with the second layer, and where a MiniCPM changes its
+# factors.
 _NOT_IN_FILES = (
   *('granite4_5', 'granite4_8', 'gpt_oss_4', 'gpt_oss_8'),
   *(f'minicpm_{number}' for number in (6, 8, 9, 10, 11)),

@@ -12,6 +12,7 @@ import pytest
 
 from specdec.ngram import counting
 from specdec.ngram import katz
+from specdec.ngram import table as table_lib
 
 
 class _Reference:
@@ -72,7 +73,7 @@ def folder(tmp_path_factory):
 def _build(folder, texts, k, **arguments):
   shards = ngram_texts.save(folder, texts)
   # JAX would compile a program for every shape of an array.
-  with mock.patch.object(katz, 'jnp', np):
+  with mock.patch.object(table_lib, 'jnp', np):
     return katz.build_table(
       katz.estimate(counting.count_ngrams(shards, **arguments)), k
     )

@@ -178,7 +178,7 @@ def check_loss():
     dtype=jnp.dtype('float32'),
   )
   found, accepted = jax.jit(lambda: loss(params, batch))()
-  np.testing.assert_allclose(found, expected, rtol=1e-4)
+  np.testing.assert_allclose(found, expected, rtol=3e-6)
   np.testing.assert_allclose(accepted, np.mean(hits, 0), atol=1e-6)
 
 
