@@ -110,7 +110,7 @@ class NoiseTable(flax.struct.PyTreeNode):
 class NoiseOfSome(flax.struct.PyTreeNode):
   """The noise of a few tokens, each called by its place among them."""
 
-  noise: DrawnNoise | NoiseTable  #: It has all tokens.
+  noise: DrawnNoise | NoiseTable  #: The noise of all tokens.
   tokens: jax.Array  #: `[N]` int32.
 
   def of_tokens(self, places: jax.Array) -> jax.Array:

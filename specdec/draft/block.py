@@ -68,8 +68,8 @@ class BlockSpec(model_lib.NetworkSpec):
   mask_token: int  #: The token in all rows of a block except the first.
   #: The most tokens of a depth that it was trained to rate; None: all.
   num_candidates: int | None = None
-  num_outputs: int  #: O, the tokens that it may draft,
-  #: `params -> [O] int32`, and which these are; None: all, in their order.
+  num_outputs: int  #: O, how many tokens it may draft.
+  #: `params -> [O] int32`, the tokens that it may draft; None: all, in order.
   outputs: Callable[..., jax.Array] | None = None
 
 
