@@ -4,6 +4,7 @@
 """
 
 import importlib
+import os
 from typing import Any
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
   from models.text.plan import Plan as Plan
   from models.text.result import TextGeneration as TextGeneration
   from models.text.settings import DraftSettings as DraftSettings
+
+# Without it transformers advises to install torch when it is imported; only its
+# configs and tokenizers are used here.
+os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 
 # Imported when they are asked for: transformers takes seconds, and scripts
 # refuse a wrong flag before (`models.text.settings`).

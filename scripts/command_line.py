@@ -17,10 +17,6 @@ from absl import app
 from absl import flags
 from absl import logging
 
-# Without it transformers advises to install torch when it is imported; only its
-# configs and tokenizers are used here.
-os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
-
 _COMPILATION_CACHE = flags.DEFINE_string(
   'compilation_cache',
   None,

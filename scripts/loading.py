@@ -26,7 +26,8 @@ from models.text import sources as sources_lib
 def models() -> choice_lib.ModelChoice:
   """The models of the flags; starts the devices of a mesh.
 
-  What `--dtype=auto` stands for is printed.
+  What `--dtype=auto` stands for is printed. Flags of trees that were not given
+  get the defaults for the target.
   """
   choice = options.models()
   if choice.mesh is not None:
@@ -37,6 +38,8 @@ def models() -> choice_lib.ModelChoice:
     dtype = sources_lib.open_sources(choice.of_target).dtype
     print(f'--dtype=auto: {dtype}', file=sys.stderr)
     choice = dataclasses.replace(choice, dtype=dtype)
+  for name, value in settings_lib.usual_options(choice.target).items():
+    flags.set_default(options.DRAFTING[name], value)
   return choice
 
 
@@ -104,6 +107,12 @@ def _load(
 ) -> generator_lib.Generator:
   if found is not None:
     _check_contradictions(found)
+  elif flags.FLAGS.method != 'plain' and not options.names_a_drafter():
+    print(
+      'without --draft, prompt lookup drafts, which seldom suffices; name a'
+      ' smaller model of the same family',
+      file=sys.stderr,
+    )
   return generator_lib.load(
     **vars(models()),
     method=flags.FLAGS.method,

@@ -249,14 +249,18 @@ def models() -> choice_lib.ModelChoice:
         for name, option in choice_lib.OPTIONS.items()
       }
     )
-  if choice.head is None:
-    return choice
-  if MODELS['draft'].present and choice.draft is not None:
+  if choice.head is not None and choice.draft is not None:
     raise ValueError(
       f'--head={choice.head} takes the place of --draft={choice.draft}; give'
       ' one of the two'
     )
-  return dataclasses.replace(choice, draft=None)
+  return choice
+
+
+def names_a_drafter() -> bool:
+  """Whether there is a draft or a head, or `--draft=none` was chosen."""
+  choice = models()
+  return MODELS['draft'].present or (choice.draft or choice.head) is not None
 
 
 def decoding() -> dict[str, Any]:

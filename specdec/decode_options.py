@@ -92,10 +92,12 @@ def check_names(options: Any, known: Any) -> None:
   names = known.__optional_keys__
   for name in options:
     if name not in names:
-      raise TypeError(
-        f'unexpected keyword argument {name!r}; the options of a decode are'
-        f' {", ".join(sorted(names))}'
-      )
+      hint = f'the options of a decode are {", ".join(sorted(names))}'
+      if name in {
+        one.name for one in dataclasses.fields(sampling_lib.Sampling)
+      }:
+        hint = f'give sampling=specdec.Sampling({name}=...)'
+      raise TypeError(f'unexpected keyword argument {name!r}; {hint}')
 
 
 def check_drafter(

@@ -20,6 +20,9 @@ from models.nn import sharding as sharding_lib
 from models.text import draft_vocabulary
 from models.text import fields
 
+AUTO = 'auto'
+_DEMO = 'demo'  # The embedded target, and its draft.
+
 
 def _draft_of_text(text: str) -> str | None:
   return None if text == 'none' else text
@@ -62,13 +65,14 @@ class ModelChoice:
   """
 
   target: str = fields.described(
-    'demo',
+    _DEMO,
     'demo (embedded), a folder, a GGUF file or the id of a model on the Hugging'
     ' Face hub',
   )
   draft: str | None = fields.described(
-    'demo',
-    'the draft model: demo (embedded), a folder, a GGUF file, a hub id or none',
+    AUTO,
+    'the draft model: a folder, a GGUF file, a hub id, demo (embedded) or none;'
+    ' auto: demo for the embedded target, and none for others or with a head',
     in_python='None',
     parse=_draft_of_text,
   )
@@ -139,6 +143,11 @@ class ModelChoice:
     'a drafting head of the target in place of a draft: demo (of the embedded'
     ' target), a folder, a GGUF file or a hub id; every device has all of it',
   )
+
+  def __post_init__(self) -> None:
+    if self.draft == AUTO:
+      is_embedded = self.target == _DEMO and self.head is None
+      object.__setattr__(self, 'draft', _DEMO if is_embedded else None)
 
   @property
   def of_target(self) -> Self:

@@ -3,7 +3,6 @@
 import dataclasses
 import pathlib
 
-from absl import logging
 import jax
 
 from models.text import pair as pair_lib
@@ -61,12 +60,6 @@ def _default_inner(
   try:
     _load_ngram(settings, pair)
   except ValueError:
-    logging.log_first_n(
-      logging.WARNING,
-      'the embedded n-gram is for another tokenizer and is left out;'
-      ' scripts/build_ngram.py makes one for yours',
-      1,
-    )
     return 'lookup'
   return 'ngram+lookup'
 

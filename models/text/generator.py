@@ -264,8 +264,10 @@ class GeneratorChoice(choice_lib.ModelChoice):
   method: str = fields.described(
     'staged', 'one of models.text.settings.METHODS; plain drafts nothing'
   )
-  drafting: settings_lib.DraftSettings = fields.described(
-    settings_lib.DraftSettings(), 'the settings of the method'
+  drafting: settings_lib.DraftSettings | None = fields.described(
+    None,
+    'the settings of the method; default: those of DraftSettings, but on CPU'
+    ' trees of 8 nodes, except for the embedded target',
   )
   plan: plan_lib.Plan | str | os.PathLike[str] | None = fields.described(
     None, 'a models.Plan or its file, in place of method and drafting'
@@ -291,6 +293,10 @@ def load(choice: GeneratorChoice) -> Generator:
       plan = plan_lib.load_plan(plan)
     method = settings_lib.PLANNED
     drafting = settings_lib.DraftSettings(plan=plan)
+  if drafting is None:
+    drafting = settings_lib.with_options(
+      settings_lib.DraftSettings(), settings_lib.usual_options(choice.target)
+    )
   without_draft = plan is not None and not plan.uses_draft
   if without_draft or method in ('plain', *settings_lib.INNERS):
     choice = choice.of_target

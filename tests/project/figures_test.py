@@ -1,6 +1,7 @@
 """Figures in the tables of pages are those of the files that they cite."""
 
 import collections
+import json
 import pathlib
 import re
 
@@ -8,7 +9,13 @@ import pytest
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _NUMBER = re.compile(r'(?<![\w.])\d+(?:\.\d+)?')
-_LINK = re.compile(r'\]\([^)]*(results/[^)]*\.md)\)')
+_LINK = re.compile(r'\]\([^)]*(results/[^)]*\.(?:md|json))\)')
+# Fields of a JSON file that have no figures.
+_CIRCUMSTANCES = ('machine', 'settings')
+# Columns of goals, and of a version whose files are in the history of git.
+_OF_NO_FILE = ('wanted', 'in 0.8.0')
+# A link whose text is a figure.
+_TEXT_LINK = re.compile(r'\[(\d[^\]]*)\]\([^)]*(results/[^)]*\.(?:md|json))\)')
 _URL = re.compile(r'\]\([^)]*\)')
 # A figure of another arm, which a cell has for comparison.
 _OTHER_ARM = re.compile(r', [\d.]+x of \w+')
@@ -28,11 +35,28 @@ def _is_rounded(value, places, exact, own_places):
   return abs(value - exact) <= half + 1e-9
 
 
+def _leaves(value):
+  """All figures of a JSON file, as fractions and in per cent, s, ms, MB."""
+  if isinstance(value, dict):
+    fields = {k: v for k, v in value.items() if k not in _CIRCUMSTANCES}
+    return [one for field in fields.items() for one in _leaves(field)]
+  if isinstance(value, list | tuple):
+    return [one for field in value for one in _leaves(field)]
+  if isinstance(value, str):
+    return _numbers(value)
+  exact = float(value or 0)
+  return [(exact * unit, 12) for unit in (1, 1e2, 1e3, 1e-6)]
+
+
 def _arms(files):
   """All figures of each arm in files of `scripts/benchmark.py`."""
   arms = collections.defaultdict(list)
   for file in files:
-    for line in (_ROOT / file).read_text('utf-8').splitlines():
+    text = (_ROOT / file).read_text('utf-8')
+    if file.endswith('.json'):
+      arms[file] += _leaves(json.loads(text))
+      continue
+    for line in text.splitlines():
       if line.startswith('| ') and not line.startswith('| arm'):
         _, name, rest = line.split('|', 2)
         arms[name.strip()] += _numbers(rest)
@@ -50,11 +74,12 @@ def _rows(page):
       cited = links if was_in_table or line.startswith('#') else cited + links
     elif not was_in_table:
       header = line.strip('|').split('|')
+      cited = cited + links
     elif not any(' the paper' in one for one in header) and '---' not in line:
       name, *cells = (
         cell
         for cell, of in zip(line.strip('|').split('|'), header, strict=False)
-        if of.strip() != 'wanted'
+        if of.strip() not in _OF_NO_FILE
       )
       texts = [_URL.sub(']', _OTHER_ARM.sub('', cell)) for cell in cells]
       figures = _numbers('|'.join(texts))
@@ -68,20 +93,36 @@ def _rows(page):
         yield name.strip(), figures, links or cited
 
 
+def _lacking(figures, exact):
+  """Figures that are no rounded ones of a file."""
+  return [
+    one[0]
+    for one in figures
+    if not any(_is_rounded(*one, *other) for other in exact)
+  ]
+
+
 @pytest.mark.parametrize('name', ['README.md', 'docs/measured.md'])
 def test_each_row_is_of_one_arm(name):
   rows = [*_rows(_ROOT / name)]
   assert len(rows) >= 3
   for label, figures, files in rows:
     assert files, f'{name}: {label} cites no file'
-
-    def missing(arm, figures=figures):
-      return [
-        one[0]
-        for one in figures
-        if not any(_is_rounded(*one, *exact) for exact in arm)
-      ]
-
-    arms = _arms(files)
-    lacks = min(map(missing, arms.values()), key=len)
+    arms = _arms(files).values()
+    lacks = min((_lacking(figures, arm) for arm in arms), key=len)
     assert not lacks, f'{name}: {label}: {lacks} are in no arm of {files}'
+
+
+@pytest.mark.parametrize(
+  'page', sorted((_ROOT / 'docs').glob('*.md')), ids=lambda page: page.name
+)
+def test_figures_are_those_of_the_files_that_they_cite(page):
+  linked = [
+    (text, _numbers(text), [file])
+    for text, file in _TEXT_LINK.findall(page.read_text('utf-8'))
+  ]
+  for label, figures, files in [*_rows(page), *linked]:
+    if files:
+      exact = [one for arm in _arms(files).values() for one in arm]
+      lacks = _lacking(figures, exact)
+      assert not lacks, f'{page.name}: {label}: {lacks} are not in {files}'

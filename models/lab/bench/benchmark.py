@@ -57,6 +57,9 @@ _SPEED: _Columns = {
     *np.quantile(arm['speed_per_batch'], (0, 0.5, 1))
   ),
   'block eff.': lambda arm: f'{arm["block_efficiency"]:.2f}',
+  'accepted at 1, 2, ...': lambda arm: (
+    ' '.join(f'{x:.2f}' for x in arm['acceptance_by_position'] if x) or '-'
+  ),
   'nodes': lambda arm: (
     f'{arm["nodes_per_forward"]:.1f}' if 'nodes_per_forward' in arm else '-'
   ),
@@ -84,9 +87,7 @@ _CATEGORY: _Columns = {
   ),
   'speed (95 %)': _SPEED['speed (95 %)'],
   'block eff.': _SPEED['block eff.'],
-  'accepted at 1, 2, ...': lambda arm: (
-    ' '.join(f'{x:.2f}' for x in arm['acceptance_by_position'] if x) or '-'
-  ),
+  'accepted at 1, 2, ...': _SPEED['accepted at 1, 2, ...'],
   'flips': _SPEED['flips'],
 }
 # Figures that are averaged over categories.

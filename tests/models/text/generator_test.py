@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models.text import choice as choice_lib
 from models.text import generator as generator_lib
 from models.text import text_options
 import specdec
@@ -162,7 +163,7 @@ def test_an_option_that_does_not_exist_is_refused_by_name():
   lm, target = _generator('plain'), fuzzing.pair().target
   of_ids = functools.partial(specdec.generate, target, max_new_tokens=2)
   for method, given, name in (
-    *((lm.generate, 'a', name) for name in ('temperature', 'max_tokens')),
+    (lm.generate, 'a', 'max_tokens'),
     *((lm.stream, 'a', name) for name in ('should_stop', 'rests')),
     *((lm.generate_many, ['a'], name) for name in ('num_slots', 'drafter')),
     (functools.partial(of_ids, prompts=[[1]]), None, 'seed'),
@@ -170,6 +171,23 @@ def test_an_option_that_does_not_exist_is_refused_by_name():
   ):
     with pytest.raises(TypeError, match=f"argument '{name}'; .* break_even, "):
       method(given, **{name: 1})
+  hint = r'give sampling=specdec\.Sampling\(top_k=\.\.\.\)'
+  with pytest.raises(TypeError, match=hint):
+    lm.generate('a', top_k=1)
+
+
+@pytest.mark.parametrize(
+  'target, draft, labels, num_nodes',
+  [
+    ('demo', 'demo', ('draft', 'lookup', 'ngram'), 64),
+    ('demo-draft', None, ('lookup', 'ngram'), 8),
+  ],
+)
+def test_what_drafts_by_default(target, draft, labels, num_nodes):
+  assert choice_lib.ModelChoice(target).draft == draft
+  lm = generator_lib.load(target, dtype='float32')
+  found = lm.drafter.labels, lm.drafter.shape.num_nodes
+  assert found == (labels, num_nodes)
 
 
 def test_help_shows_every_option():
