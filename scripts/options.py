@@ -129,7 +129,7 @@ def _define(
 
 
 MODELS = {
-  name: _define(name, option, choice_lib.ModelChoice())
+  name: _define(name, option, choice_lib.ModelChoice)
   for name, option in choice_lib.OPTIONS.items()
 }
 DRAFTING = {

@@ -138,7 +138,7 @@ _as_flags = lambda values: ' '.join(f'--{k}={v}' for k, v in values.items())
 
 # Flags of generate.py, and the arguments of `models.load` and `stream`.
 _ARGUMENTS = {
-  '--target=a --revision=b': {'target': 'a', 'revision': 'b', 'draft': 'demo'},
+  '--target=a --revision=b': {'target': 'a', 'revision': 'b', 'draft': None},
   '--draft=c': {'draft': 'c'},
   '--draft=none': {'draft': None},
   '--head=d': {'head': 'd', 'draft': None},
