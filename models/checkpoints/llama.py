@@ -13,7 +13,7 @@ from models.checkpoints.keys import config_keys
 from models.checkpoints.keys import model_types
 from models.checkpoints.keys import rope_keys
 from models.nn import layers
-from models.nn import llama as nn_llama
+from models.nn import llama_config
 from models.nn import mixtral as mixtral_lib
 
 # The multipliers of a MiniCPM (arXiv 2404.06395), which is saved as a Granite.
@@ -45,7 +45,7 @@ def _read_windows(
 
 def _check_windows(
   keys: Mapping[str, Any],
-  shape: nn_llama.LlamaConfig,
+  shape: llama_config.LlamaConfig,
   kind: model_types.ModelType,
 ) -> None:
   """Refuses windows that transformers ignores, and others do not."""
@@ -107,7 +107,7 @@ def _adjusted_width(config: Any) -> int:
 
 def _read_shape(
   config: Any, kind: model_types.ModelType
-) -> nn_llama.LlamaConfig:
+) -> llama_config.LlamaConfig:
   """The shape that a transformers config describes."""
   keys = kind.names
   activation = getattr(config, keys.get('activation', ''), 'silu')
@@ -152,7 +152,7 @@ def _read_shape(
   )
 
 
-def types_of(shape: type[nn_llama.LlamaConfig]) -> frozenset[str]:
+def types_of(shape: type[llama_config.LlamaConfig]) -> frozenset[str]:
   """Values of `model_type` whose shapes are of a class."""
   has = lambda kind: kind is not None and kind.shape is shape
   types = {
@@ -183,7 +183,7 @@ def _as_granite(raw: Mapping[str, Any]) -> dict[str, Any]:
   return {'tie_word_embeddings': True} | own
 
 
-def read_config(raw: Mapping[str, Any]) -> nn_llama.LlamaConfig:
+def read_config(raw: Mapping[str, Any]) -> llama_config.LlamaConfig:
   """Reads the keys of a `config.json`; raises ValueError."""
   if raw['model_type'] == 'minicpm':
     raw = _as_granite(raw)
@@ -215,7 +215,7 @@ def read_config(raw: Mapping[str, Any]) -> nn_llama.LlamaConfig:
 
 
 def _can_state(
-  kind: model_types.ModelType, config: nn_llama.LlamaConfig
+  kind: model_types.ModelType, config: llama_config.LlamaConfig
 ) -> bool:
   """Whether a config of this type can have a shape."""
   if type(config) is not kind.shape:
@@ -236,7 +236,9 @@ def _can_state(
 
 
 @functools.lru_cache
-def type_of(config: nn_llama.LlamaConfig) -> tuple[str, model_types.ModelType]:
+def type_of(
+  config: llama_config.LlamaConfig,
+) -> tuple[str, model_types.ModelType]:
   """The `model_type` whose config can state a shape, and the type."""
   for name, known in model_types.MODEL_TYPES.items():
     for kind in filter(None, (known, known.mixture)):
@@ -248,7 +250,7 @@ def type_of(config: nn_llama.LlamaConfig) -> tuple[str, model_types.ModelType]:
 
 
 def _layer_keys(
-  config: nn_llama.LlamaConfig, kind: model_types.ModelType
+  config: llama_config.LlamaConfig, kind: model_types.ModelType
 ) -> dict[str, Any]:
   """The keys of what layers see, and how they rotate."""
   windows, ropes = config.of_layers('window'), config.of_layers('rope')
@@ -290,7 +292,7 @@ def _layer_keys(
 
 
 def _to_keys(
-  config: nn_llama.LlamaConfig, kind: model_types.ModelType
+  config: llama_config.LlamaConfig, kind: model_types.ModelType
 ) -> dict[str, Any]:
   """The keys of a config of a type that are to state a shape."""
   keys = {key: getattr(config, ours) for ours, key in kind.names.items()}
@@ -308,7 +310,7 @@ def _to_keys(
 
 
 def to_hugging_face(
-  config: nn_llama.LlamaConfig, *, dtype: str, eos_token_id: int | None
+  config: llama_config.LlamaConfig, *, dtype: str, eos_token_id: int | None
 ) -> transformers.PreTrainedConfig:
   """The transformers config of a shape; raises ValueError if there is none."""
   _, kind = type_of(config)

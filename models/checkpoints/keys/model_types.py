@@ -13,7 +13,7 @@ from models.checkpoints.keys import gemma_keys
 from models.nn import delta as delta_lib
 from models.nn import gemma as gemma_lib
 from models.nn import lfm2 as lfm2_lib
-from models.nn import llama as nn_llama
+from models.nn import llama_config
 from models.nn import mixtral as mixtral_lib
 
 FULL, SLIDING = 'full_attention', 'sliding_attention'
@@ -90,7 +90,7 @@ class ModelType:
   """
 
   config: Any
-  shape: type[nn_llama.LlamaConfig] = nn_llama.LlamaConfig
+  shape: type[llama_config.LlamaConfig] = llama_config.LlamaConfig
   keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
   fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   windows: str = 'none'

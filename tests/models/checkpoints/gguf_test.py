@@ -32,7 +32,7 @@ from models.nn import dtypes
 from models.nn import gemma as gemma_lib
 from models.nn import gpt2 as nn_gpt2
 from models.nn import lfm2 as lfm2_lib
-from models.nn import llama as nn_llama
+from models.nn import llama_config
 from models.nn import matrices as matrices_lib
 from models.nn import mixtral as mixtral_lib
 from models.nn import rope as rope_lib
@@ -73,19 +73,19 @@ _MULTIPLIERS = {'embedding_scale': 3.0, 'attention_scale': 0.25}
 _MULTIPLIERS |= {'residual_scale': 0.5, 'logit_divisor': 2.0}
 _CONFIGS = {
   'gpt2': nn_gpt2.GPT2Config(**_SHAPE, num_positions=16, inner_width=512),
-  'llama': nn_llama.LlamaConfig(**_LLAMA, rope=rope_lib.Rope(theta=5e5)),
-  'llama, tied': nn_llama.LlamaConfig(**_LLAMA | {'tie_embeddings': True}),
-  'llama, llama3': nn_llama.LlamaConfig(
+  'llama': llama_config.LlamaConfig(**_LLAMA, rope=rope_lib.Rope(theta=5e5)),
+  'llama, tied': llama_config.LlamaConfig(**_LLAMA | {'tie_embeddings': True}),
+  'llama, llama3': llama_config.LlamaConfig(
     **_LLAMA, rope=rope_lib.Rope(scaling=_LLAMA3)
   ),
   'llama, mixture': mixtral_lib.MixtralConfig(**_MIXTURE),
-  'qwen2': nn_llama.LlamaConfig(**_LLAMA, qkv_bias=True),
-  'qwen2, yarn': nn_llama.LlamaConfig(
+  'qwen2': llama_config.LlamaConfig(**_LLAMA, qkv_bias=True),
+  'qwen2, yarn': llama_config.LlamaConfig(
     **_LLAMA, qkv_bias=True, rope=rope_lib.Rope(scaling=_YARN)
   ),
-  'qwen3': nn_llama.LlamaConfig(**_LLAMA, qk_norm=True),
+  'qwen3': llama_config.LlamaConfig(**_LLAMA, qk_norm=True),
   'qwen3moe': mixtral_lib.MixtralConfig(**_MIXTURE, qk_norm=True),
-  'llama, window': nn_llama.LlamaConfig(**_LLAMA, window=8),
+  'llama, window': llama_config.LlamaConfig(**_LLAMA, window=8),
   'gemma': gemma_lib.GemmaConfig(
     **_LLAMA | {'activation': 'gelu_pytorch_tanh', 'tie_embeddings': True}
   ),
@@ -103,7 +103,7 @@ _CONFIGS = {
     **{'qk_norm': True, 'value_norm': True, 'layer_width': 256},
     logit_cap=3.0,
   ),
-  'granite': nn_llama.LlamaConfig(**_LLAMA, **_MULTIPLIERS),
+  'granite': llama_config.LlamaConfig(**_LLAMA, **_MULTIPLIERS),
   'lfm2': lfm2_lib.Lfm2Config(
     **_LLAMA | {'num_layers': 3, 'conv_size': 4, 'tie_embeddings': True},
     qk_norm=True,
@@ -115,18 +115,18 @@ _CONFIGS = {
     **{'key_heads': 2, 'value_heads': 4, 'key_width': 64, 'value_width': 32},
     **{'conv_size': 4, 'tiled': True},
   ),
-  'olmo2': nn_llama.LlamaConfig(**_LLAMA, **_BEHIND),
-  'smollm3': nn_llama.LlamaConfig(
+  'olmo2': llama_config.LlamaConfig(**_LLAMA, **_BEHIND),
+  'smollm3': llama_config.LlamaConfig(
     **_LLAMA | {'num_layers': 4, 'rope': (*[_LOCAL] * 3, None)}
   ),
-  'granite, no rotation': nn_llama.LlamaConfig(**_LLAMA, rope=None),
+  'granite, no rotation': llama_config.LlamaConfig(**_LLAMA, rope=None),
   'granitemoe': mixtral_lib.MixtralConfig(
     **_MIXTURE, **_MULTIPLIERS, shared_width=512, shared_gate=False
   ),
-  'minicpm': nn_llama.LlamaConfig(
+  'minicpm': llama_config.LlamaConfig(
     **_LLAMA | _MULTIPLIERS | {'attention_scale': None}
   ),
-  'mistral3': nn_llama.LlamaConfig(
+  'mistral3': llama_config.LlamaConfig(
     **_LLAMA,
     rope=rope_lib.Rope(
       scaling=dataclasses.replace(_YARN, attention_factor=1.0),
@@ -134,8 +134,8 @@ _CONFIGS = {
     ),
   ),
   # llama.cpp has another default for the number of heads than transformers.
-  'mistral3, plain': nn_llama.LlamaConfig(**_LLAMA | {'num_kv_heads': 4}),
-  'phi3': nn_llama.LlamaConfig(
+  'mistral3, plain': llama_config.LlamaConfig(**_LLAMA | {'num_kv_heads': 4}),
+  'phi3': llama_config.LlamaConfig(
     **_LLAMA | {'num_positions': 48},
     rope=rope_lib.Rope(scaling=_LONGROPE, fraction=0.75),
   ),
@@ -146,7 +146,7 @@ _CONFIGS = {
     window=(8, None),
     rope=rope_lib.Rope(scaling=dataclasses.replace(_YARN, truncate=False)),
   ),
-  'vocabulary': nn_llama.LlamaConfig(**_LLAMA | {'vocab_size': 293}),
+  'vocabulary': llama_config.LlamaConfig(**_LLAMA | {'vocab_size': 293}),
 }
 # Folders have the experts of these in another layout.
 _OTHERWISE = ('granite', 'granitemoe', 'gpt-oss')
