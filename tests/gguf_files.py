@@ -200,7 +200,4 @@ def from_folder(folder: pathlib.Path, path: pathlib.Path, arch: str) -> None:
       writer.add_tensor(f'{known}.{leaf}', np.ascontiguousarray(part))
   for name, factors in longrope_factors(config).items():
     writer.add_tensor(name, factors)
-  writer.write_header_to_file()
-  writer.write_kv_data_to_file()
-  writer.write_tensors_to_file()
-  writer.close()
+  tiny_blocks.finish(writer)

@@ -250,10 +250,7 @@ def _write(
     tensors[key] = (data, own)
   for key, (data, own) in change(tensors).items():
     writer.add_tensor(key, data, raw_dtype=own)
-  writer.write_header_to_file()
-  writer.write_kv_data_to_file()
-  writer.write_tensors_to_file()
-  writer.close()
+  tiny_blocks.finish(writer)
   return expected
 
 

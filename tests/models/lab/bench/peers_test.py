@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+import tiny_blocks
 
 from models.checkpoints import hub
 from models.lab.bench import arms as arms_lib
@@ -91,10 +92,7 @@ def folder(tmp_path_factory):
     (folder / name).chmod(0o755)
   writer = gguf.GGUFWriter(folder / 'model.gguf', 'llama')
   writer.add_tensor('token_embd.weight', np.zeros((40, 16), np.float16))
-  writer.write_header_to_file()
-  writer.write_kv_data_to_file()
-  writer.write_tensors_to_file()
-  writer.close()
+  tiny_blocks.finish(writer)
   return folder
 
 
