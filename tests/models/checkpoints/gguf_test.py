@@ -236,9 +236,7 @@ def _write(
     )
     scaled = config.rope.frequencies(config.head_width)
     tensors['rope_freqs.weight'] = plain / scaled
-  tensors |= gguf_files.longrope_factors(config)
-  if arch == 'gemma4':
-    tensors['rope_freqs.weight'] = np.float32([1] * 32 + [1e30] * 32)
+  tensors |= gguf_files.rope_factors(config)
   expected = {}
   for key, array in tensors.items():
     own = kind if array.ndim > 1 else Kind.F32
