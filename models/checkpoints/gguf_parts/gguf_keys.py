@@ -160,7 +160,7 @@ def _add_heads(
   whole = found.get('global_head_dim', head_width)
   is_partial = gguf_config.ARCHITECTURES[name].is_partial
   if is_partial and rotated < head_width:
-    fraction = rotated / head_width
+    fraction = gguf_rope.part_of(rotated, head_width)
     found['rope_parameters']['partial_rotary_factor'] = fraction
   count, values = 'rope.dimension_count', 'attention.value_length'
   widths = {values: whole} if is_partial else {values: whole, count: whole}

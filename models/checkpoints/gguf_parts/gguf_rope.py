@@ -1,6 +1,7 @@
 """The rotations that GGUF files describe."""
 
 from collections.abc import Mapping
+import math
 import pathlib
 from typing import Any
 
@@ -32,6 +33,15 @@ _LLAMA3: dict[str, Any] = {
   'high_freq_factor': 4.0,
   'original_max_position_embeddings': 8192,
 }
+
+
+def part_of(count: int, whole: int) -> float:
+  """The share that `count` is, so that its product with `whole` is no less.
+
+  A product is rounded down, as transformers does: 15 / 22 * 22 would be 14.
+  """
+  part = count / whole
+  return part if part * whole >= count else math.nextafter(part, 1.0)
 
 
 def rope_parameters(
@@ -117,7 +127,7 @@ def _divided(
   ).blocks()
   kept = np.count_nonzero(stored == 1)
   if np.all(stored[:kept] == 1) and np.all(stored[kept:] >= _NEVER):
-    part = kept / len(stored)
+    part = part_of(int(kept), len(stored))
     return {'rope_type': 'proportional', 'partial_rotary_factor': part}
   exponents = np.arange(len(stored), dtype=np.float32) / len(stored)
   frequencies = np.float32(1) / np.float32(theta) ** exponents

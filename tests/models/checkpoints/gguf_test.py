@@ -24,6 +24,7 @@ import tiny_drafters
 from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import families
 from models.checkpoints import hub
+from models.checkpoints.gguf_parts import gguf_rope
 from models.lab.training import tokenizer as tokenizer_lib
 from models.nn import adapter
 from models.nn import blocks as blocks_lib
@@ -494,6 +495,14 @@ def test_keys_that_say_something_else(name, keys, message, path):
   _write(path, name, keys=keys)
   with pytest.raises(ValueError, match=f'^{path}: .*{message}'):
     hub.locate(path).config  # noqa: B018
+
+
+def test_so_many_pairs_are_rotated_as_a_file_says():
+  for whole in range(1, 129):
+    for count in range(1, whole + 1):
+      part = gguf_rope.part_of(count, whole)
+      assert int(part * whole) == int(part * 2 * whole // 2) == count
+      assert part == pytest.approx(count / whole)
 
 
 def test_a_file_of_any_name(path):
