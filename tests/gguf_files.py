@@ -71,13 +71,18 @@ def _delta_keys(writer: gguf.GGUFWriter, config: Any) -> None:
 
 
 def _gemma4_keys(writer: gguf.GGUFWriter, config: Any) -> None:
-  writer.add_sliding_window_pattern([True, False] * 2)
-  writer.add_key_length_swa(64)
-  writer.add_value_length_swa(64)
-  writer.add_rope_dimension_count_swa(64)
-  writer.add_shared_kv_layers(2)
+  windows, widths = map(config.of_layers, ('window', 'head_width'))
+  local = next(at for at, window in enumerate(windows) if window)
+  writer.add_sliding_window_pattern([window is not None for window in windows])
+  writer.add_key_length_swa(widths[local])
+  writer.add_value_length_swa(widths[local])
+  writer.add_rope_dimension_count_swa(widths[local])
+  writer.add_rope_freq_base_swa(config.of_layers('rope')[local].theta)
+  sources = config.of_layers('kv_source')
+  writer.add_shared_kv_layers(sum(one is not None for one in sources))
   writer.add_embedding_length_per_layer_input(config.layer_width)
-  writer.add_final_logit_softcapping(config.logit_cap)
+  if config.logit_cap:
+    writer.add_final_logit_softcapping(config.logit_cap)
 
 
 def metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
@@ -88,7 +93,9 @@ def metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
   writer.add_block_count(config.num_layers)
   writer.add_head_count(config.num_heads)
   inner = config.inner_width
-  writer.add_feed_forward_length([*inner] if arch == 'gemma4' else inner)
+  writer.add_feed_forward_length(
+    [*inner] if isinstance(inner, tuple) else inner
+  )
   if arch == 'gpt2':
     writer.add_layer_norm_eps(config.norm_epsilon)
     return
@@ -132,16 +139,25 @@ def metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
       writer.add_expert_shared_feed_forward_length(config.shared_width)
 
 
-def longrope_factors(config: Any) -> dict[str, np.ndarray]:
+def rope_factors(config: Any) -> dict[str, np.ndarray]:
   """The tensors of a rotation whose frequencies are divided by factors."""
-  rope = getattr(config, 'rope', None)  # One for all layers.
-  scaling = rope.scaling if isinstance(rope, rope_lib.Rope) else None
-  if not isinstance(scaling, rope_lib.LongRopeScaling):
+  if getattr(config, 'rope', None) is None:
     return {}
-  return {
-    f'rope_factors_{key}.weight': np.float32(getattr(scaling, f'{key}_factor'))
-    for key in ('short', 'long')
-  }
+  rope = config.of_layers('rope')[-1]
+  scaling = rope and rope.scaling
+  if isinstance(scaling, rope_lib.LongRopeScaling):
+    return {
+      f'rope_factors_{key}.weight': np.float32(
+        getattr(scaling, f'{key}_factor')
+      )
+      for key in ('short', 'long')
+    }
+  if isinstance(scaling, rope_lib.ProportionalScaling):
+    width = config.of_layers('head_width')[-1]
+    kept = int(scaling.partial_rotary_factor * width / 2)
+    factors = np.where(np.arange(width // 2) < kept, 1, 1e30)
+    return {'rope_freqs.weight': factors.astype(np.float32)}
+  return {}
 
 
 def permuted(array: np.ndarray, num_heads: int) -> np.ndarray:
@@ -198,9 +214,6 @@ def from_folder(folder: pathlib.Path, path: pathlib.Path, arch: str) -> None:
       known = table.get_name(stem)
       assert known, stem
       writer.add_tensor(f'{known}.{leaf}', np.ascontiguousarray(part))
-  for name, factors in longrope_factors(config).items():
+  for name, factors in rope_factors(config).items():
     writer.add_tensor(name, factors)
-  writer.write_header_to_file()
-  writer.write_kv_data_to_file()
-  writer.write_tensors_to_file()
-  writer.close()
+  tiny_blocks.finish(writer)

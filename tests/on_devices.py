@@ -34,7 +34,7 @@ from models.lab.bench import exactness
 from models.nn import adapter
 from models.nn import block_drafter
 from models.nn import eagle
-from models.nn import llama as nn_llama
+from models.nn import llama_config
 from models.nn import sharding as sharding_lib
 import specdec
 from specdec import loop
@@ -421,7 +421,7 @@ def names(cases: Sequence[Case]) -> list[str]:
 
 
 # Two layers of Llama 3.2 1B.
-_LARGE = nn_llama.LlamaConfig(
+_LARGE = llama_config.LlamaConfig(
   **{'vocab_size': 128256, 'num_positions': 4096, 'width': 2048},
   **{'num_layers': 2, 'inner_width': 8192, 'tie_embeddings': True},
   **{'num_heads': 32, 'num_kv_heads': 8, 'head_width': 64},

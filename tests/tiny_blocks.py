@@ -48,3 +48,11 @@ def set_keys(
     kind = gguf.GGUFValueType.get_type(value)
     writer.kv_data[0].pop(f'{arch}.{key}', None)
     writer.add_key_value(f'{arch}.{key}', value, kind)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+  """Writes the file whose keys and tensors a writer has."""
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()

@@ -173,10 +173,7 @@ def write_gguf(path, values, arch='eagle3', keys=None):
       halves = array.reshape(-1, 2, HEAD_WIDTH // 2, array.shape[1])
       array = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
     writer.add_tensor(f'{layer}{_GGUF[part]}.weight', array)
-  writer.write_header_to_file()
-  writer.write_kv_data_to_file()
-  writer.write_tensors_to_file()
-  writer.close()
+  tiny_blocks.finish(writer)
 
 
 def load(folder, **options):

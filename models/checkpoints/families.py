@@ -28,6 +28,7 @@ from models.nn import gemma as gemma_lib
 from models.nn import gpt2 as nn_gpt2
 from models.nn import lfm2 as lfm2_lib
 from models.nn import llama as nn_llama
+from models.nn import llama_config
 from models.nn import mixtral as mixtral_lib
 from specdec.text import text_files
 
@@ -81,9 +82,9 @@ class Family:
 
 LLAMA = Family(
   name='Llama',
-  model_types=checkpoints_llama.types_of(nn_llama.LlamaConfig),
+  model_types=checkpoints_llama.types_of(llama_config.LlamaConfig),
   module=nn_llama.Llama,
-  config=nn_llama.LlamaConfig,
+  config=llama_config.LlamaConfig,
   read_config=checkpoints_llama.read_config,
   to_hugging_face=checkpoints_llama.to_hugging_face,
   canonical_name=tensor_names.canonical_name,

@@ -27,7 +27,7 @@ from models.checkpoints.keys import tensor_parts
 from models.nn import adapter
 from models.nn import block_drafter
 from models.nn import blocks as blocks_lib
-from models.nn import llama as nn_llama
+from models.nn import llama_config
 from models.nn import matrices as matrices_lib
 from models.nn import sharding as sharding_lib
 from specdec import memory
@@ -230,7 +230,7 @@ def read_module(
       '%s: every device has all of %s, which %d devices cannot divide',
       *(checkpoint.path.name, ', '.join(whole), layout.parts('heads')),
     )
-  if isinstance(config, nn_llama.LlamaConfig) and config.ends_with_training:
+  if isinstance(config, llama_config.LlamaConfig) and config.ends_with_training:
     logging.warning(
       '%s: the context is %d tokens, so --context may not be larger: a longer'
       ' text would rotate what is cached by other factors (longrope)',

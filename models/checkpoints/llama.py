@@ -10,10 +10,11 @@ from huggingface_hub.errors import StrictDataclassError
 import transformers
 
 from models.checkpoints.keys import config_keys
+from models.checkpoints.keys import model_type
 from models.checkpoints.keys import model_types
 from models.checkpoints.keys import rope_keys
 from models.nn import layers
-from models.nn import llama as nn_llama
+from models.nn import llama_config
 from models.nn import mixtral as mixtral_lib
 
 # The multipliers of a MiniCPM (arXiv 2404.06395), which is saved as a Granite.
@@ -21,7 +22,7 @@ _MINICPM = ('scale_emb', 'scale_depth', 'dim_model_base')
 
 
 def _read_windows(
-  config: Any, kind: model_types.ModelType
+  config: Any, kind: model_type.ModelType
 ) -> tuple[int | None, ...]:
   """The window of each layer, None where it sees the whole text."""
   window = getattr(config, 'sliding_window', None)
@@ -31,41 +32,35 @@ def _read_windows(
   if kind.windows == 'all':
     return (window,) * number
   kinds = config.layer_types
-  slides = {model_types.SLIDING} if hasattr(config, 'sliding_window') else set()
-  if unknown := {*kinds} - {model_types.FULL, *slides}:
+  slides = {model_type.SLIDING} if hasattr(config, 'sliding_window') else set()
+  if unknown := {*kinds} - {model_type.FULL, *slides}:
     raise ValueError(f'layer_types has {sorted(unknown)}, not supported')
   if len(kinds) != number:
     raise ValueError(
       f'layer_types has {len(kinds)} entries for {number} layers'
     )
-  return tuple(
-    window if kind == model_types.SLIDING else None for kind in kinds
-  )
+  return tuple(window if kind == model_type.SLIDING else None for kind in kinds)
 
 
 def _check_windows(
   keys: Mapping[str, Any],
-  shape: nn_llama.LlamaConfig,
-  kind: model_types.ModelType,
+  shape: llama_config.LlamaConfig,
+  kind: model_type.ModelType,
 ) -> None:
   """Refuses windows that transformers ignores, and others do not."""
   unread = [
-    key
-    for key in model_types.WINDOWS
-    if keys.get(key) and key not in kind.reads
+    key for key in model_type.WINDOWS if keys.get(key) and key not in kind.reads
   ]
   number, window = shape.num_layers, keys.get('sliding_window')
-  types = keys.get('layer_types') or [model_types.SLIDING] * number
+  types = keys.get('layer_types') or [model_type.SLIDING] * number
   if keys.get('use_sliding_window') is False:
     window = None
   if window is not None and window >= shape.num_positions:
     window = None
-  stated = tuple(
-    window if one == model_types.SLIDING else None for one in types
-  )
+  stated = tuple(window if one == model_type.SLIDING else None for one in types)
   if unread and (
     stated != shape.of_layers('window')
-    or {*types} - {model_types.FULL, model_types.SLIDING}
+    or {*types} - {model_type.FULL, model_type.SLIDING}
   ):
     raise ValueError(
       f'{unread[0]}={keys[unread[0]]!r:.60}: the layers of such a model have no'
@@ -73,7 +68,7 @@ def _check_windows(
     )
 
 
-def _read_mixers(config: Any, kind: model_types.ModelType) -> tuple[str, ...]:
+def _read_mixers(config: Any, kind: model_type.ModelType) -> tuple[str, ...]:
   """The mixer of each layer, see `LlamaConfig.mixers`."""
   types, number = config.layer_types, config.num_hidden_layers
   if len(types) != number:
@@ -84,7 +79,7 @@ def _read_mixers(config: Any, kind: model_types.ModelType) -> tuple[str, ...]:
     raise ValueError(f'layer_types has {sorted(unknown)}, not supported')
   stated = getattr(config, 'full_attn_idxs', None)
   with_attention = [
-    at for at, one in enumerate(types) if one == model_types.FULL
+    at for at, one in enumerate(types) if one == model_type.FULL
   ]
   if stated is not None and sorted(stated) != with_attention:
     raise ValueError(
@@ -106,8 +101,8 @@ def _adjusted_width(config: Any) -> int:
 
 
 def _read_shape(
-  config: Any, kind: model_types.ModelType
-) -> nn_llama.LlamaConfig:
+  config: Any, kind: model_type.ModelType
+) -> llama_config.LlamaConfig:
   """The shape that a transformers config describes."""
   keys = kind.names
   activation = getattr(config, keys.get('activation', ''), 'silu')
@@ -133,7 +128,7 @@ def _read_shape(
   windows, own = _read_windows(config, kind), kind.of_layers(config)
   fields = {ours: getattr(config, key) for ours, key in keys.items()} | own
   ropes = rope_keys.read_all(config, kind.ropes, is_partial=kind.is_partial)
-  if model_types.QUERY_SCALAR in keys.values():
+  if model_type.QUERY_SCALAR in keys.values():
     fields['attention_scale'] = 1 / math.sqrt(fields['attention_scale'])
   if kind.mixers:
     fields['mixers'] = _read_mixers(config, kind)
@@ -152,7 +147,7 @@ def _read_shape(
   )
 
 
-def types_of(shape: type[nn_llama.LlamaConfig]) -> frozenset[str]:
+def types_of(shape: type[llama_config.LlamaConfig]) -> frozenset[str]:
   """Values of `model_type` whose shapes are of a class."""
   has = lambda kind: kind is not None and kind.shape is shape
   types = {
@@ -183,7 +178,7 @@ def _as_granite(raw: Mapping[str, Any]) -> dict[str, Any]:
   return {'tie_word_embeddings': True} | own
 
 
-def read_config(raw: Mapping[str, Any]) -> nn_llama.LlamaConfig:
+def read_config(raw: Mapping[str, Any]) -> llama_config.LlamaConfig:
   """Reads the keys of a `config.json`; raises ValueError."""
   if raw['model_type'] == 'minicpm':
     raw = _as_granite(raw)
@@ -201,26 +196,26 @@ def read_config(raw: Mapping[str, Any]) -> nn_llama.LlamaConfig:
   _check_windows(raw, shape, kind)
   unread = dict(raw)
   if (
-    raw.get(model_types.ROUNDED)
-    and raw[model_types.ROUNDED].get('quant_method') in kind.rounded
+    raw.get(model_type.ROUNDED)
+    and raw[model_type.ROUNDED].get('quant_method') in kind.rounded
   ):
-    del unread[model_types.ROUNDED]
+    del unread[model_type.ROUNDED]
   config_keys.refuse_unread(
     unread,
     {*kind.reads, *read},
-    idle=(*kind.idle, *model_types.WINDOWS),
+    idle=(*kind.idle, *model_type.WINDOWS),
     resolved=config,
   )
   return shape
 
 
 def _can_state(
-  kind: model_types.ModelType, config: nn_llama.LlamaConfig
+  kind: model_type.ModelType, config: llama_config.LlamaConfig
 ) -> bool:
   """Whether a config of this type can have a shape."""
   if type(config) is not kind.shape:
     return False
-  stated = {*kind.names, *model_types.COMPUTED}
+  stated = {*kind.names, *model_type.COMPUTED}
   others = {
     field.name: kind.fixed.get(field.name, field.default)
     for field in dataclasses.fields(config)
@@ -236,7 +231,9 @@ def _can_state(
 
 
 @functools.lru_cache
-def type_of(config: nn_llama.LlamaConfig) -> tuple[str, model_types.ModelType]:
+def type_of(
+  config: llama_config.LlamaConfig,
+) -> tuple[str, model_type.ModelType]:
   """The `model_type` whose config can state a shape, and the type."""
   for name, known in model_types.MODEL_TYPES.items():
     for kind in filter(None, (known, known.mixture)):
@@ -248,12 +245,12 @@ def type_of(config: nn_llama.LlamaConfig) -> tuple[str, model_types.ModelType]:
 
 
 def _layer_keys(
-  config: nn_llama.LlamaConfig, kind: model_types.ModelType
+  config: llama_config.LlamaConfig, kind: model_type.ModelType
 ) -> dict[str, Any]:
   """The keys of what layers see, and how they rotate."""
   windows, ropes = config.of_layers('window'), config.of_layers('rope')
   slides = [window is not None for window in windows]
-  types = [model_types.SLIDING if one else model_types.FULL for one in slides]
+  types = [model_type.SLIDING if one else model_type.FULL for one in slides]
   window = next((one for one in windows if one is not None), None)
   keys: dict[str, Any] = {}
   if 'sliding_window' in kind.reads:
@@ -283,21 +280,21 @@ def _layer_keys(
     keys['no_rope_layers'] = [int(rope is not None) for rope in ropes]
   if kind.ropes == 'stated':
     keys['position_embedding_type'] = 'rope' if by_type else None
-  stated, original = next(iter(by_type.values()), None), model_types.ORIGINAL
+  stated, original = next(iter(by_type.values()), None), model_type.ORIGINAL
   if original in kind.reads:
     keys[original] = (stated or {}).get(original, config.num_positions)
   return keys | {'rope_parameters': stated}
 
 
 def _to_keys(
-  config: nn_llama.LlamaConfig, kind: model_types.ModelType
+  config: llama_config.LlamaConfig, kind: model_type.ModelType
 ) -> dict[str, Any]:
   """The keys of a config of a type that are to state a shape."""
   keys = {key: getattr(config, ours) for ours, key in kind.names.items()}
   if key := kind.keys.get('attention_scale'):
     (width,) = {*config.of_layers('head_width')}
     scale = config.attention_scale or 1 / math.sqrt(width)
-    keys[key] = round(scale**-2) if key == model_types.QUERY_SCALAR else scale
+    keys[key] = round(scale**-2) if key == model_type.QUERY_SCALAR else scale
   return {**keys, **kind.given} | {
     'max_position_embeddings': config.num_positions,
     'head_dim': config.head_width,
@@ -308,7 +305,7 @@ def _to_keys(
 
 
 def to_hugging_face(
-  config: nn_llama.LlamaConfig, *, dtype: str, eos_token_id: int | None
+  config: llama_config.LlamaConfig, *, dtype: str, eos_token_id: int | None
 ) -> transformers.PreTrainedConfig:
   """The transformers config of a shape; raises ValueError if there is none."""
   _, kind = type_of(config)

@@ -10,7 +10,7 @@ from models.checkpoints import llama as checkpoints_llama
 from models.checkpoints.keys import model_types
 from models.checkpoints.keys import tensor_parts
 from models.nn import delta as delta_lib
-from models.nn import llama as nn_llama
+from models.nn import llama_config
 from models.nn import mixtral as mixtral_lib
 
 _PREFIX = 'model.'
@@ -42,7 +42,7 @@ _VISION = re.compile(
 _LANGUAGE = re.compile(r'(model\.)?language_model\.')
 
 
-def canonical_name(stored: str, config: nn_llama.LlamaConfig) -> str | None:
+def canonical_name(stored: str, config: llama_config.LlamaConfig) -> str | None:
   """The canonical name of a stored tensor, or None for a known buffer.
 
   Bare models lack the `model.` prefix. A tied head may be stored too. Models
@@ -66,7 +66,7 @@ def canonical_name(stored: str, config: nn_llama.LlamaConfig) -> str | None:
   return name
 
 
-def reads_another(name: str, config: nn_llama.LlamaConfig) -> bool:
+def reads_another(name: str, config: llama_config.LlamaConfig) -> bool:
   """Whether a tensor makes keys of a layer that reads those of another."""
   found, sources = _ENTRIES.fullmatch(name), config.of_layers('kv_source')
   layer = int(found[1]) if found else len(sources)
@@ -81,7 +81,9 @@ def _with_parts(name: str, renames: Mapping[str, str]) -> str:
   return name[1:-1]
 
 
-def renamed(kind: str, stored: str, config: nn_llama.LlamaConfig) -> str | None:
+def renamed(
+  kind: str, stored: str, config: llama_config.LlamaConfig
+) -> str | None:
   """The same as `canonical_name`, where a `model_type` has other names."""
   name = canonical_name(stored, config)
   ours = {
@@ -117,7 +119,7 @@ def from_rates(name: str, rows: np.ndarray) -> np.ndarray:
 
 
 def parts(
-  name: str, config: nn_llama.LlamaConfig, *, interleaved: bool = False
+  name: str, config: llama_config.LlamaConfig, *, interleaved: bool = False
 ) -> Mapping[str, tensor_parts.Part]:
   """The tensors that are stored as one, and their parts; {} if it is but one.
 
@@ -157,7 +159,7 @@ def parts(
   return found
 
 
-def stored_name(name: str, config: nn_llama.LlamaConfig) -> str:
+def stored_name(name: str, config: llama_config.LlamaConfig) -> str:
   """The name that transformers stores a canonical name under."""
   if name == 'lm_head.weight':
     return name

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from models.nn import contraction
 from models.nn import gpt2 as nn_gpt2
 from models.nn import llama as nn_llama
+from models.nn import llama_config
 from models.nn import matrices as matrices_lib
 from models.nn import sharding as sharding_lib
 from models.nn.cpu import ops
@@ -34,7 +35,7 @@ _LARGEST_LAYER = 8 << 20
 
 # A module and its shape, of any family; a Mixtral is a Llama.
 Module = nn_gpt2.GPT2 | nn_llama.Llama
-Config = nn_gpt2.GPT2Config | nn_llama.LlamaConfig
+Config = nn_gpt2.GPT2Config | llama_config.LlamaConfig
 
 
 @functools.cache

@@ -23,8 +23,10 @@ import jax.numpy as jnp
 
 from models.nn import adapter
 from models.nn import eagle
+from models.nn import grouped_query
 from models.nn import layers
 from models.nn import llama as nn_llama
+from models.nn import llama_config
 from models.nn import matrices as matrices_lib
 from models.nn import rope as rope_lib
 from models.nn import sharding as sharding_lib
@@ -41,7 +43,7 @@ LOOKED_UP = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockDrafterConfig(nn_llama.LlamaConfig):
+class BlockDrafterConfig(llama_config.LlamaConfig):
   """Shape of a block drafter: that of its layers, and what surrounds them.
 
   `vocab_size` is that of the target, `num_layers` that of the drafter.
@@ -140,7 +142,7 @@ class _Convolution(nnx.Module):
 class _ConvolvedLayer(nn_llama.Layer):
   """A layer of DFlash 2, with convolutions around both of its parts."""
 
-  self_attn: nn_llama.Attention
+  self_attn: grouped_query.Attention
 
   def __init__(
     self,

@@ -24,8 +24,10 @@ import numpy as np
 
 from models.nn import attention
 from models.nn import convolution
+from models.nn import grouped_query
 from models.nn import layers
 from models.nn import llama as nn_llama
+from models.nn import llama_config
 from models.nn import mixer
 from models.nn import rope as rope_lib
 from models.nn.cpu import state_ops
@@ -36,7 +38,7 @@ _Arrays = dict[str, jax.Array]  # By the names of what they are.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DeltaConfig(nn_llama.LlamaConfig):
+class DeltaConfig(llama_config.LlamaConfig):
   """Shape of a Qwen3.5; `num_heads` and the like are those of attention."""
 
   key_heads: int = dataclasses.field()
@@ -253,7 +255,7 @@ class DeltaNet(mixer.Mixer):
     return out, write(one, added)
 
 
-class GatedAttention(nn_llama.Attention):
+class GatedAttention(grouped_query.Attention):
   """Attention whose heads are multiplied with gates of their own.
 
   Behind the query of each head its matrix has the gate.

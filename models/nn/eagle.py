@@ -15,8 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from models.nn import adapter
+from models.nn import grouped_query
 from models.nn import layers
 from models.nn import llama as nn_llama
+from models.nn import llama_config
 from models.nn import matrices as matrices_lib
 from models.nn import rope as rope_lib
 from models.nn import sharding as sharding_lib
@@ -28,7 +30,7 @@ KINDS = (EAGLE3, EAGLE, MTP)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadConfig(nn_llama.LlamaConfig):
+class HeadConfig(llama_config.LlamaConfig):
   """Shape of a head: that of its layers, and how they are fed.
 
   `vocab_size` is that of the target, `num_layers` that of the head.
@@ -68,7 +70,7 @@ class _WideLayer(nnx.Module):
     self.config = config
     norm = functools.partial(layers.RMSNorm, config.width, config.norm_epsilon)
     self.input_layernorm, self.hidden_norm = norm(), norm()
-    self.self_attn = nn_llama.Attention(
+    self.self_attn = grouped_query.Attention(
       config, 0, dtype=dtype, rngs=rngs, input_width=2 * config.width
     )
     self.post_attention_layernorm = norm()

@@ -19,11 +19,12 @@ import jax.numpy as jnp
 
 from models.nn import layers
 from models.nn import llama as nn_llama
+from models.nn import llama_config
 from models.nn import matrices as matrices_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GemmaConfig(nn_llama.LlamaConfig):
+class GemmaConfig(llama_config.LlamaConfig):
   """Shape of a Gemma (arXiv 2503.19786, section 2).
 
   A class of its own, because checkpoints store the scales of norms minus one.

@@ -13,15 +13,17 @@ import jax
 import jax.numpy as jnp
 
 from models.nn import convolution
+from models.nn import grouped_query
 from models.nn import layers
 from models.nn import llama as nn_llama
+from models.nn import llama_config
 from models.nn import mixer
 from models.nn.cpu import state_ops
 from specdec import recurrent as recurrent_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Lfm2Config(nn_llama.LlamaConfig):
+class Lfm2Config(llama_config.LlamaConfig):
   """Shape of an LFM2."""
 
   conv_size: int = 3  # Positions that a convolution sees.
@@ -122,5 +124,5 @@ class Lfm2(nn_llama.Llama):
   """LFM2 language model."""
 
   mixers = types.MappingProxyType(
-    {'self_attn': nn_llama.Attention, 'conv': ShortConv}
+    {'self_attn': grouped_query.Attention, 'conv': ShortConv}
   )

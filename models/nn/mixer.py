@@ -22,7 +22,7 @@ Write = Callable[
 
 
 class Mixer(nnx.Module):
-  """Called as `models.nn.llama.Attention`; positions are not used."""
+  """Called as `models.nn.grouped_query.Attention`; positions are not used."""
 
   config: Any  # A `LlamaConfig` that has `state_of_layer`.
   layer: int

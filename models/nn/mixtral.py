@@ -16,12 +16,13 @@ import jax.numpy as jnp
 from models.nn import experts as experts_lib
 from models.nn import layers
 from models.nn import llama as nn_llama
+from models.nn import llama_config
 from models.nn import matrices as matrices_lib
 from models.nn import sharding as sharding_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MixtralConfig(nn_llama.LlamaConfig):
+class MixtralConfig(llama_config.LlamaConfig):
   """Shape of a Mixtral: the shape of a Llama, and its experts."""
 
   # Fields without a default, where a Llama has constants.

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from safetensors import numpy as safetensors_numpy
 import tiny
+import tiny_blocks
 import tiny_heads
 
 from models import kept_programs
@@ -383,10 +384,7 @@ def _gguf_file(path):
     writer.add_tensor(f'{name}.weight', data, raw_dtype=kind)
   for name in ('output_norm', 'blk.0.attn_norm', 'blk.0.ffn_norm'):
     writer.add_tensor(f'{name}.weight', np.ones(32, np.float32))
-  writer.write_header_to_file()
-  writer.write_kv_data_to_file()
-  writer.write_tensors_to_file()
-  writer.close()
+  tiny_blocks.finish(writer)
 
 
 def _head_folder(path):

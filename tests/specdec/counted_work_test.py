@@ -32,7 +32,7 @@ from models.lab.compiled import counts
 from models.lab.compiled import hlo
 from models.lab.compiled import programs
 from models.lab.compiled import report as report_lib
-from models.nn import llama as nn_llama
+from models.nn import llama_config
 from models.text import choice as choice_lib
 from models.text import settings as settings_lib
 import specdec
@@ -135,7 +135,7 @@ def test_the_compiled_loops_of_the_demo_pair(device, method, update):
 
 # Qwen2.5 1.5B and 0.5B with one layer each: 467 and 272 MB of embeddings.
 _VOCABULARY = {
-  name: nn_llama.LlamaConfig(
+  name: llama_config.LlamaConfig(
     **{'vocab_size': 151_936, 'num_positions': 4096, 'width': width},
     **{'num_heads': width // head_width, 'head_width': head_width},
     **{'num_layers': 1, 'num_kv_heads': 2, 'inner_width': inner_width},

@@ -532,7 +532,7 @@ scales of norms are taken as they are stored
 [models.nn.layers: hub.check_logits('gemma2')]
 scores and logits are not capped
   cap * jnp.tanh(x / cap) => x
-[models.nn.llama: SHARING]
+[models.nn.grouped_query: SHARING]
 values are not normalised
   self.v_proj(rows), 'v_norm') => self.v_proj(rows), 'no_norm')
 [models.nn.gemma: SHARING]

@@ -24,7 +24,7 @@ from models.checkpoints.heads import head_tensors
 from models.checkpoints.keys import block_keys
 from models.checkpoints.keys import head_keys
 from models.nn import block_drafter
-from models.nn import llama as nn_llama
+from models.nn import llama_config
 
 _MARKOV = 'markov_head.markov_w1.weight'
 _CONFIDENCE = 'confidence_head.proj.weight'
@@ -132,7 +132,7 @@ class StoredBlockDrafter:
     ) or tuple(one is not None for one in layer.of_layers('window'))
     shape = {
       field.name: getattr(layer, field.name)
-      for field in dataclasses.fields(nn_llama.LlamaConfig)
+      for field in dataclasses.fields(llama_config.LlamaConfig)
     }
     kind = keys.get('markov_head_type') or block_drafter.VANILLA
     try:

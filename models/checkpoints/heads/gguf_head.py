@@ -17,6 +17,7 @@ import numpy as np
 from models.checkpoints import gguf
 from models.checkpoints.gguf_parts import gguf_config
 from models.checkpoints.gguf_parts import gguf_header
+from models.checkpoints.gguf_parts import gguf_rope
 from models.checkpoints.gguf_parts import gguf_tensor
 from models.nn import blocks as blocks_lib
 
@@ -214,7 +215,7 @@ class GGUFHead:
     if 'markov_w1.weight' in header.tensors:
       found['markov_rank'] = header.tensors['markov_w1.weight'].shape[1]
     if gguf_config.ROPE_FACTORS in header.tensors:
-      found['rope_parameters'] = gguf.rope_parameters(
+      found['rope_parameters'] = gguf_rope.rope_parameters(
         self.path, metadata, header
       )
     if metadata.get('attention.sliding_window'):

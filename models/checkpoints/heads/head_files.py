@@ -13,23 +13,23 @@ from models.checkpoints import hub
 from models.checkpoints import hugging_face
 from models.checkpoints import llama as checkpoints_llama
 from models.checkpoints.heads import head_tensors
-from models.nn import llama as nn_llama
+from models.nn import llama_config
 from models.nn import rope as rope_lib
 from specdec.text import text_files
 from specdec.text import whole_files
 
 
 def keys_of_layers(
-  config: nn_llama.LlamaConfig, dtype: jnp.dtype
+  config: llama_config.LlamaConfig, dtype: jnp.dtype
 ) -> dict[str, Any]:
   """The keys of config.json that the layers of a drafter have."""
   if not isinstance(config.rope, rope_lib.Rope):
     raise ValueError('a head without one rotation of all layers is not saved')
   described = checkpoints_llama.to_hugging_face(
-    nn_llama.LlamaConfig(
+    llama_config.LlamaConfig(
       **{
         field.name: getattr(config, field.name)
-        for field in dataclasses.fields(nn_llama.LlamaConfig)
+        for field in dataclasses.fields(llama_config.LlamaConfig)
       }
     ),
     dtype=dtype.name,

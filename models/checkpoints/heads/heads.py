@@ -30,7 +30,7 @@ from models.checkpoints.heads import head_files
 from models.checkpoints.heads import head_tensors
 from models.checkpoints.keys import head_keys
 from models.nn import eagle
-from models.nn import llama as nn_llama
+from models.nn import llama_config
 from models.nn import matrices as matrices_lib
 from models.nn import sharding as sharding_lib
 from specdec import cache as cache_lib
@@ -170,7 +170,7 @@ class StoredHead:
     )
     fields = {
       field.name: getattr(layer, field.name)
-      for field in dataclasses.fields(nn_llama.LlamaConfig)
+      for field in dataclasses.fields(llama_config.LlamaConfig)
     }
     fields |= self._by_tensors(layer) | {'width': width}
     reads: tuple[int, ...] = (cache_lib.AFTER_NORM,)

@@ -1,133 +1,15 @@
-"""The `model_type`s of Llama's kind: what each says and what it fixes."""
+"""The `model_type`s of Llama's kind."""
 
-from collections.abc import Callable
-from collections.abc import Mapping
-import dataclasses
-import functools
 from typing import Any
 
 import transformers
 
-from models.checkpoints.keys import config_keys
 from models.checkpoints.keys import gemma_keys
+from models.checkpoints.keys import model_type
 from models.nn import delta as delta_lib
 from models.nn import gemma as gemma_lib
 from models.nn import lfm2 as lfm2_lib
-from models.nn import llama as nn_llama
 from models.nn import mixtral as mixtral_lib
-
-FULL, SLIDING = 'full_attention', 'sliding_attention'
-# Fields of a `LlamaConfig`, and their keys in config.json.
-_KEYS = {
-  'vocab_size': 'vocab_size',
-  'width': 'hidden_size',
-  'num_layers': 'num_hidden_layers',
-  'num_heads': 'num_attention_heads',
-  'num_kv_heads': 'num_key_value_heads',
-  'inner_width': 'intermediate_size',
-  'activation': 'hidden_act',
-  'norm_epsilon': 'rms_norm_eps',
-  'tie_embeddings': 'tie_word_embeddings',
-}
-ROUNDED = 'quantization_config'
-# Further keys that all read, and their types where a class has no such field.
-_TYPES = {
-  'head_dim': int | None,
-  'rope_theta': float | None,
-  'partial_rotary_factor': float | None,
-  **{'rope_parameters': dict | None, 'rope_scaling': dict | None},
-  **{'sliding_window': int | None, 'use_sliding_window': bool | None},
-  **{'max_window_layers': int | None, 'layer_types': list[str] | None},
-  ROUNDED: dict | None,
-}
-WINDOWS = (
-  *('sliding_window', 'use_sliding_window', 'max_window_layers'),
-  'layer_types',
-)
-_ALWAYS = {'max_position_embeddings', *_TYPES} - {*WINDOWS, ROUNDED}
-_ALWAYS |= {'bos_token_id', 'eos_token_id', 'pad_token_id'}
-ORIGINAL = 'original_max_position_embeddings'
-# Keys that are read if the class has such a field.
-_SOMETIMES = (
-  *('no_rope_layers', 'no_rope_layer_interval'),
-  *('mlp_only_layers', 'decoder_sparse_step', 'position_embedding_type'),
-  *('num_local_experts', ORIGINAL),
-)
-# Fields that follow from several keys, or from a key and others.
-COMPUTED = {'num_positions', 'head_width', 'rope', 'window', 'mixers'}
-COMPUTED |= {'attention_scale', 'embedding_scale', 'kv_source'}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelType:
-  """A `model_type`: the keys that it has besides those that all have.
-
-  Attributes:
-    config: class of transformers.
-    shape: class of the shape.
-    keys: further fields of the shape, and their keys in config.json.
-    fixed: further fields, and the values that they have in all such models.
-    windows: which layers may have a window: `none`, `all` by the key
-      sliding_window, `some` by layer_types, or `switched`, some only if
-      use_sliding_window is true.
-    ropes: `one` for all layers, one for each of the `kinds` of layers with a
-      window and without, or one for the layers of the key `no_rope_layers` that
-      are not 0; `growing`, one whose queries grow with the position; `stated`,
-      one if the key position_embedding_type says so.
-    is_partial: whether partial_rotary_factor may be below 1.
-    extra: keys that transformers reads besides the fields of its class, and
-      their types.
-    idle: keys that change nothing.
-    constants: keys, and the only values of them that are computed.
-    rounded: ways in which weights may be rounded, see quantization_config.
-    given: keys that the class is made with, of what no model here has.
-    mixture: the same for models with experts, by the key num_local_experts.
-    mixers: what mixes positions in a layer, by its entry in `layer_types`.
-    renames: parts of canonical names, and of the names that are stored.
-    written: keys that are written with these values.
-    of_layers: makes further fields of a config of transformers.
-    to_keys: its inverse, makes keys of a shape.
-  """
-
-  config: Any
-  shape: type[nn_llama.LlamaConfig] = nn_llama.LlamaConfig
-  keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  windows: str = 'none'
-  ropes: str = 'one'
-  is_partial: bool = False
-  extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  idle: tuple[str, ...] = ()
-  constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  rounded: tuple[str, ...] = ()
-  given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  mixture: 'ModelType | None' = None
-  mixers: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  renames: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  written: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  of_layers: Callable[[Any], dict[str, Any]] = lambda config: {}
-  to_keys: Callable[[Any], dict[str, Any]] = lambda config: {}
-
-  @functools.cached_property
-  def names(self) -> dict[str, str]:
-    """Fields of the shape, and their keys in config.json."""
-    named = {**_KEYS, **self.keys}.items()
-    return {ours: key for ours, key in named if ours not in self.fixed}
-
-  @functools.cached_property
-  def types(self) -> dict[str, Any]:
-    """The keys whose types are known, and these."""
-    return {**_TYPES, **config_keys.types_of(self.config), **self.extra}
-
-  @functools.cached_property
-  def reads(self) -> frozenset[str]:
-    """The keys that are read."""
-    own = {one.name for one in dataclasses.fields(self.config)}
-    read = {*self.names.values(), *_ALWAYS}
-    read |= {*self.extra, *self.constants}
-    windows = () if self.windows == 'none' else WINDOWS
-    return frozenset(read | own & {*windows, *_SOMETIMES})
-
 
 _BIASES = {'qkv_bias': 'attention_bias', 'output_bias': 'attention_bias'}
 _MLP_BIAS = {'mlp_bias': 'mlp_bias'}
@@ -144,10 +26,9 @@ _MULTIPLIERS = {
   'residual_scale': 'residual_multiplier',
   'logit_divisor': 'logits_scaling',
 }
-QUERY_SCALAR = 'query_pre_attn_scalar'  # Scores are divided by its square root.
 _CAPS = {
   'activation': 'hidden_activation',
-  'attention_scale': QUERY_SCALAR,
+  'attention_scale': model_type.QUERY_SCALAR,
   'score_cap': 'attn_logit_softcapping',
   'logit_cap': 'final_logit_softcapping',
 }
@@ -217,44 +98,50 @@ _GRANITE_4: dict[str, Any] = {
 
 # A shape is saved as the first type that can state it.
 MODEL_TYPES = {
-  'llama': ModelType(config=transformers.LlamaConfig, keys=_BIASES | _MLP_BIAS),
-  'mistral': ModelType(config=transformers.MistralConfig, windows='all'),
-  'qwen2': ModelType(
+  'llama': model_type.ModelType(
+    config=transformers.LlamaConfig, keys=_BIASES | _MLP_BIAS
+  ),
+  'mistral': model_type.ModelType(
+    config=transformers.MistralConfig, windows='all'
+  ),
+  'qwen2': model_type.ModelType(
     config=transformers.Qwen2Config,
     fixed={'qkv_bias': True},
     windows='switched',
     idle=('attention_bias', 'qkv_bias'),
   ),
-  'qwen3': ModelType(
+  'qwen3': model_type.ModelType(
     config=transformers.Qwen3Config,
     keys=_BIASES,
     fixed={'qk_norm': True},
     windows='switched',
   ),
-  'ministral': ModelType(config=transformers.MinistralConfig, windows='some'),
-  'ministral3': ModelType(
+  'ministral': model_type.ModelType(
+    config=transformers.MinistralConfig, windows='some'
+  ),
+  'ministral3': model_type.ModelType(
     config=transformers.Ministral3Config, windows='all', ropes='growing'
   ),
-  'phi3': ModelType(
+  'phi3': model_type.ModelType(
     config=transformers.Phi3Config, windows='all', is_partial=True
   ),
-  'olmo2': ModelType(
+  'olmo2': model_type.ModelType(
     config=transformers.Olmo2Config, keys=_BIASES, fixed=_BEHIND
   ),
-  'olmo3': ModelType(
+  'olmo3': model_type.ModelType(
     config=transformers.Olmo3Config,
     keys=_BIASES,
     fixed=_BEHIND,
     windows='some',
     ropes='kinds',
   ),
-  'granite': ModelType(
+  'granite': model_type.ModelType(
     config=transformers.GraniteConfig, keys=_BIASES | _MLP_BIAS | _MULTIPLIERS
   ),
-  'granitemoehybrid': ModelType(
+  'granitemoehybrid': model_type.ModelType(
     **_GRANITE_4 | {'given': _GRANITE_4['given'] | {'num_local_experts': 0}},
     keys=_BIASES | _MULTIPLIERS | {'inner_width': 'shared_intermediate_size'},
-    mixture=ModelType(
+    mixture=model_type.ModelType(
       **_GRANITE_4,
       shape=mixtral_lib.MixtralConfig,
       keys=_BIASES
@@ -265,23 +152,23 @@ MODEL_TYPES = {
       fixed={'shared_gate': False},
     ),
   ),
-  'smollm3': ModelType(
+  'smollm3': model_type.ModelType(
     config=transformers.SmolLM3Config,
     keys=_BIASES | _MLP_BIAS,
     windows='switched',
     ropes='no_rope_layers',
   ),
-  'gemma': ModelType(
+  'gemma': model_type.ModelType(
     config=transformers.GemmaConfig, shape=gemma_lib.GemmaConfig, keys=_BIASES
   ),
-  'gemma2': ModelType(
+  'gemma2': model_type.ModelType(
     config=transformers.Gemma2Config,
     shape=gemma_lib.GemmaConfig,
     keys=_BIASES | _CAPS,
     fixed={'post_norm': True},
     windows='some',
   ),
-  'gemma3_text': ModelType(
+  'gemma3_text': model_type.ModelType(
     config=transformers.Gemma3TextConfig,
     shape=gemma_lib.GemmaConfig,
     keys=_BIASES | _CAPS,
@@ -290,7 +177,7 @@ MODEL_TYPES = {
     ropes='kinds',
     extra=_LOCAL,
   ),
-  'gemma4_text': ModelType(
+  'gemma4_text': model_type.ModelType(
     config=transformers.Gemma4TextConfig,
     shape=gemma_lib.Gemma4Config,
     keys=_BIASES | _GEMMA4_KEYS,
@@ -303,7 +190,7 @@ MODEL_TYPES = {
     of_layers=gemma_keys.read,
     to_keys=gemma_keys.write,
   ),
-  'lfm2': ModelType(
+  'lfm2': model_type.ModelType(
     config=transformers.Lfm2Config,
     shape=lfm2_lib.Lfm2Config,
     keys=_LFM2_KEYS,
@@ -311,11 +198,11 @@ MODEL_TYPES = {
     extra=_LFM2_EXTRA,
     idle=('block_mlp_init_scale', 'block_out_init_scale')
     + ('block_use_xavier_init', 'conv_use_xavier_init'),
-    mixers={FULL: 'self_attn', 'conv': 'conv'},
+    mixers={model_type.FULL: 'self_attn', 'conv': 'conv'},
     renames=_LFM2_NAMES,
     written={'block_auto_adjust_ff_dim': False},
   ),
-  'qwen3_5_text': ModelType(
+  'qwen3_5_text': model_type.ModelType(
     config=transformers.Qwen3_5TextConfig,
     shape=delta_lib.DeltaConfig,
     keys=_BIASES | _DELTA_KEYS,
@@ -324,17 +211,17 @@ MODEL_TYPES = {
     is_partial=True,
     idle=('mamba_ssm_dtype', 'mtp_num_hidden_layers')
     + ('mtp_use_dedicated_embeddings',),
-    mixers={FULL: 'self_attn', 'linear_attention': 'linear_attn'},
+    mixers={model_type.FULL: 'self_attn', 'linear_attention': 'linear_attn'},
     renames={'linear_attn.o_proj': 'linear_attn.out_proj'}
     | {'linear_attn.rate': 'linear_attn.A_log'},
   ),
-  'mixtral': ModelType(
+  'mixtral': model_type.ModelType(
     config=transformers.MixtralConfig,
     shape=mixtral_lib.MixtralConfig,
     keys=_EXPERTS | {'num_experts': 'num_local_experts'},
     windows='all',
   ),
-  'gpt_oss': ModelType(
+  'gpt_oss': model_type.ModelType(
     config=transformers.GptOssConfig,
     shape=mixtral_lib.GptOssConfig,
     keys=_BIASES | _EXPERTS | {'num_experts': 'num_local_experts'},
@@ -346,7 +233,7 @@ MODEL_TYPES = {
     idle=('initial_context_length',),
     rounded=('mxfp4',),
   ),
-  'qwen3_moe': ModelType(
+  'qwen3_moe': model_type.ModelType(
     config=transformers.Qwen3MoeConfig,
     shape=mixtral_lib.MixtralConfig,
     keys=_BIASES | _OWN_EXPERTS,
@@ -354,7 +241,7 @@ MODEL_TYPES = {
     windows='all',
     idle=_DENSE,
   ),
-  'qwen2_moe': ModelType(
+  'qwen2_moe': model_type.ModelType(
     config=transformers.Qwen2MoeConfig,
     shape=mixtral_lib.MixtralConfig,
     keys=_OWN_EXPERTS

@@ -2,14 +2,18 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+import functools
 import itertools
 import re
+from typing import Any
 
+from models.checkpoints import hub
 from models.lab.bench import llama_cpp
 from models.lab.bench import peer as peer_lib
 from models.lab.bench import transformers_peer
 from models.lab.bench import vllm_peer
 from models.nn import matrices as matrices_lib
+from models.text import choice as choice_lib
 from models.text import settings as settings_lib
 
 PEERS: Mapping[str, peer_lib.Peer] = {
@@ -130,12 +134,23 @@ def peer_arms(
   return [arm for arm in possible if arm not in arms]
 
 
+def _load(
+  peer: peer_lib.Peer, models: choice_lib.ModelChoice, flag: str, dtype: str
+) -> Any:
+  """The model of a flag, `target` or `draft`."""
+  name, revision = getattr(models, flag), models.revision
+  if flag == 'draft':
+    name, revision = hub.draft_name(name), None
+  found = hub.locate(name, revision=revision)
+  return peer.load(found, f'--{flag}={name}', dtype)
+
+
 def make_peer_arms(
   specs: Sequence[peer_lib.ArmSpec],
   task: peer_lib.BenchmarkTask,
   eos_ids: Sequence[int],
 ) -> dict[peer_lib.ArmSpec, peer_lib.ReadyArm]:
-  """Loads the arms of peers, those of each peer together.
+  """Loads the arms of peers, each model once per dtype.
 
   Raises:
     ValueError: a program is missing, or an arm is not supported.
@@ -151,6 +166,12 @@ def make_peer_arms(
           f'arm {str(spec)!r} decodes one prompt at a time, not'
           f' {task.batch_size}; leave out the arm or --batch_size'
         )
-    if chosen:
-      found |= peer.make_arms(chosen, task, eos_ids)
+    # Even a draft that is the target, whose forwards are counted separately.
+    load = functools.cache(functools.partial(_load, peer, task.models))
+    for spec in chosen:
+      models = {'target': load('target', spec.dtype)}
+      if spec.method in peer.drafted:
+        models['draft'] = load('draft', spec.dtype)
+      arm = peer.make_arm(spec, task, models, eos_ids)
+      found[spec] = peer_lib.ReadyArm(arm)
   return found

@@ -29,7 +29,7 @@ from models.lab.bench import replay
 from models.lab.bench import timing
 from models.nn import adapter
 from models.nn import block_drafter
-from models.nn import llama as nn_llama
+from models.nn import llama_config
 from models.nn import matrices as matrices_lib
 from models.nn import rope as rope_lib
 from models.nn import sharding as sharding_lib
@@ -59,10 +59,10 @@ _DSPARK: dict[str, Any] = {
   **{'markov_rank': 256, 'confidence': True, 'confidence_with_markov': True},
 }
 SHAPES: Mapping[
-  str, tuple[nn_llama.LlamaConfig, block_drafter.BlockDrafterConfig]
+  str, tuple[llama_config.LlamaConfig, block_drafter.BlockDrafterConfig]
 ] = {
   'qwen3-1.7b-dspark': (
-    nn_llama.LlamaConfig(num_layers=28, tie_embeddings=True, **_QWEN3),
+    llama_config.LlamaConfig(num_layers=28, tie_embeddings=True, **_QWEN3),
     block_drafter.BlockDrafterConfig(**_QWEN3 | _DSPARK),
   )
 }

@@ -7,13 +7,15 @@ next. Everything else has the defaults of llama.cpp.
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+import functools
 import os
+import pathlib
 import shutil
 import subprocess
 from typing import Any
 
+from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import gguf
-from models.checkpoints import hub
 from models.lab.bench import peer as peer_lib
 from models.lab.bench import server as server_lib
 from specdec import sampling as sampling_lib
@@ -24,7 +26,6 @@ _SPECULATION: Mapping[str, Mapping[str, str]] = {
   'llama.cpp-draft': {'spec_type': 'draft-simple'},
   'llama.cpp-lookup': {'spec_type': 'ngram-simple'},
 }
-_CONTEXT = 4096  # Slots of the cache, of two bytes per element.
 
 
 def find_server(name: str | None) -> str:
@@ -69,62 +70,48 @@ def _settings(sampling: sampling_lib.Sampling, seed: int) -> dict[str, Any]:
   }
 
 
-class _Arm:
-  """Decodes with a server; a `models.lab.bench.timing.Arm`."""
-
-  def __init__(self, server, task, eos_ids, has_draft):
-    self._server, self._eos_ids, self._has_draft = server, eos_ids, has_draft
-    self._settings = _settings(task.sampling, task.seed)
-
-  def __call__(self, prompts: Sequence[Sequence[int]], limit: int):
-    (prompt,) = prompts
-    if len(prompt) + limit > _CONTEXT:
-      raise ValueError(
-        f'a prompt of {len(prompt)} tokens and max_new_tokens={limit} exceed'
-        f' the context of the llama.cpp arms, {_CONTEXT} tokens'
-      )
-    answer = self._server.ask(
-      '/completion',
-      self._settings
-      | {
-        'prompt': [*map(int, prompt)],
-        'n_predict': limit,
-        'cache_prompt': False,
-        'return_tokens': True,
-      },
-    )
-    row = answer['tokens'][:limit]
-    if answer['stop_type'] == 'eos' and not {*row} & {*self._eos_ids}:
-      row.append(self._eos_ids[0])  # The server leaves it out.
-    timings = answer['timings']
-    accepted = timings.get('draft_n_accepted', 0)
-    forwards = {'target': max(len(row) - accepted, 1)}
-    if self._has_draft:
-      forwards['draft'] = timings.get('draft_n', 0)
-    return peer_lib.as_generation([row], self._eos_ids, forwards)
+def _decode(
+  server: server_lib.Server,
+  settings: Mapping[str, Any],
+  eos_ids: Sequence[int],
+  prompt: list[int],
+  limit: int,
+) -> tuple[list[int], int, int]:
+  """See `server.ServerArm`."""
+  request = {'prompt': prompt, 'n_predict': limit, 'cache_prompt': False}
+  request |= {'return_tokens': True}
+  answer = server.ask('/completion', {**settings, **request})
+  row = answer['tokens'][:limit]
+  if answer['stop_type'] == 'eos' and not {*row} & {*eos_ids}:
+    row.append(eos_ids[0])  # The server leaves it out.
+  timings = answer['timings']
+  return row, timings.get('draft_n_accepted', 0), timings.get('draft_n', 0)
 
 
-def _file(name: str, flag: str) -> gguf.GGUFFile:
-  found = hub.locate(name)
+def load(
+  found: checkpoint_lib.Checkpoint, given: str, dtype: str
+) -> pathlib.Path:
+  """The file of a model; ValueError if it is no GGUF file."""
+  del dtype
   if not isinstance(found, gguf.GGUFFile):
     raise ValueError(
-      f'--{flag}={name}: llama.cpp reads GGUF files only; name one, or leave'
-      ' out the llama.cpp arms'
+      f'{given}: llama.cpp reads GGUF files only; name one, or leave out the'
+      ' llama.cpp arms'
     )
-  return found
+  return found.path
 
 
 def _command(
   spec: peer_lib.ArmSpec,
   program: str,
-  files: Mapping[str, gguf.GGUFFile],
+  files: Mapping[str, pathlib.Path],
 ) -> list[str]:
   options = {
-    'model': files['target'].path,
+    'model': files['target'],
     'threads': os.cpu_count(),
-    'ctx_size': _CONTEXT,
+    'ctx_size': server_lib.CONTEXT,
     'parallel': 1,
-    **({'spec_draft_model': files['draft'].path} if 'draft' in files else {}),
+    **({'spec_draft_model': files['draft']} if 'draft' in files else {}),
     **_SPECULATION[spec.method],
     **dict(spec.options),
   }
@@ -132,28 +119,18 @@ def _command(
   return [program, *(part for flag in flags for part in flag)]
 
 
-def make_arms(
-  specs: Sequence[peer_lib.ArmSpec],
+def make_arm(
+  spec: peer_lib.ArmSpec,
   task: peer_lib.BenchmarkTask,
+  files: Mapping[str, pathlib.Path],
   eos_ids: Sequence[int],
-) -> dict[peer_lib.ArmSpec, peer_lib.ReadyArm]:
-  """Starts a server for each arm.
-
-  Raises:
-    ValueError: llama.cpp is missing or does not start, or a model is no GGUF
-      file.
-  """
-  program = find_server(task.llama_cpp)
-  arms = {}
-  for spec in specs:
-    files = {'target': _file(task.models.target, 'target')}
-    if spec.method in PEER.drafted and task.models.draft is not None:
-      files['draft'] = _file(task.models.draft, 'draft')
-    server = server_lib.Server('llama.cpp', _command(spec, program, files))
-    arms[spec] = peer_lib.ReadyArm(
-      _Arm(server, task, eos_ids, 'draft' in files)
-    )
-  return arms
+) -> server_lib.ServerArm:
+  """Starts a server; ValueError if llama.cpp is missing or does not start."""
+  settings = _settings(task.sampling, task.seed)
+  command = _command(spec, find_server(task.llama_cpp), files)
+  server = server_lib.Server('llama.cpp', command)
+  decode = functools.partial(_decode, server, settings, eos_ids)
+  return server_lib.ServerArm('llama.cpp', decode, eos_ids, 'draft' in files)
 
 
 PEER = peer_lib.Peer(
@@ -169,5 +146,6 @@ PEER = peer_lib.Peer(
   dtypes=('gguf',),
   drafted=('llama.cpp-draft',),
   describe=describe,
-  make_arms=make_arms,
+  load=load,
+  make_arm=make_arm,
 )

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
+from models.checkpoints import checkpoint as checkpoint_lib
 from models.lab import task as task_lib
 from models.lab.bench import timing
 from models.text import settings as settings_lib
@@ -77,9 +78,11 @@ class Peer:
     drafted: the methods that need a draft.
     describe: returns versions, for the record of a result; raises ValueError if
       the program is not installed.
-    make_arms: loads the models of arms, given their task and the ids of EOS
-      tokens; raises ValueError if one cannot be decoded. A decode returns
-      `as_generation`.
+    load: loads a model, called with `(checkpoint, given, dtype)`, where `given`
+      is the flag that named it; raises ValueError if it cannot be decoded.
+    make_arm: makes what decodes, given an arm, its task, its models (`target`
+      and perhaps `draft`) and the ids of EOS tokens; raises ValueError if it
+      cannot be decoded. A decode returns `as_generation`.
   """
 
   methods: Mapping[str, tuple[str, ...]]
@@ -87,8 +90,9 @@ class Peer:
   batched: tuple[str, ...] = ()
   drafted: tuple[str, ...] = ()
   describe: Callable[[BenchmarkTask], dict[str, Any]]
-  make_arms: Callable[
-    [Sequence[ArmSpec], BenchmarkTask, Sequence[int]], dict[ArmSpec, ReadyArm]
+  load: Callable[[checkpoint_lib.Checkpoint, str, str], Any]
+  make_arm: Callable[
+    [ArmSpec, BenchmarkTask, Mapping[str, Any], Sequence[int]], timing.Arm
   ]
 
   def can(self, method: str, *, has_draft: bool, batch_size: int) -> bool:

@@ -1,7 +1,9 @@
 """A program that decodes for a benchmark, as a server on this machine."""
 
+from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+import dataclasses
 import json
 import os
 import socket
@@ -13,7 +15,12 @@ import urllib.error
 import urllib.request
 import weakref
 
+from models.lab.bench import peer as peer_lib
+from specdec import generation as generation_lib
 from specdec.text import text_files
+
+CONTEXT = 4096
+"""Slots of the cache of a server, which serves one prompt at a time."""
 
 _START_SECONDS = 300.0
 
@@ -87,3 +94,36 @@ class Server:
         return json.load(reply)
     except urllib.error.HTTPError as error:
       raise ValueError(f'{self._name}: {error.read().decode()}') from error
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerArm:
+  """Decodes with a server, one prompt at a time; a `timing.Arm`.
+
+  Attributes:
+    name: of the peer, for messages.
+    decode: makes new tokens of a prompt and a limit, and says how many of them
+      were accepted drafts, and how many tokens were drafted.
+    eos_ids: the tokens that end a text.
+    has_draft: whether a model drafts, whose forwards are counted.
+  """
+
+  name: str
+  decode: Callable[[list[int], int], tuple[list[int], int, int]]
+  eos_ids: Sequence[int]
+  has_draft: bool
+
+  def __call__(
+    self, prompts: Sequence[Sequence[int]], limit: int
+  ) -> generation_lib.Generation:
+    (prompt,) = prompts
+    if len(prompt) + limit > CONTEXT:
+      raise ValueError(
+        f'a prompt of {len(prompt)} tokens and max_new_tokens={limit} exceed'
+        f' the context of the {self.name} arms, {CONTEXT} tokens'
+      )
+    row, accepted, drafted = self.decode([*map(int, prompt)], limit)
+    forwards = {'target': max(len(row) - accepted, 1)}
+    if self.has_draft:
+      forwards['draft'] = drafted
+    return peer_lib.as_generation([row], self.eos_ids, forwards)

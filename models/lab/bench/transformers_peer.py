@@ -5,6 +5,7 @@ lookup: on the same weights, prompts, limits and EOS tokens. Tokens, times and
 forwards are counted. Everything else has the defaults of transformers.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
 import functools
@@ -14,8 +15,8 @@ import jax
 import numpy as np
 import transformers
 
+from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import gguf
-from models.checkpoints import hub
 from models.lab.bench import peer as peer_lib
 from specdec import sampling as sampling_lib
 
@@ -55,15 +56,16 @@ def describe(task: peer_lib.BenchmarkTask) -> dict[str, Any]:
   }
 
 
-def load_peer(name: str, dtype: str, revision: str | None) -> Any:
-  """A model of transformers; see `hub.locate` for its name.
+def load(found: checkpoint_lib.Checkpoint, given: str, dtype: str) -> Any:
+  """A model of transformers.
 
   Raises:
     ValueError: torch is not installed, or cannot use the device that JAX uses.
   """
-  torch = import_torch()
-  found = hub.locate(name, revision=revision)
-  path = found.path
+  del given
+  torch, path = import_torch(), found.path
+  transformers.logging.set_verbosity_error()  # warns of its own calls
+  transformers.logging.disable_progress_bar()
   where = {'gguf_file': path.name} if isinstance(found, gguf.GGUFFile) else {}
   model: Any = transformers.AutoModelForCausalLM.from_pretrained(
     path.parent if where else path, dtype=getattr(torch, dtype), **where
@@ -165,38 +167,24 @@ class _Transformers:
     return peer_lib.as_generation(rows, self._eos_ids, forwards)
 
 
-def make_arms(
-  specs: Sequence[peer_lib.ArmSpec],
+def make_arm(
+  spec: peer_lib.ArmSpec,
   task: peer_lib.BenchmarkTask,
+  models: Mapping[str, Any],
   eos_ids: Sequence[int],
-) -> dict[peer_lib.ArmSpec, peer_lib.ReadyArm]:
-  """Loads the models of arms of transformers, each model once per dtype.
-
-  The random draws are those of torch; the seed is set again for every batch.
+) -> _Transformers:
+  """Makes an arm, whose random draws are torch's; the seed is set per batch.
 
   Raises:
-    ValueError: torch is missing, or an arm is not supported.
+    ValueError: the draft has another vocabulary, or an option is bad.
   """
-  transformers.logging.set_verbosity_error()  # warns of its own calls
-  transformers.logging.disable_progress_bar()
-  # Two caches, because forwards of target and draft are counted separately.
-  load, load_draft = functools.cache(load_peer), functools.cache(load_peer)
-  arms = {}
-  for spec in specs:
-    models = {
-      'target': load(task.models.target, spec.dtype, task.models.revision)
-    }
-    if spec.method in PEER.drafted and task.models.draft is not None:
-      name = hub.draft_name(task.models.draft)
-      models['draft'] = load_draft(name, spec.dtype, None)
-    sizes = [model.config.vocab_size for model in models.values()]
-    if sizes[0] != sizes[-1]:
-      raise ValueError(
-        f'arm {str(spec)!r}: transformers needs a draft of the vocabulary of'
-        f' the target, {sizes[0]} tokens, not {sizes[1]}; leave the arm out'
-      )
-    arms[spec] = peer_lib.ReadyArm(_Transformers(spec, models, task, eos_ids))
-  return arms
+  sizes = [model.config.vocab_size for model in models.values()]
+  if sizes[0] != sizes[-1]:
+    raise ValueError(
+      f'arm {str(spec)!r}: transformers needs a draft of the vocabulary of'
+      f' the target, {sizes[0]} tokens, not {sizes[1]}; leave the arm out'
+    )
+  return _Transformers(spec, models, task, eos_ids)
 
 
 PEER = peer_lib.Peer(
@@ -212,5 +200,6 @@ PEER = peer_lib.Peer(
   batched=('transformers',),  # Its assisted generation has a batch size of 1.
   drafted=('transformers-assisted',),
   describe=describe,
-  make_arms=make_arms,
+  load=load,
+  make_arm=make_arm,
 )

@@ -8,6 +8,7 @@ vLLM, except that it may use all cores.
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+import functools
 import os
 import pathlib
 import re
@@ -15,14 +16,13 @@ import shutil
 import subprocess
 from typing import Any
 
+from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import gguf
-from models.checkpoints import hub
 from models.lab.bench import peer as peer_lib
 from models.lab.bench import server as server_lib
 from specdec import sampling as sampling_lib
 from specdec.text import text_files
 
-_CONTEXT = 4096
 # The drafting of each method; an arm may have other values.
 _SPECULATION: Mapping[str, Mapping[str, Any]] = {
   'vllm': {},
@@ -76,52 +76,37 @@ def _settings(sampling: sampling_lib.Sampling, seed: int) -> dict[str, Any]:
   return chosen | {'seed': seed, 'temperature': sampling.temperature}
 
 
-class _Arm:
-  """Decodes with a server; a `models.lab.bench.timing.Arm`."""
-
-  def __init__(self, server, task, eos_ids, has_draft):
-    self._server, self._eos_ids, self._has_draft = server, eos_ids, has_draft
-    self._settings = _settings(task.sampling, task.seed)
-
-  def _counts(self) -> tuple[float, float]:
-    """Accepted and drafted tokens since the server began."""
-    shown = self._server.read('/metrics')
-    total = lambda kind: sum(map(float, kind.findall(shown)))
-    return total(_ACCEPTED), total(_DRAFTED)
-
-  def __call__(self, prompts: Sequence[Sequence[int]], limit: int):
-    (prompt,) = prompts
-    if len(prompt) + max(limit, 1) > _CONTEXT:
-      raise ValueError(
-        f'a prompt of {len(prompt)} tokens and max_new_tokens={limit} exceed'
-        f' the context of the vllm arms, {_CONTEXT} tokens'
-      )
-    before = self._counts()
-    answer = self._server.ask(
-      '/v1/completions',
-      self._settings
-      | {
-        **{'model': 'target', 'prompt': [*map(int, prompt)]},
-        **{'max_tokens': max(limit, 1), 'return_token_ids': True},
-        'stop_token_ids': [*self._eos_ids],
-      },
-    )
-    row = answer['choices'][0]['token_ids'][:limit]
-    accepted, drafted = (
-      int(now - then) for now, then in zip(self._counts(), before, strict=True)
-    )
-    forwards = {'target': max(len(row) - accepted, 1)}
-    if self._has_draft:
-      forwards['draft'] = drafted
-    return peer_lib.as_generation([row], self._eos_ids, forwards)
+def _counts(server: server_lib.Server) -> tuple[int, int]:
+  """Accepted and drafted tokens since the server began."""
+  shown = server.read('/metrics')
+  total = lambda kind: int(sum(map(float, kind.findall(shown))))
+  return total(_ACCEPTED), total(_DRAFTED)
 
 
-def _folder(name: str, flag: str) -> pathlib.Path:
-  found = hub.locate(name)
+def _decode(
+  server: server_lib.Server,
+  settings: Mapping[str, Any],
+  prompt: list[int],
+  limit: int,
+) -> tuple[list[int], int, int]:
+  """See `server.ServerArm`; a server makes at least one token."""
+  before = _counts(server)
+  request = {'model': 'target', 'prompt': prompt, 'max_tokens': max(limit, 1)}
+  request |= {'return_token_ids': True}
+  answer = server.ask('/v1/completions', {**settings, **request})
+  now = _counts(server)
+  row = answer['choices'][0]['token_ids'][:limit]
+  return row, now[0] - before[0], now[1] - before[1]
+
+
+def load(
+  found: checkpoint_lib.Checkpoint, given: str, dtype: str
+) -> pathlib.Path:
+  """The folder of a model; ValueError if it is a GGUF file."""
+  del dtype
   if isinstance(found, gguf.GGUFFile):
     raise ValueError(
-      f'--{flag}={name}: the vllm arms read folders; name one, or leave them'
-      ' out'
+      f'{given}: the vllm arms read folders; name one, or leave them out'
     )
   return found.path
 
@@ -132,7 +117,7 @@ def _command(
   flags = {
     'model': folders['target'],
     **{'served-model-name': 'target', 'dtype': spec.dtype},
-    **{'max-model-len': _CONTEXT, 'max-num-seqs': 1},
+    **{'max-model-len': server_lib.CONTEXT, 'max-num-seqs': 1},
     # The settings of the checkpoint would replace those of the request.
     'generation-config': 'vllm',
   }
@@ -150,27 +135,21 @@ def _command(
   return [*server, *parts, '--no-enable-prefix-caching']
 
 
-def make_arms(
-  specs: Sequence[peer_lib.ArmSpec],
+def make_arm(
+  spec: peer_lib.ArmSpec,
   task: peer_lib.BenchmarkTask,
+  folders: Mapping[str, pathlib.Path],
   eos_ids: Sequence[int],
-) -> dict[peer_lib.ArmSpec, peer_lib.ReadyArm]:
-  """Starts a server for each arm.
-
-  Raises:
-    ValueError: vLLM is missing or does not start, or a model is a GGUF file.
-  """
-  program, arms = find_python(task.vllm), {}
+) -> server_lib.ServerArm:
+  """Starts a server; ValueError if vLLM is missing or does not start."""
+  settings = _settings(task.sampling, task.seed)
+  settings['stop_token_ids'] = [*eos_ids]
   # By default vLLM leaves a core to the server.
   cores = {'VLLM_CPU_OMP_THREADS_BIND': f'0-{(os.cpu_count() or 1) - 1}'}
-  for spec in specs:
-    folders = {'target': _folder(task.models.target, 'target')}
-    if spec.method in PEER.drafted and task.models.draft is not None:
-      folders['draft'] = _folder(task.models.draft, 'draft')
-    server = server_lib.Server('vllm', _command(spec, program, folders), cores)
-    arm = _Arm(server, task, eos_ids, 'draft' in folders)
-    arms[spec] = peer_lib.ReadyArm(arm)
-  return arms
+  command = _command(spec, find_python(task.vllm), folders)
+  server = server_lib.Server('vllm', command, cores)
+  decode = functools.partial(_decode, server, settings)
+  return server_lib.ServerArm('vllm', decode, eos_ids, 'draft' in folders)
 
 
 _LOOKUP = ('prompt_lookup_min', 'prompt_lookup_max')
@@ -184,5 +163,6 @@ PEER = peer_lib.Peer(
   dtypes=('bfloat16', 'float32'),
   drafted=('vllm-draft',),
   describe=describe,
-  make_arms=make_arms,
+  load=load,
+  make_arm=make_arm,
 )

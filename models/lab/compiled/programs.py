@@ -27,7 +27,7 @@ from models.lab import task as task_lib
 from models.lab.compiled import counts
 from models.nn import adapter
 from models.nn import gpt2 as nn_gpt2
-from models.nn import llama as nn_llama
+from models.nn import llama_config
 from models.nn import sharding as sharding_lib
 from models.text import choice as choice_lib
 from models.text import drafters
@@ -220,9 +220,9 @@ def _gpt2(width: int, num_layers: int, num_heads: int) -> nn_gpt2.GPT2Config:
   )
 
 
-def _llama_2(name: str) -> nn_llama.LlamaConfig:
+def _llama_2(name: str) -> llama_config.LlamaConfig:
   sizes = cost_model.MODELS[name]
-  return nn_llama.LlamaConfig(
+  return llama_config.LlamaConfig(
     vocab_size=sizes.vocab_size,
     num_positions=4096,
     width=sizes.width,

@@ -19,14 +19,14 @@ from models.lab.training import tokenizer as tokenizer_lib
 from models.lab.training import trainer
 from models.nn import adapter
 from models.nn import gpt2 as nn_gpt2
-from models.nn import llama as nn_llama
+from models.nn import llama_config
 from models.nn import mixtral as mixtral_lib
 from models.text import pair as pair_lib
 from models.text import plan as plan_lib
 
 _CONFIGS: dict[str, Any] = {
   'gpt2': nn_gpt2.GPT2Config,
-  'llama': nn_llama.LlamaConfig,
+  'llama': llama_config.LlamaConfig,
   'mixtral': mixtral_lib.MixtralConfig,
 }
 

@@ -27,7 +27,7 @@ from models.lab.training import kept
 from models.lab.training import trainer
 from models.nn import adapter
 from models.nn import dtypes
-from models.nn import llama as nn_llama
+from models.nn import llama_config
 from models.nn import matrices as matrices_lib
 from models.nn import rope as rope_lib
 from models.nn.cpu import build
@@ -236,7 +236,7 @@ def _joined(slots: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
 
 
 def growing_cache(
-  config: nn_llama.LlamaConfig, batch_size: int, dtype: Any
+  config: llama_config.LlamaConfig, batch_size: int, dtype: Any
 ) -> cache_lib.KVCache:
   """A cache to which a write appends, so that gradients pass through it."""
   cache = cache_lib.init_cache(

@@ -19,24 +19,28 @@ import long_logits
 import numpy as np
 import pytest
 import tiny_blocks
+import tiny_drafters
 
 from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import families
 from models.checkpoints import hub
+from models.checkpoints.gguf_parts import gguf_rope
 from models.lab.training import tokenizer as tokenizer_lib
+from models.nn import adapter
 from models.nn import blocks as blocks_lib
 from models.nn import delta as delta_lib
 from models.nn import dtypes
 from models.nn import gemma as gemma_lib
 from models.nn import gpt2 as nn_gpt2
 from models.nn import lfm2 as lfm2_lib
-from models.nn import llama as nn_llama
+from models.nn import llama_config
 from models.nn import matrices as matrices_lib
 from models.nn import mixtral as mixtral_lib
 from models.nn import rope as rope_lib
 from models.nn.cpu import build
 from models.text import choice as choice_lib
 from models.text import pair as pair_lib
+import specdec
 
 _LLAMA3 = rope_lib.Llama3Scaling(
   factor=8.0,
@@ -70,19 +74,19 @@ _MULTIPLIERS = {'embedding_scale': 3.0, 'attention_scale': 0.25}
 _MULTIPLIERS |= {'residual_scale': 0.5, 'logit_divisor': 2.0}
 _CONFIGS = {
   'gpt2': nn_gpt2.GPT2Config(**_SHAPE, num_positions=16, inner_width=512),
-  'llama': nn_llama.LlamaConfig(**_LLAMA, rope=rope_lib.Rope(theta=5e5)),
-  'llama, tied': nn_llama.LlamaConfig(**_LLAMA | {'tie_embeddings': True}),
-  'llama, llama3': nn_llama.LlamaConfig(
+  'llama': llama_config.LlamaConfig(**_LLAMA, rope=rope_lib.Rope(theta=5e5)),
+  'llama, tied': llama_config.LlamaConfig(**_LLAMA | {'tie_embeddings': True}),
+  'llama, llama3': llama_config.LlamaConfig(
     **_LLAMA, rope=rope_lib.Rope(scaling=_LLAMA3)
   ),
   'llama, mixture': mixtral_lib.MixtralConfig(**_MIXTURE),
-  'qwen2': nn_llama.LlamaConfig(**_LLAMA, qkv_bias=True),
-  'qwen2, yarn': nn_llama.LlamaConfig(
+  'qwen2': llama_config.LlamaConfig(**_LLAMA, qkv_bias=True),
+  'qwen2, yarn': llama_config.LlamaConfig(
     **_LLAMA, qkv_bias=True, rope=rope_lib.Rope(scaling=_YARN)
   ),
-  'qwen3': nn_llama.LlamaConfig(**_LLAMA, qk_norm=True),
+  'qwen3': llama_config.LlamaConfig(**_LLAMA, qk_norm=True),
   'qwen3moe': mixtral_lib.MixtralConfig(**_MIXTURE, qk_norm=True),
-  'llama, window': nn_llama.LlamaConfig(**_LLAMA, window=8),
+  'llama, window': llama_config.LlamaConfig(**_LLAMA, window=8),
   'gemma': gemma_lib.GemmaConfig(
     **_LLAMA | {'activation': 'gelu_pytorch_tanh', 'tie_embeddings': True}
   ),
@@ -97,10 +101,10 @@ _CONFIGS = {
     | {'num_layers': 4, 'window': (8, None) * 2, 'head_width': (64, 128) * 2}
     | {'inner_width': (256, 256, 512, 512), 'kv_source': (None, None, 0, 1)},
     **{'rope': (_LOCAL, _PROPORTIONAL) * 2, 'attention_scale': 1.0},
-    **{'qk_norm': True, 'value_norm': True, 'layer_width': 64},
+    **{'qk_norm': True, 'value_norm': True, 'layer_width': 256},
     logit_cap=3.0,
   ),
-  'granite': nn_llama.LlamaConfig(**_LLAMA, **_MULTIPLIERS),
+  'granite': llama_config.LlamaConfig(**_LLAMA, **_MULTIPLIERS),
   'lfm2': lfm2_lib.Lfm2Config(
     **_LLAMA | {'num_layers': 3, 'conv_size': 4, 'tie_embeddings': True},
     qk_norm=True,
@@ -112,18 +116,18 @@ _CONFIGS = {
     **{'key_heads': 2, 'value_heads': 4, 'key_width': 64, 'value_width': 32},
     **{'conv_size': 4, 'tiled': True},
   ),
-  'olmo2': nn_llama.LlamaConfig(**_LLAMA, **_BEHIND),
-  'smollm3': nn_llama.LlamaConfig(
+  'olmo2': llama_config.LlamaConfig(**_LLAMA, **_BEHIND),
+  'smollm3': llama_config.LlamaConfig(
     **_LLAMA | {'num_layers': 4, 'rope': (*[_LOCAL] * 3, None)}
   ),
-  'granite, no rotation': nn_llama.LlamaConfig(**_LLAMA, rope=None),
+  'granite, no rotation': llama_config.LlamaConfig(**_LLAMA, rope=None),
   'granitemoe': mixtral_lib.MixtralConfig(
     **_MIXTURE, **_MULTIPLIERS, shared_width=512, shared_gate=False
   ),
-  'minicpm': nn_llama.LlamaConfig(
+  'minicpm': llama_config.LlamaConfig(
     **_LLAMA | _MULTIPLIERS | {'attention_scale': None}
   ),
-  'mistral3': nn_llama.LlamaConfig(
+  'mistral3': llama_config.LlamaConfig(
     **_LLAMA,
     rope=rope_lib.Rope(
       scaling=dataclasses.replace(_YARN, attention_factor=1.0),
@@ -131,8 +135,8 @@ _CONFIGS = {
     ),
   ),
   # llama.cpp has another default for the number of heads than transformers.
-  'mistral3, plain': nn_llama.LlamaConfig(**_LLAMA | {'num_kv_heads': 4}),
-  'phi3': nn_llama.LlamaConfig(
+  'mistral3, plain': llama_config.LlamaConfig(**_LLAMA | {'num_kv_heads': 4}),
+  'phi3': llama_config.LlamaConfig(
     **_LLAMA | {'num_positions': 48},
     rope=rope_lib.Rope(scaling=_LONGROPE, fraction=0.75),
   ),
@@ -143,7 +147,7 @@ _CONFIGS = {
     window=(8, None),
     rope=rope_lib.Rope(scaling=dataclasses.replace(_YARN, truncate=False)),
   ),
-  'vocabulary': nn_llama.LlamaConfig(**_LLAMA | {'vocab_size': 293}),
+  'vocabulary': llama_config.LlamaConfig(**_LLAMA | {'vocab_size': 293}),
 }
 # Folders have the experts of these in another layout.
 _OTHERWISE = ('granite', 'granitemoe', 'gpt-oss')
@@ -151,7 +155,7 @@ _OTHERWISE = ('granite', 'granitemoe', 'gpt-oss')
 _FAMILIES = (
   *(('mistral3', Kind.Q4_K), ('phi3', Kind.Q8_0), ('minicpm', Kind.Q4_K)),
   *(('granitemoe', Kind.Q8_0), ('granite', Kind.Q4_K)),
-  ('gpt-oss', Kind.MXFP4),
+  *(('gpt-oss', Kind.MXFP4), ('gemma4', Kind.Q4_K)),
 )
 _EXPERT = re.compile(r'(mlp|block_sparse_moe)\.experts\.\d+')
 
@@ -233,9 +237,7 @@ def _write(
     )
     scaled = config.rope.frequencies(config.head_width)
     tensors['rope_freqs.weight'] = plain / scaled
-  tensors |= gguf_files.longrope_factors(config)
-  if arch == 'gemma4':
-    tensors['rope_freqs.weight'] = np.float32([1] * 32 + [1e30] * 32)
+  tensors |= gguf_files.rope_factors(config)
   expected = {}
   for key, array in tensors.items():
     own = kind if array.ndim > 1 else Kind.F32
@@ -247,10 +249,7 @@ def _write(
     tensors[key] = (data, own)
   for key, (data, own) in change(tensors).items():
     writer.add_tensor(key, data, raw_dtype=own)
-  writer.write_header_to_file()
-  writer.write_kv_data_to_file()
-  writer.write_tensors_to_file()
-  writer.close()
+  tiny_blocks.finish(writer)
   return expected
 
 
@@ -498,6 +497,14 @@ def test_keys_that_say_something_else(name, keys, message, path):
     hub.locate(path).config  # noqa: B018
 
 
+def test_so_many_pairs_are_rotated_as_a_file_says():
+  for whole in range(1, 129):
+    for count in range(1, whole + 1):
+      part = gguf_rope.part_of(count, whole)
+      assert int(part * whole) == int(part * 2 * whole // 2) == count
+      assert part == pytest.approx(count / whole)
+
+
 def test_a_file_of_any_name(path):
   """Such as those that Ollama keeps; the folder of a model is none of them."""
   _write(path, 'gpt2')
@@ -516,7 +523,7 @@ def test_a_file_of_any_name(path):
   ('name', 'kind'),
   [
     *(('llama', Kind.Q4_K), ('gpt2', Kind.Q8_0)),
-    *(('llama, mixture', Kind.Q5_0), ('gemma4', Kind.Q4_0), *_FAMILIES),
+    *(('llama, mixture', Kind.Q5_0), *_FAMILIES),
   ],
 )
 def test_matrices_stay_as_they_are_stored(name, kind, path, caplog):
@@ -570,6 +577,25 @@ def test_logits_as_stored_are_those_of_the_rounded_weights(name, kind, path):
     hub.load_module(path, dtype='stored', packed=packed)
   )
   assert 0 < difference(found, logits('stored')) < 3 * rounding
+
+
+@pytest.mark.long
+def test_greedy_text_as_stored_is_that_of_plain_decoding(path):
+  _write(path, 'gemma4', Kind.Q4_K)
+  load = lambda **options: adapter.as_model(hub.load_module(path, **options))
+  target = load(dtype='stored', packed=build.is_available())
+  plain, *drafted = [
+    specdec.generate(
+      *(target, jax.random.key(0), [[1, 2, 3]]),
+      max_new_tokens=24,
+      drafter=tiny_drafters.simple(kind, load()),
+    )
+    for kind in ('plain', 'chain', 'tree')
+  ]
+  assert len({*plain.tokens[0]}) > 1
+  for found in drafted:
+    assert found.tokens == plain.tokens
+    assert found.stats.block_efficiency > 1
 
 
 def test_a_file_that_is_cut_off_is_noticed_at_every_length(path):

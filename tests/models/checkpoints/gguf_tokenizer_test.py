@@ -5,6 +5,7 @@ import re
 import gguf
 from gguf import TokenType
 import pytest
+import tiny_blocks
 from tokenizers import pre_tokenizers
 
 from models.checkpoints import hub
@@ -30,10 +31,7 @@ def _write(path, words, *, model='gpt2', kinds=None, **keys):
     add = {bool: writer.add_bool, int: writer.add_uint32}.get(type(value))
     add = add or {str: writer.add_string, list: writer.add_array}[type(value)]
     add(f'tokenizer.ggml.{key}', value)
-  writer.write_header_to_file()
-  writer.write_kv_data_to_file()
-  writer.write_tensors_to_file()
-  writer.close()
+  tiny_blocks.finish(writer)
   return path
 
 

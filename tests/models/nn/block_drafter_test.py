@@ -215,10 +215,7 @@ def _write_gguf(path, case, keys=None, kind=None):
       writer.add_tensor(name, packed, raw_dtype=kind)
     else:
       writer.add_tensor(name, array)
-  writer.write_header_to_file()
-  writer.write_kv_data_to_file()
-  writer.write_tensors_to_file()
-  writer.close()
+  tiny_blocks.finish(writer)
   return path
 
 

@@ -1,0 +1,142 @@
+"""The rotations that GGUF files describe."""
+
+from collections.abc import Mapping
+import math
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from models.checkpoints.gguf_parts import gguf_config
+from models.checkpoints.gguf_parts import gguf_header
+from models.checkpoints.gguf_parts import gguf_tensor
+from models.nn import rope as rope_lib
+
+# Keys of each scaling, and those of `rope_parameters`.
+_SCALINGS: dict[str, dict[str, str]] = {
+  'none': {},
+  'longrope': {},
+  'linear': {'rope.scaling.factor': 'factor'},
+  'yarn': {
+    'rope.scaling.factor': 'factor',
+    'rope.scaling.original_context_length': 'original_max_position_embeddings',
+    'rope.scaling.yarn_beta_fast': 'beta_fast',
+    'rope.scaling.yarn_beta_slow': 'beta_slow',
+    'rope.scaling.yarn_log_multiplier': 'mscale_all_dim',
+    'attention.temperature_scale': 'llama_4_scaling_beta',
+  },
+}
+_NEVER = 1e29  # From here on, a frequency is divided to zero.
+# The scaling of Llama 3.1 and later; a file has only what follows from it.
+_LLAMA3: dict[str, Any] = {
+  'low_freq_factor': 1.0,
+  'high_freq_factor': 4.0,
+  'original_max_position_embeddings': 8192,
+}
+
+
+def part_of(count: int, whole: int) -> float:
+  """The share that `count` is, so that its product with `whole` is no less.
+
+  A product is rounded down, as transformers does: 15 / 22 * 22 would be 14.
+  """
+  part = count / whole
+  return part if part * whole >= count else math.nextafter(part, 1.0)
+
+
+def rope_parameters(
+  path: pathlib.Path, metadata: Mapping[str, Any], header: gguf_header.Header
+) -> dict[str, Any]:
+  """Makes the `rope_parameters` of transformers.
+
+  Args:
+    path: of the file.
+    metadata: of the architecture, without its name before the keys.
+    header: of the file.
+
+  Raises:
+    ValueError: the rotation is not supported.
+  """
+  parameters = {'rope_theta': metadata.get('rope.freq_base', 10000.0)}
+  default = 'linear' if 'rope.scaling.factor' in metadata else 'none'
+  kind = metadata.get('rope.scaling.type', default)
+  if kind == 'longrope' or header.tensors.keys() & {
+    *gguf_config.LONGROPE.values()
+  }:
+    return _longrope(path, metadata, header) | parameters
+  if metadata.get('rope.scaling.attn_factor', 1.0) != 1.0:
+    raise ValueError(
+      f'{path}: rope.scaling.attn_factor='
+      f'{metadata["rope.scaling.attn_factor"]} is not supported'
+    )
+  if kind not in _SCALINGS:
+    raise ValueError(f'{path}: rope.scaling.type {kind!r} is not supported')
+  if kind == 'linear' and 'rope.scaling.factor' not in metadata:
+    raise ValueError(
+      f'{path}: rope.scaling.type=linear needs rope.scaling.factor'
+    )
+  keys = _SCALINGS[kind]
+  found = {keys[key]: metadata[key] for key in keys if key in metadata}
+  if kind != 'none':
+    parameters |= {'rope_type': kind, **found}
+  if 'mscale_all_dim' in parameters:  # The other factor is one in llama.cpp.
+    parameters['mscale'] = 1.0
+  if (factors := gguf_config.ROPE_FACTORS) in header.tensors:
+    if kind != 'none':
+      raise ValueError(
+        f'{path}: rope.scaling.type={kind!r} and the tensor {factors}'
+        ' contradict each other'
+      )
+    parameters |= _divided(path, header, parameters['rope_theta'])
+  return parameters
+
+
+def _longrope(
+  path: pathlib.Path, metadata: Mapping[str, Any], header: gguf_header.Header
+) -> dict[str, Any]:
+  """The keys of a rotation whose frequencies are divided by stored factors.
+
+  Raises:
+    ValueError: there are none.
+  """
+  found: dict[str, Any] = {'rope_type': 'longrope'}
+  for key, name in gguf_config.LONGROPE.items():
+    if name not in header.tensors:
+      raise ValueError(f'{path} lacks the tensor {name} of its longrope')
+    [(_, stored)] = gguf_tensor.Tensor(path, header.tensors[name]).blocks()
+    found[key] = stored.tolist()
+  whole = metadata['context_length']
+  found['original_max_position_embeddings'] = metadata.get(
+    'rope.scaling.original_context_length', whole
+  )
+  if (factor := 'rope.scaling.attn_factor') in metadata:
+    found['attention_factor'] = metadata[factor]
+  return found
+
+
+def _divided(
+  path: pathlib.Path, header: gguf_header.Header, theta: float
+) -> dict[str, Any]:
+  """The keys of a scaling of which a file has the divisors of frequencies.
+
+  Raises:
+    ValueError: no scaling that is known has these.
+  """
+  [(_, stored)] = gguf_tensor.Tensor(
+    path, header.tensors[gguf_config.ROPE_FACTORS]
+  ).blocks()
+  kept = np.count_nonzero(stored == 1)
+  if np.all(stored[:kept] == 1) and np.all(stored[kept:] >= _NEVER):
+    part = part_of(int(kept), len(stored))
+    return {'rope_type': 'proportional', 'partial_rotary_factor': part}
+  exponents = np.arange(len(stored), dtype=np.float32) / len(stored)
+  frequencies = np.float32(1) / np.float32(theta) ** exponents
+  factor = float(np.max(stored))
+  scaling = rope_lib.Llama3Scaling(factor=factor, **_LLAMA3)
+  scaled = frequencies / scaling.scale(frequencies, theta)
+  if not np.allclose(stored, scaled, rtol=1e-3):
+    raise ValueError(
+      f'{path}: {gguf_config.ROPE_FACTORS} holds factors {stored[:4]}... that'
+      " are not those of Llama 3's scaling, and no others are supported"
+    )
+  return {'rope_type': 'llama3', 'factor': factor, **_LLAMA3}
