@@ -1,11 +1,13 @@
 """Times of the draft side, and what is computed from them."""
 
-import dataclasses
+import json
 
+import block_folders
 import pytest
 
 from models.lab.bench import draft_times
 from models.text import choice as choice_lib
+from models.text import pair as pair_lib
 from models.text import settings as settings_lib
 
 
@@ -23,25 +25,22 @@ def test_expected_tokens_by_hand():
   assert tokens(9, [], False) == tokens(9, [], True)
 
 
-def test_a_pair_with_random_weights_is_timed(monkeypatch):
-  target, drafter = draft_times.SHAPES['qwen3-1.7b-dspark']
-  small = {'vocab_size': 40, 'num_positions': 64, 'width': 16, 'num_heads': 2}
-  small |= {'num_kv_heads': 1, 'head_width': 8, 'inner_width': 24}
-  own = {'num_layers': 1, 'target_width': 16, 'reads': (1,), 'window': None}
-  own |= {'block_size': 3, 'markov_rank': 4, 'causal': False}
-  shapes = (
-    dataclasses.replace(target, **small, num_layers=2),
-    dataclasses.replace(drafter, **small, **own),
+def test_a_pair_with_random_weights_is_timed(tmp_path):
+  target = tmp_path / 'target'
+  target.mkdir()
+  (target / 'config.json').write_text(json.dumps(block_folders.TARGET))
+  head = block_folders.write(tmp_path / 'head', 'deepspec')
+  (head / 'model.safetensors').unlink()
+  models = choice_lib.ModelChoice(
+    str(target), None, head=str(head), dtype='float32', draft_vocab=10
   )
-  monkeypatch.setattr(draft_times, 'SHAPES', {'tiny': shapes})
-  models = choice_lib.ModelChoice(dtype='float32', draft_vocab=30)
   drafting = settings_lib.with_options(
     settings_lib.DraftSettings(),
     {'num_draft_tokens': '3', 'num_nodes': '6', 'width': '4'},
   )
   chain, tree = draft_times.with_speeds(
     draft_times.measure(
-      *(draft_times.drawn_pair('tiny', models), drafting, ('chain', 'tree')),
+      *(pair_lib.drawn_pair(models), drafting, ('chain', 'tree')),
       context=20,
       repeats=2,
     ),
@@ -52,4 +51,5 @@ def test_a_pair_with_random_weights_is_timed(monkeypatch):
   step = tree['draft_ms'] + tree['verify_ms']
   speed = tree['computed_tokens'] * tree['plain_ms'] / step
   assert tree['computed_speed'] == pytest.approx(speed)
-  assert tree['draft_per_plain'] == tree['draft_ms'] / tree['plain_ms']
+  per_plain = tree['draft_ms'] / tree['plain_ms']
+  assert tree['draft_per_plain'] == pytest.approx(per_plain)
