@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from models.nn import adapter
+from models.nn import convolution
 from models.nn import eagle
 from models.nn import layers
 from models.nn import llama as nn_llama
@@ -82,59 +83,6 @@ class BlockDrafterConfig(nn_llama.LlamaConfig):
     self._set_layers('causal', self.of_layers('causal'))
 
 
-class _Convolution(nnx.Module):
-  """Two causal convolutions within blocks, before and behind a layer's part.
-
-  Each tap of a channel is a constant plus a number of the row, shared by a
-  group of channels. The numbers of both follow from the part's input.
-  """
-
-  def __init__(
-    self,
-    config: BlockDrafterConfig,
-    *,
-    dtype: jax.typing.DTypeLike,
-    rngs: nnx.Rngs,
-  ):
-    self.block_size = config.block_size
-    self.shape = (2, config.conv_size, config.width // config.conv_group)
-    start = jnp.zeros((2, config.conv_size, config.width)).at[:, 0].set(1.0)
-    self.base_kernel = nnx.Param(start)
-    self.kernel_projection = layers.Linear(
-      config.width,
-      2 * config.conv_size * self.shape[2],
-      dtype=dtype,
-      rngs=rngs,
-      use_bias=False,
-    )
-
-  def before(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The input `[B, L, H]` of the part, and what `behind` takes."""
-    dynamic = self.kernel_projection(rows)
-    dynamic = dynamic.reshape(*rows.shape[:2], *self.shape)
-    return self._apply(0, rows, dynamic), dynamic
-
-  def behind(self, rows: jax.Array, dynamic: jax.Array) -> jax.Array:
-    """The output `[B, L, H]` of the part, convolved."""
-    return self._apply(1, rows, dynamic)
-
-  def _apply(
-    self, place: int, rows: jax.Array, dynamic: jax.Array
-  ) -> jax.Array:
-    _, size, groups = self.shape
-    batch, length, width = rows.shape
-    channels = (batch, -1, self.block_size, groups, width // groups)
-    blocks = rows.reshape(channels)
-    dynamic = dynamic[:, :, place].reshape(*channels[:3], size, groups, 1)
-    base = self.base_kernel[...][place].reshape(1, 1, 1, size, *channels[3:])
-    out = jnp.zeros_like(blocks)
-    for tap in range(size):
-      shifted = jnp.pad(blocks, ((0, 0), (0, 0), (tap, 0), (0, 0), (0, 0)))
-      factor = base[:, :, :, tap] + dynamic[:, :, :, tap]
-      out += factor * shifted[:, :, : self.block_size]
-    return out.reshape(batch, length, width)
-
-
 class _ConvolvedLayer(nn_llama.Layer):
   """A layer of DFlash 2, with convolutions around both of its parts."""
 
@@ -151,8 +99,13 @@ class _ConvolvedLayer(nn_llama.Layer):
     super().__init__(
       config, layer, nn_llama.FeedForward, dtype=dtype, rngs=rngs
     )
-    self.attention_conv = _Convolution(config, dtype=dtype, rngs=rngs)
-    self.mlp_conv = _Convolution(config, dtype=dtype, rngs=rngs)
+    make = functools.partial(
+      convolution.BlockConvolution,
+      *(config.width, config.block_size, config.conv_size, config.conv_group),
+      dtype=dtype,
+      rngs=rngs,
+    )
+    self.attention_conv, self.mlp_conv = make(), make()
 
   def __call__(
     self,
@@ -335,6 +288,13 @@ class BlockDrafter(nnx.Module):
     drafts = blocks[:, :, config.block_size - config.depth :]
     return drafts.reshape(x.shape[0], -1, x.shape[-1]), cache
 
+  def scores(self, states: jax.Array, lm_head: Any) -> jax.Array:
+    """Scores `[..., V]` float32 of tokens, for states `[..., H]`."""
+    found = matrices_lib.matmul(states, lm_head)
+    if self.config.logit_divisor != 1.0:
+      found /= self.config.logit_divisor
+    return layers.soft_cap(found, self.config.logit_cap)
+
   def edges(
     self, states: jax.Array, parents: jax.Array, tokens: jax.Array, rows: Any
   ) -> jax.Array:
@@ -359,16 +319,6 @@ class BlockDrafter(nnx.Module):
     return self.confidence_head.proj(states)[..., 0]
 
 
-def scores(
-  config: BlockDrafterConfig, states: jax.Array, lm_head: Any
-) -> jax.Array:
-  """Scores `[..., V]` float32 of tokens, for states `[..., H]`."""
-  found = matrices_lib.matmul(states, lm_head)
-  if config.logit_divisor != 1.0:
-    found /= config.logit_divisor
-  return layers.soft_cap(found, config.logit_cap)
-
-
 @functools.cache
 def _spec(
   graph: nnx.GraphDef[BlockDrafter],
@@ -384,7 +334,7 @@ def _spec(
 
   The arguments are those of `BlockSpec`, see `models.nn.adapter`.
   """
-  module = lambda params: nnx.merge(graph, params['drafter'])
+  module: Any = lambda params: nnx.merge(graph, params['drafter'])
 
   def propose(
     params: Any,
@@ -394,24 +344,17 @@ def _spec(
     cache: cache_lib.KVCache,
   ) -> tuple[jax.Array, jax.Array, cache_lib.KVCache]:
     embedded = matrices_lib.take_rows(params['embedding'], tokens)
-    states, cache = module(params)(embedded, positions, mask, cache)
-    matrix = matrices_lib.computed(params['lm_head'])
-    found = scores(config, states, matrix)
+    drafter = module(params)
+    states, cache = drafter(embedded, positions, mask, cache)
+    found = drafter.scores(states, matrices_lib.computed(params['lm_head']))
     return layout.gather_vocabulary(found), states, cache
 
-  def edges(
-    params: Any, states: jax.Array, parents: jax.Array, tokens: jax.Array
-  ) -> jax.Array:
-    rows = getattr(params['lm_head'], 'index', None)
-    return module(params).edges(states, parents, tokens, rows)
-
-  outputs = lambda params: params['ids']
-
-  def confidence(
-    params: Any, states: jax.Array, parents: jax.Array
-  ) -> jax.Array:
-    return jax.nn.sigmoid(module(params).confidence(states, parents))
-
+  edges = lambda params, *args: module(params).edges(
+    *args, rows=getattr(params['lm_head'], 'index', None)
+  )
+  confidence = lambda params, *args: jax.nn.sigmoid(
+    module(params).confidence(*args)
+  )
   return block_lib.BlockSpec(
     read=lambda params, *args: module(params).read(*args),
     propose=propose,
@@ -426,7 +369,9 @@ def _spec(
     mask_token=config.mask_token,
     num_candidates=config.num_candidates,
     num_outputs=num_outputs,
-    outputs=None if num_outputs == config.vocab_size else outputs,
+    outputs=(
+      None if num_outputs == config.vocab_size else lambda params: params['ids']
+    ),
     **adapter.network_facts(config, dtype, layout, kernels=kernels),
   )
 

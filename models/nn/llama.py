@@ -188,6 +188,12 @@ class LlamaConfig:
     return value
 
 
+def fields_of(config: LlamaConfig) -> dict[str, Any]:
+  """The fields by name, without those that a subclass adds."""
+  fields = dataclasses.fields(LlamaConfig)
+  return {field.name: getattr(config, field.name) for field in fields}
+
+
 class Attention(nnx.Module):
   """Grouped-query self-attention of one block."""
 

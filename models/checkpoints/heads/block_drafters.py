@@ -134,10 +134,7 @@ class StoredBlockDrafter:
     slides = tuple(
       one == 'sliding_attention' for one in keys.get('layer_types') or ()
     ) or tuple(one is not None for one in layer.of_layers('window'))
-    shape = {
-      field.name: getattr(layer, field.name)
-      for field in dataclasses.fields(nn_llama.LlamaConfig)
-    }
+    shape = nn_llama.fields_of(layer)
     markov_rank = facts['markov_rank'] or facts.get('selector_rank', 0)
     kind = keys.get('markov_head_type') or block_drafter.VANILLA
     if 'selector_rank' in facts:

@@ -26,13 +26,11 @@ _NEW_TOKENS = 24  # Steps of a decode, as nothing is accepted.
 
 
 def tree_tokens(
-  accepted: Sequence[float],
-  of_misses: Sequence[float],
-  num_nodes: int,
-  *,
-  siblings_go_on: bool,
+  accepted: Sequence[float], of_misses: Sequence[float], num_nodes: int
 ) -> float:
   """Expected tokens per step of a tree that grows best first, computed.
+
+  Nothing follows a token that is not the best one of its depth.
 
   Args:
     accepted: how often a chain is accepted up to each position; beyond these it
@@ -40,8 +38,6 @@ def tree_tokens(
     of_misses: how often the token of the target, where it is not the best one
       of the drafter, is the second best one, the third best one and so on.
     num_nodes: N, the root included.
-    siblings_go_on: whether what follows a token that is not the best one is as
-      good as what follows the best one; otherwise nothing follows it.
   """
   ratios = np.divide(accepted, (1.0, *accepted[:-1]))
   found, heap = 0.0, [(-1.0, 0)]
@@ -55,8 +51,7 @@ def tree_tokens(
     best = float(ratios[min(depth, len(ratios) - 1)])
     heapq.heappush(heap, (minus * best, depth + 1))
     for share in of_misses:
-      below = depth + 1 if siblings_go_on else -1
-      heapq.heappush(heap, (minus * (1 - best) * share, below))
+      heapq.heappush(heap, (minus * (1 - best) * share, -1))
   return found
 
 
@@ -144,21 +139,13 @@ def with_speeds(
 ) -> list[dict[str, Any]]:
   """Rows of `measure` with tokens per step and speed, which are computed.
 
-  The arguments are those of `tree_tokens`; a tree has two values, without and
-  with what follows tokens that are not the best ones.
+  The arguments are those of `tree_tokens`.
   """
   found = []
   for row in rows:
-    chain = row['method'] == 'chain'
+    misses = () if row['method'] == 'chain' else of_misses
+    tokens = tree_tokens(accepted, misses, row['N'])
     step = row['draft_ms'] + row['verify_ms']
-    few, many = (
-      tree_tokens(
-        *(accepted, () if chain else of_misses, row['N']), siblings_go_on=go_on
-      )
-      for go_on in (False, True)
-    )
-    tokens = {'computed_tokens': few, 'computed_tokens_most': many}
-    gain = row['plain_ms'] / step
-    speeds = {'computed_speed': few * gain, 'computed_speed_most': many * gain}
-    found.append({**row, **tokens, **speeds})
+    speed = tokens * row['plain_ms'] / step
+    found.append({**row, 'computed_tokens': tokens, 'computed_speed': speed})
   return found

@@ -1,5 +1,6 @@
 """Times of the draft side, and what is computed from them."""
 
+import functools
 import json
 
 import block_folders
@@ -12,17 +13,13 @@ from models.text import settings as settings_lib
 
 
 def test_expected_tokens_by_hand():
-  tokens = lambda num_nodes, misses, go_on: draft_times.tree_tokens(
-    *([0.5, 0.2], misses, num_nodes), siblings_go_on=go_on
-  )
+  tokens = functools.partial(draft_times.tree_tokens, [0.5, 0.2])
   # The third position goes on with the last ratio, 0.4.
-  assert tokens(4, [], True) == pytest.approx(1 + 0.5 + 0.2 + 0.08)
+  assert tokens([], 4) == pytest.approx(1 + 0.5 + 0.2 + 0.08)
   # At the root 0.5 and 0.3, as the sibling has 0.6 of misses; below the former
-  # 0.2 and 0.18, then 0.08; below the sibling 0.12.
-  assert tokens(4, [0.6], False) == pytest.approx(1 + 0.5 + 0.3 + 0.2)
-  assert tokens(6, [0.6], False) == pytest.approx(2 + 0.18 + 0.08)
-  assert tokens(6, [0.6], True) == pytest.approx(2 + 0.18 + 0.12)
-  assert tokens(9, [], False) == tokens(9, [], True)
+  # 0.2 and 0.18, then 0.08.
+  assert tokens([0.6], 4) == pytest.approx(1 + 0.5 + 0.3 + 0.2)
+  assert tokens([0.6], 6) == pytest.approx(2 + 0.18 + 0.08)
 
 
 def test_a_pair_with_random_weights_is_timed(tmp_path):
