@@ -19,13 +19,15 @@ import prompt_flags
 from models.text import settings as settings_lib
 
 options.define_method(methods=settings_lib.METHODS)
+options.define_constraint()
 prompt_flags.define_num_prompts()
 _BATCH_SIZES = flags.DEFINE_list('batch_sizes', ['1', '4'], 'to be checked')
 _MAX_MARGIN = flags.DEFINE_float(
   'max_margin',
   None,
   'divergences are tolerated where the two best scores were this close;'
-  ' default: 0 in float32 and with --cpu_kernels, else 0.1',
+  ' default: 0 in float32, with --cpu_kernels and with a constraint, of which'
+  ' scores know nothing, else 0.1',
 )
 _OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write')
 
@@ -38,15 +40,22 @@ def main() -> None:
 
   prompts = prompt_flags.file_prompts()
   sizes = prompt_flags.batch_sizes(_BATCH_SIZES.value)
+  constraint = options.constraint()
+  # Greedy decoding is deterministic by every rule.
+  by_tokens = options.keeps_tokens() or options.sampling().temperature == 0
+  if constraint and not by_tokens:
+    raise ValueError(
+      f'--{next(iter(constraint))}: a text with a constraint is compared token'
+      ' by token; give --verify=match or --temperature=0'
+    )
   record.prepare_output(_OUTPUT.value)
   generator = loading.generator(prompts, max(sizes))
-  arguments = options.decoding()
+  arguments = options.decoding() | constraint
   checks: list[Any]
-  # Greedy decoding is deterministic by every rule.
-  if options.keeps_tokens() or options.sampling().temperature == 0:
+  if by_tokens:
     margin = _MAX_MARGIN.value
     if margin is None:
-      margin = 0.0 if loading.is_exact() else 0.1
+      margin = 0.0 if constraint or loading.is_exact() else 0.1
     checks = lossless.check_tokens(
       generator, prompts, batch_sizes=sizes, max_margin=margin, **arguments
     )

@@ -38,14 +38,8 @@ _CONTEXT = flags.DEFINE_integer(
 _RANDOM = flags.DEFINE_bool(
   'random_weights',
   False,
-  'forward: of --target, only config.json is read',
-)
-_SHAPE = flags.DEFINE_enum(
-  'shape',
-  None,
-  ['qwen3-1.7b-dspark'],
-  'draft: a target and its published drafter, with random weights in place of'
-  ' --target and --head',
+  'forward, draft: of --target and of --head, a block drafter, only config.json'
+  ' is read',
 )
 _ACCEPTED = flags.DEFINE_list(
   'accepted',
@@ -105,10 +99,10 @@ def _draft() -> list[dict]:
   from models.lab.bench import draft_times
   from models.text import pair as pair_lib
 
-  if _SHAPE.value is None:
-    pair = pair_lib.load_pair(loading.models())
+  if _RANDOM.value:
+    pair = pair_lib.drawn_pair(options.models())
   else:
-    pair = draft_times.drawn_pair(_SHAPE.value, options.models())
+    pair = pair_lib.load_pair(loading.models())
   rows = draft_times.measure(
     *(pair, options.draft_settings(), ('chain', 'tree')),
     context=_CONTEXT.value,

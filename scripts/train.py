@@ -30,6 +30,13 @@ _float(
   None,
   'peak learning rate; decays to zero; default: 0.005, of --head 0.002',
 )
+_enum(
+  'optimizer',
+  'muon',
+  ['muon', 'adamw'],
+  'muon: for the matrices of layers, AdamW for the rest; its work does not'
+  ' depend on --batch_tokens, so with few of them adamw makes faster steps',
+)
 flags.DEFINE_integer('seed', 0, 'seed of weights and batches', 0, 2**32 - 1)
 _enum('dtype', 'bfloat16', ['float32', 'bfloat16'], 'of the matrix products')
 _enum(
@@ -116,6 +123,7 @@ _SHARED = {
   'num_steps': 'steps',
   'batch_tokens': 'batch_tokens',
   'learning_rate': 'learning_rate',
+  'optimizer': 'optimizer',
   'seed': 'seed',
   'dtype': 'dtype',
   'num_heads': 'heads',

@@ -1,5 +1,6 @@
 """Finds models by name; loads and saves them, one tensor at a time."""
 
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 import dataclasses
@@ -263,33 +264,42 @@ class _Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Initial:
-  """A model as it is before training; of its folder only the shape is read."""
+class Drawn:
+  """Random tensors of a module, as `checkpoint.StoredTensors`.
 
-  folder: checkpoint_lib.Checkpoint
+  Its forwards take as long as those of a trained one.
+
+  Attributes:
+    folder: a checkpoint, of which only the shape is read.
+    make: makes the module.
+  """
+
+  folder: Any
+  make: Callable[[], nnx.Module]
+  size = 0
 
   def __getattr__(self, name: str) -> Any:
     return getattr(self.folder, name)
 
-  @property
-  def size(self) -> int:
-    return 0
-
   def tensors(self) -> Iterator[tuple[str, _Array]]:
-    make = families.family_of(self.folder.config).module
-    module = make(self.folder.config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    for path, leaf in flat_params(module)[1].items():
+    """Yields tensors by their canonical names."""
+    rng = np.random.default_rng(0)
+    for path, leaf in flat_params(nnx.eval_shape(self.make))[1].items():
       name = families.parameter_name(path)
-      yield name, _Array(name, np.asarray(leaf))
+      array = 0.02 * rng.standard_normal(leaf.shape, np.float32)
+      yield name, _Array(name, array)
 
 
-def initial_module(name: str | pathlib.Path, **options: Any) -> adapter.Module:
-  """A model of random weights, of which a `config.json` is enough.
-
-  Its forwards take as long as those of a trained model of that shape. For the
-  arguments see `load_module`.
-  """
-  return read_module(cast(Any, _Initial(locate(name))), **options)
+def drawn_module(
+  checkpoint: checkpoint_lib.Checkpoint, **options: Any
+) -> adapter.Module:
+  """A model of random weights; for the arguments see `read_module`."""
+  config = checkpoint.config
+  make = functools.partial(
+    families.family_of(config).module, config, dtype=jnp.bfloat16
+  )
+  drawn = Drawn(checkpoint, lambda: make(rngs=nnx.Rngs(0)))
+  return read_module(cast(Any, drawn), **options)
 
 
 def read_parameters(

@@ -24,8 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.checkpoints import hub
-from models.nn import adapter
-from models.nn.cpu import build
 from models.text import choice as choice_lib
 from models.text import pair as pair_lib
 from models.text import sources as sources_lib
@@ -273,12 +271,8 @@ def forward(
   widths = sorted({1, *widths})
   if widths[0] < 1:
     raise ValueError(f'--sizes={widths}: expected integers of at least 1')
-  if random_weights:
-    packed = models.cpu_kernels and build.is_available()
-    made = hub.initial_module(models.target, dtype=models.dtype, packed=packed)
-    target = adapter.as_model(made)
-  else:
-    target = pair_lib.load_pair(models.of_target).target
+  load = pair_lib.drawn_pair if random_weights else pair_lib.load_pair
+  target = load(models.of_target).target
   bandwidth = Bandwidth()
   bandwidth.sample()
   seconds = measure_step_costs(

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from models.nn import adapter
+from models.nn import convolution
 from models.nn import eagle
 from models.nn import grouped_query
 from models.nn import layers
@@ -33,12 +34,9 @@ from models.nn import sharding as sharding_lib
 from specdec import cache as cache_lib
 from specdec.draft import block as block_lib
 
-VANILLA, GATED = 'vanilla', 'gated'
+VANILLA, GATED, EDGES = 'vanilla', 'gated', 'edges'
 
-LOOKED_UP = (
-  *('markov_w1', 'markov_w2'),
-  *('predecessor_codebook', 'successor_codebook'),
-)
+LOOKED_UP = ('markov_w1', 'markov_w2')
 """Names of the matrices `[tokens, rank]` of which a few rows are read."""
 
 
@@ -60,13 +58,14 @@ class BlockDrafterConfig(llama_config.LlamaConfig):
   # Whether windows begin so many tokens before the root, for all rows, and not
   # before the row.
   window_from_root: bool = False
-  markov: str | None = None  # `VANILLA` or `GATED`,
+  # The term for the token before, `VANILLA` or `GATED` (DSpark) or `EDGES`
+  # (DFlash 2),
+  markov: str | None = None
   markov_rank: int = 0  # and its rank.
   confidence: bool = False  # Whether the drafter rates its own tokens,
   confidence_with_markov: bool = False  # and whether by the token before, too.
   conv_size: int = 0  # Taps of the convolutions, 0 for none,
   conv_group: int = 16  # and channels with the same dynamic part.
-  selector_rank: int = 0  # The rank of the edge score, 0 for none.
   num_candidates: int | None = None  # Tokens that are rated per depth.
 
   @property
@@ -86,59 +85,6 @@ class BlockDrafterConfig(llama_config.LlamaConfig):
     self._set_layers('causal', self.of_layers('causal'))
 
 
-class _Convolution(nnx.Module):
-  """Two causal convolutions within blocks, before and behind a layer's part.
-
-  Each tap of a channel is a constant plus a number of the row, shared by a
-  group of channels. The numbers of both follow from the part's input.
-  """
-
-  def __init__(
-    self,
-    config: BlockDrafterConfig,
-    *,
-    dtype: jax.typing.DTypeLike,
-    rngs: nnx.Rngs,
-  ):
-    self.block_size = config.block_size
-    self.shape = (2, config.conv_size, config.width // config.conv_group)
-    start = jnp.zeros((2, config.conv_size, config.width)).at[:, 0].set(1.0)
-    self.base_kernel = nnx.Param(start)
-    self.kernel_projection = layers.Linear(
-      config.width,
-      2 * config.conv_size * self.shape[2],
-      dtype=dtype,
-      rngs=rngs,
-      use_bias=False,
-    )
-
-  def before(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The input `[B, L, H]` of the part, and what `behind` takes."""
-    dynamic = self.kernel_projection(rows)
-    dynamic = dynamic.reshape(*rows.shape[:2], *self.shape)
-    return self._apply(0, rows, dynamic), dynamic
-
-  def behind(self, rows: jax.Array, dynamic: jax.Array) -> jax.Array:
-    """The output `[B, L, H]` of the part, convolved."""
-    return self._apply(1, rows, dynamic)
-
-  def _apply(
-    self, place: int, rows: jax.Array, dynamic: jax.Array
-  ) -> jax.Array:
-    _, size, groups = self.shape
-    batch, length, width = rows.shape
-    channels = (batch, -1, self.block_size, groups, width // groups)
-    blocks = rows.reshape(channels)
-    dynamic = dynamic[:, :, place].reshape(*channels[:3], size, groups, 1)
-    base = self.base_kernel[...][place].reshape(1, 1, 1, size, *channels[3:])
-    out = jnp.zeros_like(blocks)
-    for tap in range(size):
-      shifted = jnp.pad(blocks, ((0, 0), (0, 0), (tap, 0), (0, 0), (0, 0)))
-      factor = base[:, :, :, tap] + dynamic[:, :, :, tap]
-      out += factor * shifted[:, :, : self.block_size]
-    return out.reshape(batch, length, width)
-
-
 class _ConvolvedLayer(nn_llama.Layer):
   """A layer of DFlash 2, with convolutions around both of its parts."""
 
@@ -155,8 +101,13 @@ class _ConvolvedLayer(nn_llama.Layer):
     super().__init__(
       config, layer, nn_llama.FeedForward, dtype=dtype, rngs=rngs
     )
-    self.attention_conv = _Convolution(config, dtype=dtype, rngs=rngs)
-    self.mlp_conv = _Convolution(config, dtype=dtype, rngs=rngs)
+    make = functools.partial(
+      convolution.BlockConvolution,
+      *(config.width, config.block_size, config.conv_size, config.conv_group),
+      dtype=dtype,
+      rngs=rngs,
+    )
+    self.attention_conv, self.mlp_conv = make(), make()
 
   def __call__(
     self,
@@ -178,22 +129,8 @@ class _ConvolvedLayer(nn_llama.Layer):
     return x + self.mlp_conv.behind(out, dynamic), cache, routing
 
 
-class _Table(nnx.Module):
-  """A matrix `[tokens, rank]` whose rows are looked up."""
-
-  def __init__(
-    self, tokens: int, rank: int, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
-  ):
-    init = jax.nn.initializers.normal(0.02)
-    self.weight = nnx.Param(init(rngs.params(), (tokens, rank), dtype))
-
-  def take(self, index: jax.Array) -> jax.Array:
-    """Rows `[..., rank]` float32 for `index [...]`."""
-    return matrices_lib.take_rows(self.weight.get_value(), index)
-
-
 class _MarkovHead(nnx.Module):
-  """A term of DSpark that is added to scores, by the token before."""
+  """A term of low rank that is added to scores, by the token before."""
 
   def __init__(
     self,
@@ -203,62 +140,31 @@ class _MarkovHead(nnx.Module):
     dtype: jax.typing.DTypeLike,
     rngs: nnx.Rngs,
   ):
-    rank = config.markov_rank
-    make = functools.partial(_Table, dtype=dtype, rngs=rngs)
-    self.markov_w1 = make(config.vocab_size, rank)
-    self.markov_w2 = make(num_outputs, rank)
+    width, rank = config.width, config.markov_rank
+    make = functools.partial(layers.Linear, dtype=dtype, rngs=rngs)
+    is_edge = config.markov == EDGES
+    tokens = config.vocab_size if is_edge else num_outputs
+    self.markov_w1 = make(rank, config.vocab_size, use_bias=False)
+    self.markov_w2 = make(rank, tokens, use_bias=False)
+    if is_edge:
+      self.hidden_projection = make(width, rank, use_bias=False)
     if config.markov == GATED:
-      self.gate_proj = layers.Linear(
-        config.width + rank, rank, dtype=dtype, rngs=rngs
-      )
+      self.gate_proj = make(width + rank, rank)
 
   def context(self, states: jax.Array, parents: jax.Array) -> jax.Array:
     """`[B, W, rank]`, which is multiplied with rows of `markov_w2`."""
-    found = self.markov_w1.take(parents)
+    found = _rows(self.markov_w1, parents)
+    if hasattr(self, 'hidden_projection'):
+      found *= self.hidden_projection(states)
     if hasattr(self, 'gate_proj'):
       gate = self.gate_proj(jnp.concatenate([states, found], axis=-1))
       found *= jax.nn.sigmoid(gate)
     return found
 
 
-class _Selector(nnx.Module):
-  """The edge score of DFlash 2 between a token and the one before."""
-
-  def __init__(
-    self,
-    config: BlockDrafterConfig,
-    *,
-    dtype: jax.typing.DTypeLike,
-    rngs: nnx.Rngs,
-  ):
-    rank = config.selector_rank
-    make = functools.partial(_Table, dtype=dtype, rngs=rngs)
-    self.predecessor_codebook = make(config.vocab_size, rank)
-    self.successor_codebook = make(config.vocab_size, rank)
-    self.hidden_projection = layers.Linear(
-      config.width, rank, dtype=dtype, rngs=rngs, use_bias=False
-    )
-
-  def context(self, states: jax.Array, parents: jax.Array) -> jax.Array:
-    """`[B, W, rank]`, which is multiplied with rows of `successor_codebook`."""
-    found = self.predecessor_codebook.take(parents)
-    return found * self.hidden_projection(states)
-
-
-class _Confidence(nnx.Module):
-  """The probability that a token is accepted, before the sigmoid."""
-
-  def __init__(
-    self,
-    config: BlockDrafterConfig,
-    *,
-    dtype: jax.typing.DTypeLike,
-    rngs: nnx.Rngs,
-  ):
-    inputs = config.width
-    if config.confidence_with_markov:
-      inputs += config.markov_rank
-    self.proj = layers.Linear(inputs, 1, dtype=dtype, rngs=rngs)
+def _rows(table: layers.Linear, index: jax.Array) -> jax.Array:
+  """Rows `[..., rank]` float32 of a matrix, for `index [...]`."""
+  return matrices_lib.take_rows(table.weight.get_value(), index)
 
 
 class BlockDrafter(nnx.Module):
@@ -299,10 +205,9 @@ class BlockDrafter(nnx.Module):
       self.markov_head = _MarkovHead(
         config, num_outputs or config.vocab_size, dtype=dtype, rngs=rngs
       )
-    if config.selector_rank:
-      self.candidate_selector = _Selector(config, dtype=dtype, rngs=rngs)
     if config.confidence:
-      self.confidence_head = _Confidence(config, dtype=dtype, rngs=rngs)
+      inputs = config.width + config.confidence_with_markov * config.markov_rank
+      self.confidence_head = nnx.Dict(proj=make(inputs, 1))
 
   def read(
     self,
@@ -385,40 +290,35 @@ class BlockDrafter(nnx.Module):
     drafts = blocks[:, :, config.block_size - config.depth :]
     return drafts.reshape(x.shape[0], -1, x.shape[-1]), cache
 
+  def scores(self, states: jax.Array, lm_head: Any) -> jax.Array:
+    """Scores `[..., V]` float32 of tokens, for states `[..., H]`."""
+    found = matrices_lib.matmul(states, lm_head)
+    if self.config.logit_divisor != 1.0:
+      found /= self.config.logit_divisor
+    return layers.soft_cap(found, self.config.logit_cap)
+
   def edges(
     self, states: jax.Array, parents: jax.Array, tokens: jax.Array, rows: Any
   ) -> jax.Array:
     """See `BlockSpec.edges`; `rows [V]` of the output matrix, None for all."""
-    markov = self.config.markov
-    term: Any = self.markov_head if markov else self.candidate_selector
-    table = term.markov_w2 if markov else term.successor_codebook
+    table = self.markov_head.markov_w2
     # A reduced vocabulary of the drafter's own; a token without a row has no
     # score.
     if rows is not None and table.weight.shape[0] < self.config.vocab_size:
       tokens = jnp.maximum(rows[tokens], 0)
     return jnp.einsum(
       'bwr,bwcr->bwc',
-      term.context(states, parents),
-      table.take(tokens),
+      self.markov_head.context(states, parents),
+      _rows(table, tokens),
       precision=jax.lax.Precision.HIGHEST,
     )
 
   def confidence(self, states: jax.Array, parents: jax.Array) -> jax.Array:
     """See `BlockSpec.confidence`, before the sigmoid."""
     if self.config.confidence_with_markov:
-      before = self.markov_head.markov_w1.take(parents)
+      before = _rows(self.markov_head.markov_w1, parents)
       states = jnp.concatenate([states, before], axis=-1)
     return self.confidence_head.proj(states)[..., 0]
-
-
-def scores(
-  config: BlockDrafterConfig, states: jax.Array, lm_head: Any
-) -> jax.Array:
-  """Scores `[..., V]` float32 of tokens, for states `[..., H]`."""
-  found = matrices_lib.matmul(states, lm_head)
-  if config.logit_divisor != 1.0:
-    found /= config.logit_divisor
-  return layers.soft_cap(found, config.logit_cap)
 
 
 @functools.cache
@@ -436,7 +336,7 @@ def _spec(
 
   The arguments are those of `BlockSpec`, see `models.nn.adapter`.
   """
-  module = lambda params: nnx.merge(graph, params['drafter'])
+  module: Any = lambda params: nnx.merge(graph, params['drafter'])
 
   def propose(
     params: Any,
@@ -446,28 +346,21 @@ def _spec(
     cache: cache_lib.KVCache,
   ) -> tuple[jax.Array, jax.Array, cache_lib.KVCache]:
     embedded = matrices_lib.take_rows(params['embedding'], tokens)
-    states, cache = module(params)(embedded, positions, mask, cache)
-    matrix = matrices_lib.computed(params['lm_head'])
-    found = scores(config, states, matrix)
+    drafter = module(params)
+    states, cache = drafter(embedded, positions, mask, cache)
+    found = drafter.scores(states, matrices_lib.computed(params['lm_head']))
     return layout.gather_vocabulary(found), states, cache
 
-  def edges(
-    params: Any, states: jax.Array, parents: jax.Array, tokens: jax.Array
-  ) -> jax.Array:
-    rows = getattr(params['lm_head'], 'index', None)
-    return module(params).edges(states, parents, tokens, rows)
-
-  outputs = lambda params: params['ids']
-
-  def confidence(
-    params: Any, states: jax.Array, parents: jax.Array
-  ) -> jax.Array:
-    return jax.nn.sigmoid(module(params).confidence(states, parents))
-
+  edges = lambda params, *args: module(params).edges(
+    *args, rows=getattr(params['lm_head'], 'index', None)
+  )
+  confidence = lambda params, *args: jax.nn.sigmoid(
+    module(params).confidence(*args)
+  )
   return block_lib.BlockSpec(
     read=lambda params, *args: module(params).read(*args),
     propose=propose,
-    edges=edges if config.markov or config.selector_rank else None,
+    edges=edges if config.markov else None,
     confidence=confidence if config.confidence else None,
     weight_bytes=weight_bytes,
     parameters=parameters,
@@ -478,7 +371,9 @@ def _spec(
     mask_token=config.mask_token,
     num_candidates=config.num_candidates,
     num_outputs=num_outputs,
-    outputs=None if num_outputs == config.vocab_size else outputs,
+    outputs=(
+      None if num_outputs == config.vocab_size else lambda params: params['ids']
+    ),
     **adapter.network_facts(config, dtype, layout, kernels=kernels),
   )
 

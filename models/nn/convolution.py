@@ -1,14 +1,15 @@
 """Causal convolutions over a few positions, each channel by itself.
 
-The last position of a convolution is a node of the tree or a token of the text;
-those before it are its parent, the parent of that, and so on, wherever they
-lie.
+The last position of a `Convolution` is a node of the tree or a token of the
+text; those before it are its parent, the parent of that, and so on, wherever
+they lie.
 """
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
 
+from models.nn import layers
 from specdec import recurrent as recurrent_lib
 
 
@@ -74,3 +75,56 @@ class Convolution(nnx.Module):
       out += values * weight[state.shape[1] - 1 - place][None, None]
     out += x * weight[-1][None, None]
     return out if bias is None else out + bias[None, None]
+
+
+class BlockConvolution(nnx.Module):
+  """Two causal convolutions within blocks, before and behind a layer's part.
+
+  Each tap of a channel is a constant plus a number of the row, shared by a
+  group of channels. The numbers of both follow from the part's input.
+  """
+
+  def __init__(
+    self,
+    width: int,
+    block_size: int,
+    size: int,
+    group: int,
+    *,
+    dtype: jax.typing.DTypeLike,
+    rngs: nnx.Rngs,
+  ):
+    self.block_size = block_size
+    self.shape = (2, size, width // group)
+    start = jnp.zeros((2, size, width)).at[:, 0].set(1.0)
+    self.base_kernel = nnx.Param(start)
+    outputs = 2 * size * self.shape[2]
+    self.kernel_projection = layers.Linear(
+      width, outputs, dtype=dtype, rngs=rngs, use_bias=False
+    )
+
+  def before(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The input `[B, L, H]` of the part, and what `behind` takes."""
+    dynamic = self.kernel_projection(rows)
+    dynamic = dynamic.reshape(*rows.shape[:2], *self.shape)
+    return self._apply(0, rows, dynamic), dynamic
+
+  def behind(self, rows: jax.Array, dynamic: jax.Array) -> jax.Array:
+    """The output `[B, L, H]` of the part, convolved."""
+    return self._apply(1, rows, dynamic)
+
+  def _apply(
+    self, place: int, rows: jax.Array, dynamic: jax.Array
+  ) -> jax.Array:
+    _, size, groups = self.shape
+    batch, length, width = rows.shape
+    channels = (batch, -1, self.block_size, groups, width // groups)
+    blocks = rows.reshape(channels)
+    dynamic = dynamic[:, :, place].reshape(*channels[:3], size, groups, 1)
+    base = self.base_kernel[...][place].reshape(1, 1, 1, size, *channels[3:])
+    out = jnp.zeros_like(blocks)
+    for tap in range(size):
+      shifted = jnp.pad(blocks, ((0, 0), (0, 0), (tap, 0), (0, 0), (0, 0)))
+      factor = base[:, :, :, tap] + dynamic[:, :, :, tap]
+      out += factor * shifted[:, :, : self.block_size]
+    return out.reshape(batch, length, width)

@@ -165,3 +165,9 @@ class LlamaConfig:
         f' {self.num_layers} layers'
       )
     return value
+
+
+def fields_of(config: LlamaConfig) -> dict[str, Any]:
+  """The fields by name, without those that a subclass adds."""
+  fields = dataclasses.fields(LlamaConfig)
+  return {field.name: getattr(config, field.name) for field in fields}

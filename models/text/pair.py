@@ -7,15 +7,19 @@ import json
 from typing import Any
 
 import jax
+import numpy as np
 import transformers
 
 from models.checkpoints import hub
+from models.checkpoints.heads import block_drafters
 from models.checkpoints.heads import heads
 from models.nn import adapter
 from models.nn import other_tokens
 from models.nn import sharding as sharding_lib
+from models.nn.cpu import build
 from models.text import chat_template
 from models.text import choice as choice_lib
+from models.text import draft_vocabulary
 from models.text import sources as sources_lib
 from models.text import token_bytes as token_bytes_lib
 from models.text import vocabulary as vocabulary_lib
@@ -177,6 +181,36 @@ def load_pair(choice: choice_lib.ModelChoice) -> Pair:
   """
   sources = sources_lib.open_sources(choice)
   return load_weights(vocabulary_lib.read_vocabulary(sources))
+
+
+def drawn_pair(choice: choice_lib.ModelChoice) -> Pair:
+  """A pair of random weights, of which each `config.json` is enough.
+
+  It has no tokenizer, and no draft but a block drafter. Its forwards take as
+  long as those of trained models of these shapes.
+
+  Raises:
+    ValueError: a shape cannot be read, or the head is no block drafter.
+  """
+  checkpoint, stored, head = hub.locate(choice.target), None, None
+  packed = choice.cpu_kernels and build.is_available()
+  if choice.head is not None:
+    stored = block_drafters.DrawnBlockDrafter(
+      hub.locate(choice.head).path, checkpoint.config
+    )
+  module = hub.drawn_module(checkpoint, dtype=choice.dtype, packed=packed)
+  hidden = () if stored is None else stored.config.reads
+  target = adapter.as_model(module, hidden=hidden)
+  if stored is not None:
+    number = draft_vocabulary.size_of(choice.draft_vocab)
+    head = heads.load(
+      *(stored, target),
+      dtype=choice.draft_dtype or choice.dtype,
+      packed=packed,
+      outputs=None if number is None else np.arange(number),
+    )
+  tokenizer: Any = None
+  return Pair(target, None, tokenizer, (), head=head)
 
 
 def vocabulary_digest(tokenizer: transformers.PreTrainedTokenizerBase) -> str:

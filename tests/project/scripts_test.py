@@ -397,6 +397,9 @@ _NO_TEMPLATE = 'has no chat template, like those of base models; choose'
       },
       'generate.py --chat': {'': _NO_TEMPLATE},
       'chat.py': {'': _NO_TEMPLATE},
+      'check_lossless.py --verify=rejection --temperature=1': {
+        '--regex=a': '--regex: a text with a constraint is compared token'
+      },
       'measure.py nothing': {'': "'nothing' is none of kernels, forward"},
     }.items()
     for flags, message in cases.items()

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.checkpoints import families
+from models.checkpoints import hub
 from models.checkpoints.heads import head_files
 from models.checkpoints.heads import head_tensors
 from models.checkpoints.keys import block_keys
@@ -26,10 +27,9 @@ from models.checkpoints.keys import head_keys
 from models.nn import block_drafter
 from models.nn import llama_config
 
-_MARKOV = 'markov_head.markov_w1.weight'
+_EDGES = 'markov_head.hidden_projection.weight'
 _CONFIDENCE = 'confidence_head.proj.weight'
 _CONVOLUTION = 'layers.0.attention_conv.base_kernel'
-_SELECTOR = 'candidate_selector.predecessor_codebook.weight'
 # The beginnings of names of tensors of other drafters.
 _OTHERS = {
   'prefix_gru.': 'Domino (its tensor prefix_gru)',
@@ -89,7 +89,7 @@ class StoredBlockDrafter:
       'draft_vocab_size': outputs,
       'target_hidden_size': self.target.width,
       'num_target_layers': self.target.num_layers,
-      'markov_rank': shape(_MARKOV)[1] if _MARKOV in has else 0,
+      'markov_rank': 0,
       'enable_confidence_head': _CONFIDENCE in has,
     }
     if _CONFIDENCE in has:
@@ -100,8 +100,9 @@ class StoredBlockDrafter:
       projection = 'layers.0.attention_conv.kernel_projection.weight'
       facts['conv_kernel_size'] = size
       facts['conv_group_size'] = 2 * size * width // shape(projection)[0]
-    if _SELECTOR in has:
-      facts['selector_rank'] = shape(_SELECTOR)[1]
+    if head_tensors.MARKOV[0] in has:
+      key = 'selector_rank' if _EDGES in has else 'markov_rank'
+      facts[key] = shape(head_tensors.MARKOV[0])[1]
     return facts
 
   @functools.cached_property
@@ -123,18 +124,21 @@ class StoredBlockDrafter:
     keys, facts = self._keys, self._facts
     layers = block_keys.of_layers(keys) | {
       key: facts[key]
-      for key in ('hidden_size', 'intermediate_size', 'num_hidden_layers')
+      for key in (
+        *('hidden_size', 'intermediate_size', 'num_hidden_layers'),
+        *('head_dim', 'vocab_size'),
+      )
+      if key in facts
     }
-    layers |= {key: facts[key] for key in ('head_dim', 'vocab_size')}
     layer: Any = families.config_from_keys(layers, self.path)
     slides = tuple(
       one == 'sliding_attention' for one in keys.get('layer_types') or ()
     ) or tuple(one is not None for one in layer.of_layers('window'))
-    shape = {
-      field.name: getattr(layer, field.name)
-      for field in dataclasses.fields(llama_config.LlamaConfig)
-    }
+    shape = llama_config.fields_of(layer)
+    markov_rank = facts['markov_rank'] or facts.get('selector_rank', 0)
     kind = keys.get('markov_head_type') or block_drafter.VANILLA
+    if 'selector_rank' in facts:
+      kind = block_drafter.EDGES
     try:
       reads = block_keys.reads(keys, self.target.num_layers)
       self._check_width(reads)
@@ -142,13 +146,12 @@ class StoredBlockDrafter:
         **shape | block_keys.fields(keys, slides),
         target_width=self.target.width,
         reads=reads,
-        markov=kind if facts['markov_rank'] else None,
-        markov_rank=facts['markov_rank'],
+        markov=kind if markov_rank else None,
+        markov_rank=markov_rank,
         confidence=facts['enable_confidence_head'],
         confidence_with_markov=facts.get('confidence_head_with_markov', False),
         conv_size=facts.get('conv_kernel_size', 0),
         conv_group=facts.get('conv_group_size', 1),
-        selector_rank=facts.get('selector_rank', 0),
       )
     except ValueError as error:
       raise self._refuse(error) from error
@@ -168,6 +171,38 @@ class StoredBlockDrafter:
     return block_drafter.BlockDrafter(
       self.config, num_outputs, dtype=dtype, rngs=nnx.Rngs(0)
     )
+
+
+class _NoTensors(head_tensors.HeadTensors):
+  """The keys of config.json alone."""
+
+  @functools.cached_property
+  def all(self) -> dict[str, Any]:
+    return {}
+
+
+class DrawnBlockDrafter(StoredBlockDrafter):
+  """A block drafter of random weights, of which only config.json is read."""
+
+  @functools.cached_property
+  def stored(self) -> Any:
+    """See `hub.Drawn`."""
+    make = lambda: self.make(self.config.vocab_size, jnp.dtype(jnp.bfloat16))
+    return hub.Drawn(self._found, make)
+
+  @functools.cached_property
+  def _found(self) -> head_tensors.HeadTensors:
+    return _NoTensors(self.path)
+
+  @functools.cached_property
+  def _facts(self) -> dict[str, Any]:
+    keys = block_keys.merged(self._found.keys)
+    stated = {key: keys[key] for key in keys if keys[key] is not None}
+    unless = {'markov_rank': 0, 'enable_confidence_head': False}
+    return unless | stated | {'vocab_size': self.target.vocab_size}
+
+  def _check_width(self, reads: tuple[int, ...]) -> None:
+    """It is as wide as they are."""
 
 
 def save(

@@ -87,9 +87,9 @@ _NAMES = {
   'attn_conv_proj': 'attention_conv.kernel_projection',
   'ffn_conv_base': 'mlp_conv.base_kernel',
   'ffn_conv_proj': 'mlp_conv.kernel_projection',
-  'selector_predecessor': 'candidate_selector.predecessor_codebook',
-  'selector_successor': 'candidate_selector.successor_codebook',
-  'selector_hidden': 'candidate_selector.hidden_projection',
+  'selector_predecessor': 'markov_head.markov_w1',
+  'selector_successor': 'markov_head.markov_w2',
+  'selector_hidden': 'markov_head.hidden_projection',
 }
 _TENSOR = re.compile(r'(?:blk\.(\d+)\.)?(\w+)(\.weight|\.bias)?')
 _INTEGERS = {26: np.int32, 27: np.int64}  # By their numbers in GGUF.

@@ -1,6 +1,5 @@
 """The files of drafting heads and block drafters, as they are written."""
 
-import dataclasses
 import pathlib
 from typing import Any
 
@@ -26,12 +25,7 @@ def keys_of_layers(
   if not isinstance(config.rope, rope_lib.Rope):
     raise ValueError('a head without one rotation of all layers is not saved')
   described = checkpoints_llama.to_hugging_face(
-    llama_config.LlamaConfig(
-      **{
-        field.name: getattr(config, field.name)
-        for field in dataclasses.fields(llama_config.LlamaConfig)
-      }
-    ),
+    llama_config.LlamaConfig(**llama_config.fields_of(config)),
     dtype=dtype.name,
     eos_token_id=None,
   ).to_dict()

@@ -15,6 +15,9 @@ from models.checkpoints import hugging_face
 from models.checkpoints.heads import gguf_head
 from specdec.text import text_files
 
+MARKOV = 'markov_head.markov_w1.weight', 'markov_head.markov_w2.weight'
+"""The matrices of the term of a block drafter for the token before."""
+
 _BLOCK = r'(?:model\.)?(?:layers\.\d+|mtp_layers\.0)\.'
 # Stored names and canonical ones, those of parameters in `models.nn`.
 _RENAMED = tuple(
@@ -29,10 +32,10 @@ _RENAMED = tuple(
     (_BLOCK + r'embed_tokens\.', 'embed_tokens.'),
     (r'(?:model\.)?mtp_layers\.', 'layers.'),
     (r'model\.', ''),
-    *(
-      (rf'candidate_selector\.{one}$', f'candidate_selector.{one}.weight')
-      for one in ('predecessor_codebook', 'successor_codebook')
-    ),
+    # The term of DFlash 2 for the token before is almost that of DSpark.
+    (r'candidate_selector\.predecessor_codebook$', MARKOV[0]),
+    (r'candidate_selector\.successor_codebook$', MARKOV[1]),
+    (r'candidate_selector\.', 'markov_head.'),
   )
 )
 # The target has its own norm and output matrix.

@@ -165,13 +165,10 @@ class StoredHead:
         f' {self.target.vocab_size}'
       )
     layers = head_keys.of_layers(keys, facts, self.stored.num_layers)
-    layer = families.config_from_keys(
+    layer: Any = families.config_from_keys(
       layers | {'vocab_size': vocabulary}, self.path
     )
-    fields = {
-      field.name: getattr(layer, field.name)
-      for field in dataclasses.fields(llama_config.LlamaConfig)
-    }
+    fields = llama_config.fields_of(layer)
     fields |= self._by_tensors(layer) | {'width': width}
     reads: tuple[int, ...] = (cache_lib.AFTER_NORM,)
     if kind == eagle.EAGLE3:

@@ -59,15 +59,6 @@ def _anchors(
   return first + jax.vmap(permute)(keys)
 
 
-def _markov_scores(
-  module: block_drafter.BlockDrafter, states: jax.Array, parents: jax.Array
-) -> jax.Array:
-  """The scores `[B, W, V]` that the tokens `parents [B, W]` add to all."""
-  head = module.markov_head
-  matrix = head.markov_w2.weight.get_value()
-  return matrices_lib.matmul(head.context(states, parents), matrix)
-
-
 def _judge(
   module: block_drafter.BlockDrafter,
   states: jax.Array,
@@ -81,9 +72,11 @@ def _judge(
   They follow `parents [B, W]`; `states` and `wanted [B, W, H]` are those that
   the output matrix multiplies, of the drafter and of the target.
   """
-  logits = block_drafter.scores(module.config, states, lm_head)
+  logits = module.scores(states, lm_head)
   if module.config.markov:
-    logits += _markov_scores(module, states, parents)
+    head = module.markov_head
+    matrix = head.markov_w2.weight.get_value()
+    logits += matrices_lib.matmul(head.context(states, parents), matrix)
   probs = jax.nn.softmax(matrices_lib.matmul(wanted, lm_head))
   drafted = jax.nn.softmax(logits)
   variation = 0.5 * jnp.sum(jnp.abs(drafted - probs), axis=-1)

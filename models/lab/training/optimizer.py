@@ -1,10 +1,16 @@
-"""The optimizer: Muon for matrices inside blocks, AdamW for all else."""
+"""AdamW, or Muon for matrices inside blocks and AdamW for the rest.
+
+The work of Muon does not depend on the tokens of a step. With few of them it is
+most of a step.
+"""
 
 import functools
 
 import jax
 import optax
 from optax import contrib
+
+MUON, ADAMW = 'muon', 'adamw'
 
 # Weights are stored [out, in]; the default of optax is [in, out].
 _OUT_IN = contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
@@ -18,12 +24,13 @@ def _is_block_matrix(path, leaf) -> bool:
 
 @functools.cache  # Equal optimizers share the compiled step.
 def make_optimizer(
-  *, learning_rate: float, warmup_steps: int, num_steps: int
+  name: str, *, learning_rate: float, warmup_steps: int, num_steps: int
 ) -> optax.GradientTransformation:
-  """Muon (Jordan et al. 2024) with linear warm-up and linear decay to zero.
+  """`MUON` or `ADAMW`, with linear warm-up and linear decay to zero.
 
-  Updates are scaled to a common root mean square (Liu et al. 2025,
-  arXiv 2502.16982, eq. 4), so one learning rate, the peak, serves both parts.
+  Updates of Muon (Jordan et al. 2024) are scaled to the root mean square of
+  others (Liu et al. 2025, arXiv 2502.16982, eq. 4), so one learning rate, the
+  peak, serves all.
   """
   rate = optax.join_schedules(
     [
@@ -38,7 +45,9 @@ def make_optimizer(
       rate,
       muon_weight_dimension_numbers=lambda params: (
         jax.tree_util.tree_map_with_path(
-          lambda path, leaf: _OUT_IN if _is_block_matrix(path, leaf) else None,
+          lambda path, leaf: (
+            _OUT_IN if name == MUON and _is_block_matrix(path, leaf) else None
+          ),
           params,
         )
       ),

@@ -90,6 +90,7 @@ class Training(abc.ABC):
   batch_tokens: int = 4096  # Tokens per step, at most.
   learning_rate: float = 5e-3  # Peak, reached after `warmup_steps`.
   warmup_steps: int = 50  # At most a tenth of the steps.
+  optimizer: str = optimizer_lib.MUON  # See `models.lab.training.optimizer`.
   eval_every: int = 100  # Steps between held-out losses.
   seed: int = 0  # Draws weights and batches.
   dtype: str = 'bfloat16'  # Matrix products; the rest: float32.
@@ -175,6 +176,7 @@ def fit(
     OSError: a checkpoint cannot be written; those before it are kept.
   """
   optimizer = optimizer_lib.make_optimizer(
+    training.optimizer,
     learning_rate=training.learning_rate,
     warmup_steps=min(training.warmup_steps, training.num_steps // 10),
     num_steps=training.num_steps,

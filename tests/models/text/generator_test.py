@@ -177,7 +177,7 @@ def test_an_option_that_does_not_exist_is_refused_by_name():
 
 
 @pytest.mark.parametrize(
-  'target, draft, labels, num_nodes',
+  ('target', 'draft', 'labels', 'num_nodes'),
   [
     ('demo', 'demo', ('draft', 'lookup', 'ngram'), 64),
     ('demo-draft', None, ('lookup', 'ngram'), 8),

@@ -205,12 +205,13 @@ def _pure(module):
   return graph, nnx.to_pure_dict(variables)
 
 
-def test_muon_is_for_the_matrices_of_blocks_alone():
+@pytest.mark.parametrize(('name', 'number'), [('muon', 4), ('adamw', 0)])
+def test_muon_is_for_the_matrices_of_blocks_alone(name, number):
   _, gradients = _pure(tiny.module(tie_embeddings=False, num_layers=1))
   # At zero there is no weight decay to see.
   params = jax.tree.map(jnp.zeros_like, gradients)
   optimizer = optimizer_lib.make_optimizer(
-    num_steps=10, learning_rate=0.1, warmup_steps=0
+    name, num_steps=10, learning_rate=0.1, warmup_steps=0
   )
   updates, _ = jax.jit(optimizer.update)(
     gradients, jax.jit(optimizer.init)(params), params
@@ -218,21 +219,22 @@ def test_muon_is_for_the_matrices_of_blocks_alone():
   leaves, _ = jax.tree_util.tree_flatten_with_path(updates)
   num_matrices = 0
   for path, update in leaves:
-    name = jax.tree_util.keystr(path, simple=True, separator='.')
-    if name.startswith('h.') and name.endswith('.weight'):
+    where = jax.tree_util.keystr(path, simple=True, separator='.')
+    is_matrix = where.startswith('h.') and where.endswith('.weight')
+    if name == 'muon' and is_matrix:
       num_matrices += 1
       # Orthogonal, as far as five rounds of Newton-Schulz lift small singular
       # values, and of the root mean square 0.2 times the rate.
       values = np.linalg.svd(update, compute_uv=False)
       values /= 0.1 * 0.2 * np.sqrt(max(update.shape))
-      assert np.max(values) < 1.3, (name, values)
-      assert np.mean(values > 0.6) > 0.9, (name, values)
+      assert np.max(values) < 1.3, (where, values)
+      assert np.mean(values > 0.6) > 0.9, (where, values)
     else:
       # Adam's first step: the sign of the gradient, times one number.
       size = np.abs(update)
-      np.testing.assert_allclose(size, size.mean(), rtol=1e-2, err_msg=name)
-      assert 0.1 < size.mean() < 0.2, name
-  assert num_matrices == 4
+      np.testing.assert_allclose(size, size.mean(), rtol=1e-2, err_msg=where)
+      assert 0.1 < size.mean() < 0.2, where
+  assert num_matrices == number
 
 
 _STREAM = tiny.tokens(batch_size=1, length=17)[0]
