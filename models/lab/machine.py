@@ -97,7 +97,6 @@ class StepCosts:
     ValueError: V(1), plain decoding, is missing.
   """
 
-  prompt: float  # Seconds of reading a batch of prompts.
   verification: Mapping[int, float]  # V by N.
 
   def __post_init__(self):
@@ -224,13 +223,7 @@ def measure_step_costs(
   text = jnp.asarray(np.stack(list(map(resize, texts))))
   full = jnp.full(len(texts), context, jnp.int32)
   prompts = carried_lib.Texts(text[:, :prompt_slots], full + 1, num_slots)
-  read = lambda: jax.block_until_ready(
-    _read_prompts(target, prompts, window_size=sizes[-1])
-  )
-  cache = read()  # compiles
-  begin = time.perf_counter()
-  read()
-  prompt = time.perf_counter() - begin
+  cache = _read_prompts(target, prompts, window_size=sizes[-1])
 
   # Slots between prompts and context are zero, which take as long to read.
   def verify(num_nodes: int) -> float:
@@ -243,8 +236,7 @@ def measure_step_costs(
     jax.block_until_ready(chosen)
     return (time.perf_counter() - begin) / effort.num_steps
 
-  seconds = _median_seconds(verify, sizes, effort)
-  return StepCosts(prompt=prompt, verification=seconds)
+  return StepCosts(verification=_median_seconds(verify, sizes, effort))
 
 
 def forward(

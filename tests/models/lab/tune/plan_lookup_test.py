@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import plans
 import pytest
 
 from models.lab import task as task_lib
@@ -30,9 +31,7 @@ def _find(name, prompts=lambda: ['import '], **changes):
 
 
 def _plan(context, method='lookup', **options):
-  made = {'min_block_efficiency': 1.5, 'context': context}
-  made['drafting'] = settings_lib.with_options(_USUAL, options)
-  return plan_lib.Plan(method=method, **made)
+  return plans.plan(context, plans.way(method, **options))
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +67,7 @@ def test_a_plan_that_cannot_be_saved_is_used(monkeypatch, tmp_path):
   monkeypatch.setattr(planner, 'make_plan', make)
   (tmp_path / 'cache').write_text('no folder')
   plan, lines = _find('auto')
-  assert plan.method == 'lookup'
+  assert plan.usual.method == 'lookup'
   assert 'warning: the plan is not saved' in lines[-1]
 
 
@@ -78,7 +77,7 @@ def test_a_plan_from_elsewhere_is_warned_of_or_refused(tmp_path):
   elsewhere = context.machine | {'cores': 999}
   _plan(dataclasses.replace(context, machine=elsewhere)).save(path)
   plan, lines = _find(path, batch_size=4)
-  assert plan.method == 'lookup'
+  assert plan.usual.method == 'lookup'
   warnings = [line for line in lines if line.startswith('warning: ')]
   assert [line.split()[1] for line in warnings] == ['cores', 'batch_size']
   _plan(context).save(path)
