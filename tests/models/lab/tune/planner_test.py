@@ -45,7 +45,7 @@ def _pair():
   logits, noise = np.log(counts), rng.normal(size=counts.shape)
   target = table_model.table_model(logits, max_positions=256)
   draft = table_model.table_model(logits + noise, max_positions=256)
-  eos_ids = tuple(tokenizer(' says')['input_ids'][-1:])
+  eos_ids = tuple(tokenizer('the')['input_ids'][-1:])
   return pair_lib.Pair(
     target=target, draft=draft, tokenizer=tokenizer, eos_ids=eos_ids
   )
