@@ -40,6 +40,14 @@ _RANDOM = flags.DEFINE_bool(
   False,
   'forward: of --target, only config.json is read',
 )
+_OF_DRAFT = flags.DEFINE_bool(
+  'of_draft', False, 'forward: of --draft, in its dtype and with its tokens'
+)
+_PROFILE = flags.DEFINE_bool(
+  'profile',
+  False,
+  'forward: on CPU, where its time goes, by operation of XLA',
+)
 _SHAPE = flags.DEFINE_enum(
   'shape',
   None,
@@ -145,6 +153,8 @@ def main(what: str) -> None:
         _REPEATS.value,
         context=_CONTEXT.value,
         random_weights=_RANDOM.value,
+        of_draft=_OF_DRAFT.value,
+        profile=_PROFILE.value,
       )
     elif what == 'draft':
       rows = _draft()

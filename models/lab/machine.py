@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.checkpoints import hub
+from models.lab import operations
 from models.nn import adapter
 from models.nn.cpu import build
 from models.text import choice as choice_lib
@@ -189,6 +190,51 @@ def _median_seconds(
   return {size: float(np.median(seconds)) for size, seconds in repeated.items()}
 
 
+def forwards(
+  target: model_lib.LanguageModel,
+  texts: Sequence[Sequence[int]],
+  *,
+  prompt_slots: int,
+  max_new_tokens: int,
+  context: int,
+  most_nodes: int,
+) -> tuple[Callable[[int, int], float], Callable[[int], str]]:
+  """Reads prompts, and returns what times forwards after them.
+
+  The arguments are those of `measure_step_costs`.
+
+  Returns:
+    A function that takes N and a number of forwards, over different tokens, and
+    returns the seconds of one; a function that takes N and returns the text of
+    the compiled program.
+  """
+  num_slots = prompt_slots + max_new_tokens
+  if not texts or not all(texts):
+    raise ValueError('texts must have at least one token in every row')
+  if not 1 < context <= num_slots:
+    raise ValueError(f'context must be 2 to {num_slots} tokens, got {context}')
+  resize = lambda row: np.resize(np.int32(row), num_slots + most_nodes)
+  text = jnp.asarray(np.stack(list(map(resize, texts))))
+  full = jnp.full(len(texts), context, jnp.int32)
+  prompts = carried_lib.Texts(text[:, :prompt_slots], full + 1, num_slots)
+  cache = _read_prompts(target, prompts, window_size=most_nodes)
+
+  # Slots between prompts and context are zero, which take as long to read.
+  def verify(num_nodes: int, num_steps: int) -> float:
+    nonlocal cache  # It is donated, its length included.
+    cache = cache.replace(length=jnp.copy(full))
+    begin = time.perf_counter()
+    cache, chosen = _verify(target, text, cache, num_steps, num_nodes=num_nodes)
+    jax.block_until_ready(chosen)
+    return (time.perf_counter() - begin) / num_steps
+
+  def program(num_nodes: int) -> str:
+    lowered = _verify.lower(target, text, cache, 1, num_nodes=num_nodes)
+    return lowered.compile().as_text()
+
+  return verify, program
+
+
 def measure_step_costs(
   target: model_lib.LanguageModel,
   texts: Sequence[Sequence[int]],
@@ -213,30 +259,39 @@ def measure_step_costs(
   Raises:
     ValueError: a text is empty, or the context does not fit into the slots.
   """
-  num_slots = prompt_slots + max_new_tokens
-  if not texts or not all(texts):
-    raise ValueError('texts must have at least one token in every row')
-  if not 1 < context <= num_slots:
-    raise ValueError(f'context must be 2 to {num_slots} tokens, got {context}')
   sizes = sorted({1, *node_counts})
-  resize = lambda row: np.resize(np.int32(row), num_slots + sizes[-1])
-  text = jnp.asarray(np.stack(list(map(resize, texts))))
-  full = jnp.full(len(texts), context, jnp.int32)
-  prompts = carried_lib.Texts(text[:, :prompt_slots], full + 1, num_slots)
-  cache = _read_prompts(target, prompts, window_size=sizes[-1])
+  verify, _ = forwards(
+    target,
+    texts,
+    prompt_slots=prompt_slots,
+    max_new_tokens=max_new_tokens,
+    context=context,
+    most_nodes=sizes[-1],
+  )
+  seconds = _median_seconds(
+    lambda num_nodes: verify(num_nodes, effort.num_steps), sizes, effort
+  )
+  return StepCosts(verification=seconds)
 
-  # Slots between prompts and context are zero, which take as long to read.
-  def verify(num_nodes: int) -> float:
-    nonlocal cache  # It is donated, its length included.
-    cache = cache.replace(length=jnp.copy(full))
-    begin = time.perf_counter()
-    cache, chosen = _verify(
-      target, text, cache, effort.num_steps, num_nodes=num_nodes
-    )
-    jax.block_until_ready(chosen)
-    return (time.perf_counter() - begin) / effort.num_steps
 
-  return StepCosts(verification=_median_seconds(verify, sizes, effort))
+_ROOM = 64  # for new tokens, in `forward`
+
+
+def _operations(
+  target: model_lib.LanguageModel, context: int, num_nodes: int, repeats: int
+) -> list[Row]:
+  """Where the time of a forward goes."""
+  verify, program = forwards(
+    target,
+    [list(range(target.spec.vocab_size))],
+    prompt_slots=context,
+    max_new_tokens=_ROOM,
+    context=context,
+    most_nodes=num_nodes,
+  )
+  verify(num_nodes, 1)  # compiles
+  call = lambda: verify(num_nodes, repeats)
+  return operations.table(call, repeats, program(num_nodes))
 
 
 def forward(
@@ -246,8 +301,10 @@ def forward(
   *,
   context: int,
   random_weights: bool = False,
+  of_draft: bool = False,
+  profile: bool = False,
 ) -> list[Row]:
-  """V(N) of a target as median milliseconds by N, which are 1 and the `widths`.
+  """V(N) of a model as median milliseconds by N, which are 1 and the `widths`.
 
   Beside them is how long it takes to read its weights and states, at the
   bandwidth that is measured before and after.
@@ -258,26 +315,32 @@ def forward(
     repeats: how often each is measured.
     context: tokens in the cache.
     random_weights: whether only the shape of the target is read.
+    of_draft: whether the draft is measured, with the tokens that it has.
+    profile: whether the rows are the operations of a forward, see `operations`.
 
   Raises:
-    ValueError: a width is below 1.
+    ValueError: a width is below 1, or there is no draft.
   """
   widths = sorted({1, *widths})
   if widths[0] < 1:
     raise ValueError(f'--sizes={widths}: expected integers of at least 1')
-  if random_weights:
-    packed = models.cpu_kernels and build.is_available()
-    made = hub.initial_module(models.target, dtype=models.dtype, packed=packed)
-    target = adapter.as_model(made)
-  else:
-    target = pair_lib.load_pair(models.of_target).target
+  target = _model(models, random_weights=random_weights, of_draft=of_draft)
+  dtype = models.draft_dtype if of_draft else models.dtype
+  if profile:
+    if jax.default_backend() != 'cpu':
+      raise ValueError('--profile is for CPU; leave it out on other devices')
+    return [
+      {'dtype': dtype, 'N': n} | row
+      for n in widths
+      for row in _operations(target, context, n, repeats)
+    ]
   bandwidth = Bandwidth()
   bandwidth.sample()
   seconds = measure_step_costs(
     target,
     [list(range(target.spec.vocab_size))],
     prompt_slots=context,
-    max_new_tokens=64,
+    max_new_tokens=_ROOM,
     context=context,
     node_counts=widths,
     effort=Effort(num_steps=4, repeats=repeats),
@@ -287,7 +350,7 @@ def forward(
   read = target.spec.weight_bytes + target.spec.state_bytes
   return [
     {
-      'dtype': models.dtype,
+      'dtype': dtype,
       'N': n,
       'ms': 1e3 * seconds[n],
       'per_one': seconds[n] / seconds[1],
@@ -297,6 +360,22 @@ def forward(
     }
     for n in widths
   ]
+
+
+def _model(
+  models: choice_lib.ModelChoice, *, random_weights: bool, of_draft: bool
+) -> model_lib.LanguageModel:
+  """The target, or its draft."""
+  if random_weights:
+    packed = models.cpu_kernels and build.is_available()
+    made = hub.initial_module(models.target, dtype=models.dtype, packed=packed)
+    return adapter.as_model(made)
+  if not of_draft:
+    return pair_lib.load_pair(models.of_target).target
+  draft = pair_lib.load_pair(models).draft
+  if draft is None:
+    raise ValueError('--of_draft measures a draft model; give --draft')
+  return draft
 
 
 _PROC = pathlib.Path('/proc/self')
