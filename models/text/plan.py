@@ -186,31 +186,50 @@ class Plan:
     whole_files.write_text(path, self.to_json())
 
 
-def choose(plan: Plan, prompt_length: int, new_tokens: int) -> Way:
-  """The way in which a request is expected to take the least time.
+def expected_seconds(
+  plan: Plan, way: Way, prompt_length: int, new_tokens: int
+) -> float:
+  """The time in which a request is expected to be decoded.
 
-  The time of a way is that of reading the prompt, by the target and by a draft
-  model, and of the new tokens. Prompts are read with their padding, so lengths
-  that share a program share their way.
+  It is that of reading the prompt, by the target and by a draft model, and of
+  the new tokens. Prompts are read with their padding.
 
   Args:
-    plan: the ways and their costs.
+    plan: has the costs.
+    way: of the plan.
     prompt_length: tokens of the longest prompt of a batch.
     new_tokens: the largest limit of its rows. A text is expected to end earlier
       as often as those of the samples did.
   """
   length, ends = padding.padded_length(prompt_length), plan.ends_per_token
   tokens = (1 - (1 - ends) ** new_tokens) / ends if ends else new_tokens
-  seconds = {
-    way.name: length * plan.prompt_token_seconds
+  return (
+    length * plan.prompt_token_seconds
     + way.draft_reads(length) * plan.draft_token_seconds
     + tokens * way.new_token_seconds
+  )
+
+
+def choose(plan: Plan, prompt_length: int, new_tokens: int) -> Way:
+  """The way in which a request is expected to take the least time.
+
+  It is the first way, if no other takes less by more than `MARGIN` of the time
+  in which ways differ: the target reads the prompt in all of them. Prompts that
+  are padded to one length have one way, and no program of their own.
+
+  Args:
+    plan: the ways and their costs.
+    prompt_length: see `expected_seconds`.
+    new_tokens: see there, too.
+  """
+  first, length = plan.ways[0], padding.padded_length(prompt_length)
+  own = {
+    way.name: expected_seconds(plan, way, prompt_length, new_tokens)
+    - length * plan.prompt_token_seconds
     for way in plan.ways
   }
-  first = plan.ways[0]
-  best = min(plan.ways, key=lambda way: seconds[way.name])
-  is_faster = (1 + MARGIN) * seconds[best.name] < seconds[first.name]
-  return best if is_faster else first
+  best = min(plan.ways, key=lambda way: own[way.name])
+  return best if (1 + MARGIN) * own[best.name] < own[first.name] else first
 
 
 def _to_record(settings: settings_lib.DraftSettings) -> dict[str, Any]:

@@ -113,3 +113,16 @@ def test_two_plans_are_joined_where_their_trees_differ_in_size_alone():
     *((chain, shorter, 8, (shorter, {})), (fixed, small, 8, (small, {}))),
   ):
     assert plan_lookup.join_plans(alone, full, size) == expected
+
+
+def test_the_choices_of_a_plan_are_shown_with_their_speeds():
+  """A target reads a token in 1/4 s, a draft in 1/8 s."""
+  ways = plans.way('plain', 1.0), plans.way('chain', 0.25)
+  plan = plans.plan(plan_lookup.context_of(_TASK), *ways)
+  head, _, first, *_, last = plan_lookup.choices(plan).splitlines()
+  assert '16 new tokens' in head
+  # 8 + 16 s and 8 + 4 + 4 s.
+  assert first.split('|')[1:3] == [' 32                   ', ' chain 1.50x   ']
+  assert last.split('|')[2].strip() == 'plain 1.00x'
+  # 512 + 1024 s and 512 + 256 + 256 s.
+  assert last.split('|')[5].strip() == 'chain 1.50x'
