@@ -185,30 +185,6 @@ def choices(plan: plan_lib.Plan) -> str:
     return f'{way.name} {first / ours:.2f}x'
 
   rows = [
-    [figures['name'], *(show(figures[key], f) for key, f in columns.values())]
-    for figures in plan.candidates
-  ]
-  return record.to_table(['candidate', *columns], rows)
-
-
-_LENGTHS, _LIMITS = (32, 128, 512, 2048), (16, 64, 256, 1024)
-
-
-def choices(plan: plan_lib.Plan) -> str:
-  """The ways of requests as Markdown, by prompt length and limit.
-
-  Beside each way is its speed with the prompt, over the plan's first way.
-  """
-
-  def cell(*request: int) -> str:
-    way = plan_lib.choose(plan, *request)
-    times = (
-      plan_lib.expected_seconds(plan, one, *request)
-      for one in (plan.ways[0], way)
-    )
-    return f'{way.name} {np.divide(*times):.2f}x'
-
-  rows = [
     [f'{length}', *(cell(length, tokens) for tokens in _LIMITS)]
     for length in _LENGTHS
   ]

@@ -35,7 +35,7 @@ class Samples(NamedTuple):
 
   batches: list[Sample]
   limit: int  # The most new tokens of a row.
-  reading: float  # Seconds of reading a batch of prompts.
+  reading: float  # Seconds of reading a batch of prompts, the least measured.
   ends_per_token: float  # See `plan_lib.Plan`.
 
   @property
