@@ -131,6 +131,7 @@ def _draft() -> list[dict]:
 def main(what: str) -> None:
   import loading
 
+  from models.lab import forward_times
   from models.lab import kernel_times
   from models.lab import machine
   from models.lab.bench import acceptance
@@ -147,7 +148,7 @@ def main(what: str) -> None:
     if what == 'kernels':
       rows = kernel_times.kernels(sizes, _REPEATS.value)
     elif what == 'forward':
-      rows = machine.forward(
+      rows = forward_times.forward(
         loading.models(),
         sizes,
         _REPEATS.value,
