@@ -82,18 +82,19 @@ def plan(
 
 
 def _check_contradictions(plan: plan_lib.Plan) -> None:
-  """Refuses flags that were given and differ from the plan."""
+  """Refuses flags that were given and differ from the plan's usual way."""
   settings, method = options.draft_settings(), flags.FLAGS['method']
+  usual = plan.usual
   given = {
-    name: (option.read(settings), option.read(plan.drafting))
+    name: (option.read(settings), option.read(usual.drafting))
     for name, option in settings_lib.OPTIONS.items()
     if options.DRAFTING[name].present
   }
   if options.LOOKUP_CONFIDENCE.present:
-    lookups = settings.lookup.confidence, plan.drafting.lookup.confidence
+    lookups = settings.lookup.confidence, usual.drafting.lookup.confidence
     given['lookup_confidence'] = lookups
   if method.present and method.value != settings_lib.PLANNED:
-    given['method'] = method.value, plan.method
+    given['method'] = method.value, usual.method
   for name, (value, planned) in given.items():
     if value != planned:
       raise ValueError(

@@ -41,6 +41,14 @@ _RANDOM = flags.DEFINE_bool(
   'forward, draft: of --target and of --head, a block drafter, only config.json'
   ' is read',
 )
+_OF_DRAFT = flags.DEFINE_bool(
+  'of_draft', False, 'forward: of --draft, in its dtype and with its tokens'
+)
+_PROFILE = flags.DEFINE_bool(
+  'profile',
+  False,
+  'forward: on CPU, where its time goes, by operation of XLA',
+)
 _ACCEPTED = flags.DEFINE_list(
   'accepted',
   None,
@@ -117,6 +125,7 @@ def _draft() -> list[dict]:
 def main(what: str) -> None:
   import loading
 
+  from models.lab import forward_times
   from models.lab import kernel_times
   from models.lab import machine
   from models.lab.bench import acceptance
@@ -133,12 +142,14 @@ def main(what: str) -> None:
     if what == 'kernels':
       rows = kernel_times.kernels(sizes, _REPEATS.value)
     elif what == 'forward':
-      rows = machine.forward(
+      rows = forward_times.forward(
         loading.models(),
         sizes,
         _REPEATS.value,
         context=_CONTEXT.value,
         random_weights=_RANDOM.value,
+        of_draft=_OF_DRAFT.value,
+        profile=_PROFILE.value,
       )
     elif what == 'draft':
       rows = _draft()

@@ -63,7 +63,7 @@ def main() -> None:
   path = pathlib.Path(
     _OUTPUT.value or plan_lib.cache_path(context, task.drafting)
   )
-  print(f'{plan_lookup.table(plan)}\n\n{plan.method}')
+  print(f'{plan_lookup.table(plan)}\n\n{plan_lookup.choices(plan)}\n')
   plan.save(path)
   print(f'written to {path}')
   if folder is not None:

@@ -11,7 +11,8 @@ _SMALLEST_PROMPT_BUCKET = 32
 _NEW_TOKENS_BUCKET = 64
 
 
-def _prompt_bucket(length: int) -> int:
+def padded_length(length: int) -> int:
+  """The number of slots for a prompt of `length` tokens."""
   return max(_SMALLEST_PROMPT_BUCKET, 1 << (length - 1).bit_length())
 
 
@@ -24,7 +25,7 @@ def padded_shape(
   prompts: Sequence[Sequence[int]], room: int
 ) -> tuple[int, int]:
   """The slots of the prompts of a batch, P, and those of its new tokens."""
-  return _prompt_bucket(max(map(len, prompts))), padded_room(room)
+  return padded_length(max(map(len, prompts))), padded_room(room)
 
 
 def pad(
@@ -35,7 +36,7 @@ def pad(
   P is `num_slots`; None: as the prompts need, a power of two.
   """
   lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-  bucket = num_slots or _prompt_bucket(int(lengths.max()))
+  bucket = num_slots or padded_length(int(lengths.max()))
   padded = np.zeros((len(prompts), bucket), np.int32)
   for row, prompt in enumerate(prompts):
     padded[row, : len(prompt)] = prompt

@@ -25,7 +25,6 @@ import numpy as np
 
 from models.checkpoints import hub
 from models.text import choice as choice_lib
-from models.text import pair as pair_lib
 from models.text import sources as sources_lib
 from specdec import best as best_lib
 from specdec import cache as cache_lib
@@ -95,7 +94,6 @@ class StepCosts:
     ValueError: V(1), plain decoding, is missing.
   """
 
-  prompt: float  # Seconds of reading a batch of prompts.
   verification: Mapping[int, float]  # V by N.
 
   def __post_init__(self):
@@ -188,6 +186,51 @@ def _median_seconds(
   return {size: float(np.median(seconds)) for size, seconds in repeated.items()}
 
 
+def forwards(
+  target: model_lib.LanguageModel,
+  texts: Sequence[Sequence[int]],
+  *,
+  prompt_slots: int,
+  max_new_tokens: int,
+  context: int,
+  most_nodes: int,
+) -> tuple[Callable[[int, int], float], Callable[[int], str]]:
+  """Reads prompts, and returns what times forwards after them.
+
+  The arguments are those of `measure_step_costs`.
+
+  Returns:
+    A function that takes N and a number of forwards, over different tokens, and
+    returns the seconds of one; a function that takes N and returns the text of
+    the compiled program.
+  """
+  num_slots = prompt_slots + max_new_tokens
+  if not texts or not all(texts):
+    raise ValueError('texts must have at least one token in every row')
+  if not 1 < context <= num_slots:
+    raise ValueError(f'context must be 2 to {num_slots} tokens, got {context}')
+  resize = lambda row: np.resize(np.int32(row), num_slots + most_nodes)
+  text = jnp.asarray(np.stack(list(map(resize, texts))))
+  full = jnp.full(len(texts), context, jnp.int32)
+  prompts = carried_lib.Texts(text[:, :prompt_slots], full + 1, num_slots)
+  cache = _read_prompts(target, prompts, window_size=most_nodes)
+
+  # Slots between prompts and context are zero, which take as long to read.
+  def verify(num_nodes: int, num_steps: int) -> float:
+    nonlocal cache  # It is donated, its length included.
+    cache = cache.replace(length=jnp.copy(full))
+    begin = time.perf_counter()
+    cache, chosen = _verify(target, text, cache, num_steps, num_nodes=num_nodes)
+    jax.block_until_ready(chosen)
+    return (time.perf_counter() - begin) / num_steps
+
+  def program(num_nodes: int) -> str:
+    lowered = _verify.lower(target, text, cache, 1, num_nodes=num_nodes)
+    return lowered.compile().as_text()
+
+  return verify, program
+
+
 def measure_step_costs(
   target: model_lib.LanguageModel,
   texts: Sequence[Sequence[int]],
@@ -212,93 +255,19 @@ def measure_step_costs(
   Raises:
     ValueError: a text is empty, or the context does not fit into the slots.
   """
-  num_slots = prompt_slots + max_new_tokens
-  if not texts or not all(texts):
-    raise ValueError('texts must have at least one token in every row')
-  if not 1 < context <= num_slots:
-    raise ValueError(f'context must be 2 to {num_slots} tokens, got {context}')
   sizes = sorted({1, *node_counts})
-  resize = lambda row: np.resize(np.int32(row), num_slots + sizes[-1])
-  text = jnp.asarray(np.stack(list(map(resize, texts))))
-  full = jnp.full(len(texts), context, jnp.int32)
-  prompts = carried_lib.Texts(text[:, :prompt_slots], full + 1, num_slots)
-  read = lambda: jax.block_until_ready(
-    _read_prompts(target, prompts, window_size=sizes[-1])
-  )
-  cache = read()  # compiles
-  begin = time.perf_counter()
-  read()
-  prompt = time.perf_counter() - begin
-
-  # Slots between prompts and context are zero, which take as long to read.
-  def verify(num_nodes: int) -> float:
-    nonlocal cache  # It is donated, its length included.
-    cache = cache.replace(length=jnp.copy(full))
-    begin = time.perf_counter()
-    cache, chosen = _verify(
-      target, text, cache, effort.num_steps, num_nodes=num_nodes
-    )
-    jax.block_until_ready(chosen)
-    return (time.perf_counter() - begin) / effort.num_steps
-
-  seconds = _median_seconds(verify, sizes, effort)
-  return StepCosts(prompt=prompt, verification=seconds)
-
-
-def forward(
-  models: choice_lib.ModelChoice,
-  widths: Sequence[int],
-  repeats: int,
-  *,
-  context: int,
-  random_weights: bool = False,
-) -> list[Row]:
-  """V(N) of a target as median milliseconds by N, which are 1 and the `widths`.
-
-  Beside them is how long it takes to read its weights and states, at the
-  bandwidth that is measured before and after.
-
-  Args:
-    models: the target and its format.
-    widths: the N.
-    repeats: how often each is measured.
-    context: tokens in the cache.
-    random_weights: whether only the shape of the target is read.
-
-  Raises:
-    ValueError: a width is below 1.
-  """
-  widths = sorted({1, *widths})
-  if widths[0] < 1:
-    raise ValueError(f'--sizes={widths}: expected integers of at least 1')
-  load = pair_lib.drawn_pair if random_weights else pair_lib.load_pair
-  target = load(models.of_target).target
-  bandwidth = Bandwidth()
-  bandwidth.sample()
-  seconds = measure_step_costs(
+  verify, _ = forwards(
     target,
-    [list(range(target.spec.vocab_size))],
-    prompt_slots=context,
-    max_new_tokens=64,
+    texts,
+    prompt_slots=prompt_slots,
+    max_new_tokens=max_new_tokens,
     context=context,
-    node_counts=widths,
-    effort=Effort(num_steps=4, repeats=repeats),
-  ).verification
-  bandwidth.sample()
-  rate = bandwidth.summary()['bytes_per_second']
-  read = target.spec.weight_bytes + target.spec.state_bytes
-  return [
-    {
-      'dtype': models.dtype,
-      'N': n,
-      'ms': 1e3 * seconds[n],
-      'per_one': seconds[n] / seconds[1],
-      'MB': read / 1e6,
-      'GB_per_second': rate / 1e9,
-      'per_reading': seconds[n] * rate / read,
-    }
-    for n in widths
-  ]
+    most_nodes=sizes[-1],
+  )
+  seconds = _median_seconds(
+    lambda num_nodes: verify(num_nodes, effort.num_steps), sizes, effort
+  )
+  return StepCosts(verification=seconds)
 
 
 _PROC = pathlib.Path('/proc/self')

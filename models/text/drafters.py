@@ -1,11 +1,13 @@
 """Drafters by name, made from settings."""
 
+from collections.abc import Mapping
 import dataclasses
 import pathlib
 
 import jax
 
 from models.text import pair as pair_lib
+from models.text import plan as plan_lib
 from models.text import settings as settings_lib
 from specdec.draft import block as block_lib
 from specdec.draft import candidates
@@ -18,15 +20,6 @@ from specdec.ngram import table as table_lib
 from specdec.tree import topology as topology_lib
 
 DEMO_TABLE = pathlib.Path(__file__).parents[1] / 'demo' / 'ngram.safetensors'
-
-
-def planned_break_even(
-  method: str, settings: settings_lib.DraftSettings
-) -> float | None:
-  """The `break_even` of a method: that of its plan, else None."""
-  if method != settings_lib.PLANNED or settings.plan is None:
-    return None
-  return settings.plan.min_block_efficiency
 
 
 def _load_ngram(
@@ -139,9 +132,7 @@ def make_drafter(
       f' are {settings_lib.METHODS}, inner drafters {settings_lib.INNERS}'
     )
   if method == settings_lib.PLANNED:
-    if settings.plan is None:
-      raise ValueError('the method plan needs one; give --plan=auto or a file')
-    return make_drafter(settings.plan.method, pair, settings.plan.drafting)
+    return make_planned(settings.plan, pair).usual[0]
   if method == 'plain':
     return drafter_lib.PLAIN
   if method in settings_lib.INNERS:
@@ -182,3 +173,40 @@ def make_drafter(
     _tables(inner, settings, pair), settings.inner_stage
   )
   return drafter_lib.Drafter((drafter_lib.Stage(scorer, config), tables), tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+  """The drafters of all ways of a plan, of which a request takes one."""
+
+  plan: plan_lib.Plan
+  by_name: Mapping[str, drafter_lib.Drafter]
+
+  def of_request(
+    self, prompt_length: int, new_tokens: int
+  ) -> tuple[drafter_lib.Drafter, float]:
+    """The drafter of a request and its `break_even`; see `plan.choose`."""
+    way = plan_lib.choose(self.plan, prompt_length, new_tokens)
+    return self.by_name[way.name], way.min_block_efficiency
+
+  @property
+  def usual(self) -> tuple[drafter_lib.Drafter, float]:
+    """Those of a request like the longest sample of the plan."""
+    return self.of_request(self.plan.prompt_length, self.plan.new_tokens)
+
+
+def make_planned(plan: plan_lib.Plan | None, pair: pair_lib.Pair) -> Planned:
+  """The drafters of a plan.
+
+  Raises:
+    ValueError: there is no plan, or one of its methods does not fit the models.
+  """
+  if plan is None:
+    raise ValueError('the method plan needs one; give --plan=auto or a file')
+  return Planned(
+    plan,
+    {
+      way.name: make_drafter(way.method, pair, way.drafting)
+      for way in plan.ways
+    },
+  )

@@ -72,21 +72,42 @@ class Generator:
   """A target, a drafter and a tokenizer: text in, text out.
 
   The drafter changes the speed, never the text; that of plain decoding is
-  `specdec.PLAIN`. `break_even` is the default of that argument of `generate`.
+  `specdec.PLAIN`. Of the drafters of a plan, `stream` and `generate` choose one
+  for each batch, by its longest prompt and its largest limit, and `chat` one
+  for a whole conversation, by its beginning. `generate_many` takes the one for
+  requests like the samples that the plan was made from.
   """
 
   pair: pair_lib.Pair
-  drafter: specdec.Drafter
-  break_even: float | None = None
+  drafter: specdec.Drafter | drafters.Planned
 
   def _of_ids(
-    self, options: text_options.TextOptions, stops: ends_lib.StopsOfRows
+    self,
+    options: text_options.TextOptions,
+    stops: ends_lib.StopsOfRows,
+    request: tuple[list[list[int]], int | Sequence[int]] | None = None,
   ) -> Any:
-    """The options of `specdec`; `stops` are the stop strings of each row."""
-    break_even = options.get('break_even')
-    return text_options.with_ids(self.pair, options, stops) | {
-      'break_even': self.break_even if break_even is None else break_even
-    }
+    """The options of `specdec`, the drafter among them.
+
+    `stops` are the stop strings of each row. `request` are prompts and limits;
+    None: those of the plan's samples.
+    """
+    drafter, break_even = self.drafter, None
+    if isinstance(drafter, drafters.Planned):
+      if request is None:
+        drafter, break_even = drafter.usual
+      else:
+        spec = self.pair.target.spec
+        ids = arguments_lib.to_prompts(request[0], spec.vocab_size)
+        limits = arguments_lib.to_limits(
+          ids, request[1], None, spec.max_positions
+        )[0]
+        longest = max(map(len, ids))
+        drafter, break_even = drafter.of_request(longest, int(limits.max()))
+    if options.get('break_even') is not None:
+      break_even = options['break_even']
+    chosen = {'drafter': drafter, 'break_even': break_even}
+    return text_options.with_ids(self.pair, options, stops) | chosen
 
   @decode_options.documented(text_options.TextOptions)
   def stream(
@@ -115,9 +136,8 @@ class Generator:
       ids,
       max_new_tokens=max_new_tokens,
       room_for_new_tokens=room_for_new_tokens,
-      drafter=self.drafter,
       constraint=constraint,
-      **self._of_ids(options, stops),
+      **self._of_ids(options, stops, (ids, max_new_tokens)),
     )
     return text_decoding.TextDecoding(self.pair, decoding, given, stops)
 
@@ -213,7 +233,6 @@ class Generator:
       context=context,
       in_order=in_order,
       stops=stops,
-      drafter=self.drafter,
       tree_sizes=tree_sizes,
       reading=reading,
       **self._of_ids(options, (stops,) * batch_size),
@@ -288,17 +307,16 @@ def load(choice: GeneratorChoice) -> Generator:
       not fit together; gives the reason.
   """
   method, drafting, plan = choice.method, choice.drafting, choice.plan
+  uses_draft = method not in ('plain', *settings_lib.INNERS)
   if plan is not None:
     if not isinstance(plan, plan_lib.Plan):
       plan = plan_lib.load_plan(plan)
-    method = settings_lib.PLANNED
-    drafting = settings_lib.DraftSettings(plan=plan)
+    uses_draft = plan.uses_draft
   if drafting is None:
     drafting = settings_lib.with_options(
       settings_lib.DraftSettings(), settings_lib.usual_options(choice.target)
     )
-  without_draft = plan is not None and not plan.uses_draft
-  if without_draft or method in ('plain', *settings_lib.INNERS):
+  if not uses_draft:
     choice = choice.of_target
   sources = sources_lib.open_sources(choice)
   if plan is not None:
@@ -306,5 +324,6 @@ def load(choice: GeneratorChoice) -> Generator:
   if choice.messages is not None:
     chat_template.conversation_ids(sources.tokenizer, choice.messages)
   pair = pair_lib.load_weights(vocabulary_lib.read_vocabulary(sources))
-  drafter = drafters.make_drafter(method, pair, drafting)
-  return Generator(pair, drafter, drafters.planned_break_even(method, drafting))
+  if plan is None:
+    return Generator(pair, drafters.make_drafter(method, pair, drafting))
+  return Generator(pair, drafters.make_planned(plan, pair))

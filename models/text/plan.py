@@ -1,7 +1,9 @@
-"""Plans: saved settings of decoding for given models on a given machine.
+"""Plans: the fastest ways to decode with given models on a given machine.
 
 A plan is a small JSON file, made by scripts/tune.py and read by
-`models.load(plan=...)` and by `--plan` of the decoding scripts.
+`models.load(plan=...)` and by `--plan` of the decoding scripts. It has a few
+ways of decoding and what they cost. Each request is decoded in the way that is
+expected to take the least time (`choose`).
 """
 
 from collections.abc import Iterable
@@ -19,12 +21,15 @@ from models.checkpoints import checkpoint as checkpoint_lib
 from models.text import pair as pair_lib
 from models.text import settings as settings_lib
 from models.text import sources as sources_lib
+from specdec import padding
 from specdec.draft import lookup as lookup_lib
 from specdec.text import text_files
 from specdec.text import whole_files
 from specdec.tree import topology as topology_lib
 
-SCHEMA = 1
+SCHEMA = 2
+MARGIN = 0.03
+"""By how much a way must be faster than the first one of a plan."""
 
 _SAMPLE_BYTES = 1 << 16
 
@@ -75,28 +80,81 @@ class Context:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-  """A method of decoding, its settings and the measurements behind the choice.
+class Candidate:
+  """A method of decoding and its settings.
 
-  Attributes:
-    method: one of `models.text.settings.METHODS`.
-    drafting: the settings of the method.
-    min_block_efficiency: the time of a step, in steps of plain decoding. With
-      fewer tokens per step the method is slower than plain decoding.
-    context: what the plan was made for.
-    candidates: the figures of all candidates, fastest first.
+  `name` is unique in a plan, `method` one of `models.text.settings.METHODS`.
   """
 
+  name: str
   method: str
   drafting: settings_lib.DraftSettings
-  min_block_efficiency: float
-  context: Context
-  candidates: tuple[dict[str, Any], ...] = ()
 
   @property
   def uses_draft(self) -> bool:
     """Whether the method has a draft model."""
     return self.method not in ('plain', *settings_lib.INNERS[1:])
+
+  def draft_reads(self, prompt_length: int) -> int:
+    """How many tokens of a prompt the draft model reads."""
+    if not self.uses_draft:
+      return 0
+    return min(prompt_length, self.drafting.draft_prompt or prompt_length)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Way(Candidate):
+  """A way of decoding that a request may be given.
+
+  Attributes:
+    min_block_efficiency: the time of a step, in steps of plain decoding. With
+      fewer tokens per step the method is slower than plain decoding.
+    new_token_seconds: the time after the prompt, per new token of a row, when
+      all rows of a batch go on.
+  """
+
+  min_block_efficiency: float
+  new_token_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+  """Ways of decoding, and the measurements from which a request chooses one.
+
+  Times are those of batches of the size in `context`.
+
+  Attributes:
+    ways: at least one; another must be clearly faster than the first, which is
+      plain decoding in plans that are made by `models.lab.tune.planner`.
+    context: what the plan was made for.
+    prompt_token_seconds: the time in which the target reads one token of every
+      padded prompt.
+    draft_token_seconds: the same of the draft model.
+    ends_per_token: the share of the new tokens of the samples that ended a
+      text, from 0 to 1.
+    prompt_length: of the longest sample, in tokens.
+    new_tokens: the limit of the samples.
+    candidates: the figures of all candidates, fastest first.
+  """
+
+  ways: tuple[Way, ...]
+  context: Context
+  prompt_token_seconds: float
+  draft_token_seconds: float
+  ends_per_token: float
+  prompt_length: int
+  new_tokens: int
+  candidates: tuple[dict[str, Any], ...] = ()
+
+  @property
+  def usual(self) -> Way:
+    """The way of a request like the longest sample."""
+    return choose(self, self.prompt_length, self.new_tokens)
+
+  @property
+  def uses_draft(self) -> bool:
+    """Whether any of its methods has a draft model."""
+    return any(way.uses_draft for way in self.ways)
 
   def check_models(self, models: Mapping[str, str | None]) -> None:
     """Raises ValueError if the digests of the models in use are others."""
@@ -112,20 +170,66 @@ class Plan:
 
   def to_json(self) -> str:
     """The plan as JSON; of the settings, those that are not the defaults."""
-    record = {
-      'schema': SCHEMA,
-      'method': self.method,
-      'drafting': _to_record(self.drafting),
-      'min_block_efficiency': self.min_block_efficiency,
-      'context': dataclasses.asdict(self.context),
-      'candidates': list(self.candidates),
+    ways = {
+      way.name: vars(way) | {'drafting': _to_record(way.drafting)}
+      for way in self.ways
     }
+    for way in ways.values():
+      del way['name']
+    record = {'schema': SCHEMA} | vars(self)
+    record |= {'ways': ways, 'context': dataclasses.asdict(self.context)}
     sealed = whole_files.sealed_record(record)
     return text_files.to_json(sealed, indent=1) + '\n'
 
   def save(self, path: pathlib.Path) -> None:
     """Writes the file atomically; missing folders are made."""
     whole_files.write_text(path, self.to_json())
+
+
+def expected_seconds(
+  plan: Plan, way: Way, prompt_length: int, new_tokens: int
+) -> float:
+  """The time in which a request is expected to be decoded.
+
+  It is that of reading the prompt, by the target and by a draft model, and of
+  the new tokens. Prompts are read with their padding.
+
+  Args:
+    plan: has the costs.
+    way: of the plan.
+    prompt_length: tokens of the longest prompt of a batch.
+    new_tokens: the largest limit of its rows. A text is expected to end earlier
+      as often as those of the samples did.
+  """
+  length, ends = padding.padded_length(prompt_length), plan.ends_per_token
+  tokens = (1 - (1 - ends) ** new_tokens) / ends if ends else new_tokens
+  return (
+    length * plan.prompt_token_seconds
+    + way.draft_reads(length) * plan.draft_token_seconds
+    + tokens * way.new_token_seconds
+  )
+
+
+def choose(plan: Plan, prompt_length: int, new_tokens: int) -> Way:
+  """The way in which a request is expected to take the least time.
+
+  It is the first way, if no other takes less by more than `MARGIN` of the time
+  in which ways differ: the target reads the prompt in all of them. Prompts that
+  are padded to one length have one way, and no program of their own.
+
+  Args:
+    plan: the ways and their costs.
+    prompt_length: see `expected_seconds`.
+    new_tokens: see there, too.
+  """
+  first, length = plan.ways[0], padding.padded_length(prompt_length)
+  own = {
+    way.name: expected_seconds(plan, way, prompt_length, new_tokens)
+    - length * plan.prompt_token_seconds
+    for way in plan.ways
+  }
+  best = min(plan.ways, key=lambda way: own[way.name])
+  return best if (1 + MARGIN) * own[best.name] < own[first.name] else first
 
 
 def _to_record(settings: settings_lib.DraftSettings) -> dict[str, Any]:
@@ -153,15 +257,21 @@ def _kinds(group: str) -> dict[str, Any]:
   return {key: field.type for key, field in fields.items()} | paths
 
 
-_KINDS = {
-  'schema': int,
-  'method': str,
-  'drafting': dict,
-  'min_block_efficiency': float,
-  'context': dict,
-  'candidates': list[dict[str, Any]],
-}
-_KINDS_OF_CONTEXT = {one.name: one.type for one in dataclasses.fields(Context)}
+def _kinds_of(record: Any, **others: Any) -> dict[str, Any]:
+  """The types of the fields of a dataclass, in JSON."""
+  return {one.name: one.type for one in dataclasses.fields(record)} | others
+
+
+_KINDS = _kinds_of(
+  Plan,
+  schema=int,
+  ways=dict[str, dict[str, Any]],
+  context=dict,
+  candidates=list[dict[str, Any]],
+)
+_KINDS_OF_WAY = _kinds_of(Way, drafting=dict)
+del _KINDS_OF_WAY['name']
+_KINDS_OF_CONTEXT = _kinds_of(Context)
 _KINDS_OF_LOOKUP = {'confidence': list[float], 'num_matches': int}
 
 
@@ -180,17 +290,41 @@ def _checked(
   return record
 
 
-def _from_record(record: dict[str, Any]) -> settings_lib.DraftSettings:
+def _in_range(record: Mapping[str, Any], place: str = '') -> None:
+  """Refuses times and shares that cannot be; ValueError names the key."""
+  for key, value in record.items():
+    least = key in ('min_block_efficiency', 'new_token_seconds')
+    most = 1 if key == 'ends_per_token' else math.inf
+    is_number = type(value) in (int, float)
+    if is_number and not (value > 0 if least else 0 <= value <= most):
+      allowed = 'positive' if least else f'from 0 to {most}'
+      raise ValueError(f'{place}{key} must be {allowed}, got {value}')
+
+
+def _way_from(name: str, record: dict[str, Any]) -> Way:
+  """A way from its JSON object."""
+  place = f'ways.{name}.'
+  _checked(record, _KINDS_OF_WAY, place, needed=_KINDS_OF_WAY)
+  _in_range(record, place)
+  if record['method'] not in settings_lib.METHODS[:-1]:  # Without `plan`.
+    raise ValueError(f'{place}method {record["method"]!r} is not known')
+  drafting = _from_record(record['drafting'], f'{place}drafting.')
+  return Way(name=name, **record | {'drafting': drafting})
+
+
+def _from_record(
+  record: dict[str, Any], place: str
+) -> settings_lib.DraftSettings:
   """The inverse of `_to_record`."""
   groups = dict.fromkeys(('tree', 'inner_tree', 'lookup'), dict)
-  _checked(record, _kinds('') | groups, 'drafting.')
+  _checked(record, _kinds('') | groups, place)
   lookup = _checked(
-    record.pop('lookup', {}), _KINDS_OF_LOOKUP, 'drafting.lookup.'
+    record.pop('lookup', {}), _KINDS_OF_LOOKUP, f'{place}lookup.'
   )
   options: dict[str, Any] = {}
   for group in ('tree', 'inner_tree'):
     values = record.pop(group, {})
-    _checked(values, _kinds(group), f'drafting.{group}.')
+    _checked(values, _kinds(group), f'{place}{group}.')
     options |= {_ENTRIES[group, key]: values[key] for key in values}
   options |= {_ENTRIES['', key]: record[key] for key in record}
   if 'topology' in options:
@@ -216,8 +350,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     whole_files.check_record(record)
     record.pop(whole_files.ENTRY, None)
     _checked(record, _KINDS, needed=_KINDS)
-    if record['method'] not in settings_lib.METHODS[:-1]:  # Without `plan`.
-      raise ValueError(f'method {record["method"]!r} is not known')
+    _in_range(record)
     needed = (
       field.name
       for field in dataclasses.fields(Context)
@@ -229,16 +362,13 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     missing = {'target', 'draft', 'vocabulary'} - context.models.keys()
     if missing:
       raise ValueError(f'context.models lacks {min(missing)}')
-    ratio = record['min_block_efficiency']
-    if not 0 < ratio < math.inf:
-      raise ValueError(f'min_block_efficiency must be positive, got {ratio}')
-    return Plan(
-      method=record['method'],
-      drafting=_from_record(record['drafting']),
-      min_block_efficiency=float(ratio),
-      context=context,
-      candidates=tuple(record['candidates']),
-    )
+    ways = tuple(_way_from(*entry) for entry in record['ways'].items())
+    if not ways:
+      raise ValueError('ways is empty')
+    del record['schema']
+    candidates = tuple(record['candidates'])
+    entries = {'ways': ways, 'context': context, 'candidates': candidates}
+    return Plan(**record | entries)
 
 
 def model_digest(checkpoint: checkpoint_lib.StoredTensors) -> str:

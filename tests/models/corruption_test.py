@@ -17,6 +17,7 @@ import gguf
 import jax
 from jax._src import compilation_cache
 import numpy as np
+import plans
 import pytest
 from safetensors import numpy as safetensors_numpy
 import tiny
@@ -107,9 +108,6 @@ def _outcome(read):
 
 
 def _plan(context=None):
-  drafting = settings_lib.with_options(
-    settings_lib.DraftSettings(), {'width': 5, 'num_nodes': 17, 'ngram': 'a'}
-  )
   context = context or plan_lib.Context(
     models={'target': 't', 'draft': None, 'vocabulary': 'v'},
     machine={'device': 'cpu', 'cores': 2},
@@ -118,13 +116,8 @@ def _plan(context=None):
     batch_size=2,
     sampling={'top_k': 50},
   )
-  return plan_lib.Plan(
-    method='staged',
-    drafting=drafting,
-    min_block_efficiency=1.5,
-    context=context,
-    candidates=({'name': 'plain'},),
-  )
+  way = plans.way('staged', width=5, num_nodes=17, ngram='a')
+  return plans.plan(context, way, candidates=({'name': 'plain'},))
 
 
 def _write_table(path):

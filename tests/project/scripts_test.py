@@ -17,6 +17,7 @@ import types
 import command_lines
 from flax import nnx
 import numpy as np
+import plans
 import pytest
 
 import models
@@ -31,7 +32,6 @@ from models.nn import sharding as sharding_lib
 from models.text import chat as chat_lib
 from models.text import choice as choice_lib
 from models.text import generator as generator_lib
-from models.text import plan as plan_lib
 from models.text import settings as settings_lib
 import specdec
 from specdec.tree import topology as topology_lib
@@ -498,13 +498,9 @@ def test_a_plan_says_how_to_decode(pair, tmp_path):
   """A chain of 2, for this pair and this machine."""
   names = dict(flag.lstrip('-').split('=') for flag in pair[:2])
   choice = choice_lib.ModelChoice(**names, dtype='float32')
-  drafting = settings_lib.DraftSettings(num_draft_tokens=2)
+  context = plan_lookup.context_of(task_lib.Task(models=choice))
   path = tmp_path / 'plan.json'
-  made = {
-    'min_block_efficiency': 1.5,
-    'context': plan_lookup.context_of(task_lib.Task(models=choice)),
-  }
-  plan_lib.Plan(method='chain', drafting=drafting, **made).save(path)
+  plans.plan(context, plans.way('chain', num_draft_tokens=2)).save(path)
   flags = [*pair, '--prompt=def add', '--json', f'--plan={path}']
   planned = command_lines.run('generate.py', *flags)
   assert 'warning' not in planned.errors
@@ -540,10 +536,11 @@ def test_what_is_measured(pair, corpus, tmp_path):
   for flags, head, rows in (
     ('forward --sizes=2 --context=32', 'dtype   | N | ms', 2),
     ('forward --sizes=1 --random_weights', 'GB_per_second | per_rea', 1),
+    ('forward --sizes=1 --of_draft --context=32', 'dtype   | N | ms', 1),
     ('memory', 'model  ', 1),
     (f'loss --sizes=16 --corpus={corpus}', 'window | nats_per', 1),
   ):
-    flags = [*flags.split(), '--repeats=1', f'--output={output}', pair[0]]
+    flags = [*flags.split(), '--repeats=1', f'--output={output}', *pair[:2]]
     table = _output('measure.py', *flags)
     assert head in table
     assert len(table.strip().splitlines()) == 2 + rows

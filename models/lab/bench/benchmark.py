@@ -217,14 +217,22 @@ def _own_arm(
 ) -> peer_lib.ReadyArm:
   try:
     drafting = settings_lib.with_options(task.drafting, dict(spec.options))
-    drafter = drafters.make_drafter(spec.method, pair, drafting)
+    if spec.method == settings_lib.PLANNED:
+      planned = drafters.make_planned(drafting.plan, pair)
+      used = [*planned.by_name.values()]
+    else:
+      planned = None
+      used = [drafters.make_drafter(spec.method, pair, drafting)]
   except ValueError as error:
     raise ValueError(f'arm {str(spec)!r}: {error}') from error
-  break_even = task.break_even
-  if break_even is None:
-    break_even = drafters.planned_break_even(spec.method, task.drafting)
 
   def decode(batch, limit):
+    drafter, break_even = used[0], None
+    if planned is not None:  # Where only prompts are read, the limit is 0.
+      longest = max(map(len, batch))
+      drafter, break_even = planned.of_request(longest, task.max_new_tokens)
+    if task.break_even is not None:
+      break_even = task.break_even
     return specdec.generate(
       pair.target,
       jax.random.key(task.seed),
@@ -239,8 +247,9 @@ def _own_arm(
       break_even=break_even,
     )
 
-  arrays = jax.tree.leaves((pair.target, drafter))
-  return peer_lib.ReadyArm(decode, sum(leaf.nbytes for leaf in arrays))
+  arrays = {id(leaf): leaf for leaf in jax.tree.leaves((pair.target, used))}
+  weight_bytes = sum(leaf.nbytes for leaf in arrays.values())
+  return peer_lib.ReadyArm(decode, weight_bytes)
 
 
 def _batches(
@@ -443,7 +452,7 @@ def run(
       for unknown in peer_lib.UNKNOWN:
         del measured[unknown]
     else:
-      costs = results[name][0].generation.stats.costs
+      costs = timing.costs_of(results[name])
       measured |= {'weight_bytes': weight_bytes}
       measured |= _reading(measured, costs, limits)
   of_run = {

@@ -185,7 +185,9 @@ def draw_plan(plan: plan_lib.Plan, title: str) -> Any:
     both = one['verification_milliseconds'], one['drafting_milliseconds']
     parts[:, column] = np.array(both) / one['block_efficiency']
     end, text = parts[:, column].sum(), f'{one["block_efficiency"]:.2f}'
-    axes.text(1.01 * end, column, f'{text} tokens per step', va='center')
+    axes.text(
+      1.01 * end, column, f'{text} tokens per step', va='center', fontsize=8
+    )
   names = ("the target's forward", 'drafts and everything else')
   starts = (0, parts[0])
   for part, start, color, name in zip(
@@ -195,7 +197,9 @@ def draw_plan(plan: plan_lib.Plan, title: str) -> Any:
   axes.set_yticks(range(len(rows)), [one['name'] for one in rows])
   axes.invert_yaxis()
   axes.set_xlim(0, 1.3 * parts.sum(0).max())
-  axes.set_xlabel('milliseconds per token', loc='right', fontsize=8)
+  axes.set_xlabel(
+    'milliseconds per token, after the prompt', loc='right', fontsize=8
+  )
   axes.legend(fontsize=8)
   _finish(axes)
   return figure

@@ -4,9 +4,9 @@ With `verify='match'` the text does not depend on the drafter. So any drafter
 can be tried on a text of the target with an oracle target, which knows the next
 token. All counts are those of the real decode; the time is that of drafting.
 With V(N), the measured time of one target forward over N tree nodes of each
-row, they predict the time of a decode:
+row, they predict the time of a decode after its prompt:
 
-    replay seconds + prompts * prompt seconds + steps * V(N)
+    replay seconds + steps * V(N)
 
 The models were timed apart, so the prediction leaves out that they evict each
 other from the caches of the processor: it is a lower bound.
@@ -148,8 +148,8 @@ class Trial:
   tokens: int  # Emitted tokens of all rows.
   forwards: int  # Target forwards, summed over the rows that were not done.
   steps: int  # Batched target forwards.
-  prompts: int  # Batches that were decoded.
-  seconds: float  # Wall time of the replay.
+  seconds: float  # Wall time of the replay, without reading prompts.
+  reading: float  # Wall time of reading the prompts of a batch.
 
   @property
   def block_efficiency(self) -> float:
@@ -166,7 +166,6 @@ class Trial:
     return self.drafting_seconds + costs.of_nodes(self.num_nodes)
 
   def tokens_per_second(self, costs: machine.StepCosts) -> float:
-    """Predicted tokens per second, all rows together."""
+    """Predicted tokens per second after the prompt, all rows together."""
     verification = self.steps * costs.of_nodes(self.num_nodes)
-    seconds = self.seconds + self.prompts * costs.prompt + verification
-    return self.tokens / seconds
+    return self.tokens / (self.seconds + verification)

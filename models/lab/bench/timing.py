@@ -9,11 +9,11 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import itertools
 import math
 import time
 from typing import Any
 
-import jax
 import numpy as np
 
 from specdec import generation as generation_lib
@@ -166,6 +166,32 @@ def acceptance_by_position(histogram: Sequence[int] | None) -> list[float]:
   return (reached[1:] / max(reached[0], 1)).tolist()
 
 
+def _added(counts: Sequence[Any]) -> Any:
+  """Numbers, lists and dictionaries added entry by entry.
+
+  Entries may be missing: an arm may draft in several ways.
+  """
+  counts = [one for one in counts if one is not None]
+  if not counts:
+    return None
+  if isinstance(counts[0], Mapping):
+    keys = dict.fromkeys(key for one in counts for key in one)
+    return {key: _added([one.get(key) for one in counts]) for key in keys}
+  if isinstance(counts[0], list):
+    return [sum(row) for row in itertools.zip_longest(*counts, fillvalue=0)]
+  return sum(counts)
+
+
+def costs_of(
+  measurements: Sequence[Measurement],
+) -> dict[str, Mapping[str, float]]:
+  """`Statistics.costs` of all stages that occur."""
+  costs = dict[str, Mapping[str, float]]()
+  for measured in measurements:
+    costs |= measured.generation.stats.costs
+  return costs
+
+
 def summarize_arms(
   results: Mapping[str, Sequence[Measurement]], *, baseline: str
 ) -> dict[str, dict[str, Any]]:
@@ -189,9 +215,8 @@ def _summarize(
 ) -> dict[str, Any]:
   stats = [measured.generation.stats for measured in measurements]
   counts = [{key: getattr(row, key) for key in _COUNTS} for row in stats]
-  # Numbers, lists and dictionaries are added entry by entry.
-  pooled = jax.tree.map(lambda *values: sum(values), *counts)
-  figures = statistics_lib.Statistics(**pooled, costs=stats[0].costs)
+  pooled = _added(counts)
+  figures = statistics_lib.Statistics(**pooled, costs=costs_of(measurements))
   per_token = lambda measured: measured.seconds / max(measured.new_tokens, 1)
   speed = lambda tokens, seconds, base_tokens, base_seconds: (
     tokens / seconds / (base_tokens / base_seconds)

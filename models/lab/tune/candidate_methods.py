@@ -1,8 +1,8 @@
 """The ways of decoding that the planner tries: a fixed list."""
 
 from collections.abc import Mapping
-import dataclasses
 
+from models.text import plan as plan_lib
 from models.text import settings as settings_lib
 
 PLAIN = 'plain'
@@ -38,18 +38,9 @@ _CANDIDATES: tuple[tuple[str, str, Mapping[str, int]], ...] = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-  """A method of decoding with its settings; the name is unique in a plan."""
-
-  name: str
-  method: str
-  drafting: settings_lib.DraftSettings
-
-
 def list_candidates(
   base: settings_lib.DraftSettings, *, has_draft: bool, prompt_tokens: int
-) -> list[Candidate]:
+) -> list[plan_lib.Candidate]:
   """The candidates in the order in which they are tried, plain decoding first.
 
   `base` has the settings that the candidates do not vary. If it names an inner
@@ -65,10 +56,10 @@ def list_candidates(
     methods |= {'chain', 'tree'}
     methods |= {'staged'} if base.inner != 'none' else set()
   return [
-    Candidate(
-      name,
-      method,
-      settings_lib.with_options(base, {**options, 'topology': None}),
+    plan_lib.Candidate(
+      name=name,
+      method=method,
+      drafting=settings_lib.with_options(base, {**options, 'topology': None}),
     )
     for name, method, options in _CANDIDATES
     if method in methods

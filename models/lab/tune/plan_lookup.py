@@ -87,7 +87,7 @@ def find_plan(
       plan.check_models(context.models)
       for line in context.warnings(plan.context):
         report(f'warning: {line}')
-      report(f'{plan.method}, from {path}')
+      report(f'{plan.usual.name}, from {path}')
       return plan
     except ValueError as error:
       if name != 'auto':
@@ -105,17 +105,17 @@ def find_plan(
   )
   try:
     plan.save(path)
-    report(f'{plan.method}, saved as {path}')
+    report(f'{plan.usual.name}, saved as {path}')
   except OSError as error:
-    report(f'{plan.method}; warning: the plan is not saved: {error}')
+    report(f'{plan.usual.name}; warning: the plan is not saved: {error}')
   return plan
 
 
-def _num_nodes(plan: plan_lib.Plan) -> int:
-  """N of the trees of a plan without a topology."""
-  if plan.method in ('chain', 'staged_chain'):
-    return plan.drafting.num_draft_tokens + 1
-  return plan.drafting.tree.num_nodes
+def _num_nodes(way: plan_lib.Way) -> int:
+  """N of the trees of a way without a topology."""
+  if way.method in ('chain', 'staged_chain'):
+    return way.drafting.num_draft_tokens + 1
+  return way.drafting.tree.num_nodes
 
 
 def join_plans(
@@ -129,23 +129,24 @@ def join_plans(
     batch_size: at least 2.
 
   Returns:
-    A plan, and the `tree_sizes` of `specdec.Slots`. If the plans differ only in
-    tree size, or `full` is plain: the plan with the larger tree, and sizes that
-    use the tree of `alone` up to a quarter of the batch and that of `full`
-    above. Else `full` and `{}`.
+    A plan, and the `tree_sizes` of `specdec.Slots`. If the usual ways of the
+    plans differ only in tree size, or that of `full` is plain: the plan with
+    the larger tree, and sizes that use the tree of `alone` up to a quarter of
+    the batch and that of `full` above. Else `full` and `{}`.
   """
-  resized = lambda plan: settings_lib.with_options(
-    plan.drafting, {'num_nodes': 1}
+  resized = lambda way: settings_lib.with_options(
+    way.drafting, {'num_nodes': 1}
   )
-  if alone.method == 'plain' or alone.drafting.topology is not None:
+  one, all_ = alone.usual, full.usual
+  if one.method == 'plain' or one.drafting.topology is not None:
     return full, {}
   quarter = max(batch_size // 4, 1)
-  if full.method == 'plain':
-    return alone, {quarter: _num_nodes(alone), batch_size: 1}
-  if (full.method, resized(full)) != (alone.method, resized(alone)):
+  if all_.method == 'plain':
+    return alone, {quarter: _num_nodes(one), batch_size: 1}
+  if (all_.method, resized(all_)) != (one.method, resized(one)):
     return full, {}
-  larger = max(alone, full, key=_num_nodes)
-  return larger, {quarter: _num_nodes(alone), batch_size: _num_nodes(full)}
+  larger = max(alone, full, key=lambda plan: _num_nodes(plan.usual))
+  return larger, {quarter: _num_nodes(one), batch_size: _num_nodes(all_)}
 
 
 def table(plan: plan_lib.Plan) -> str:
@@ -164,3 +165,29 @@ def table(plan: plan_lib.Plan) -> str:
     for figures in plan.candidates
   ]
   return record.to_table(['candidate', *columns], rows)
+
+
+_LENGTHS, _LIMITS = (32, 128, 512, 2048), (16, 64, 256, 1024)
+
+
+def choices(plan: plan_lib.Plan) -> str:
+  """The ways of requests as Markdown, by prompt length and limit.
+
+  Beside each way is its speed with the prompt, over the plan's first way.
+  """
+
+  def cell(*request: int) -> str:
+    way = plan_lib.choose(plan, *request)
+    ours, first = (
+      plan_lib.expected_seconds(plan, one, *request)
+      for one in (way, plan.ways[0])
+    )
+    return f'{way.name} {first / ours:.2f}x'
+
+  rows = [
+    [f'{length}', *(cell(length, tokens) for tokens in _LIMITS)]
+    for length in _LENGTHS
+  ]
+  return record.to_table(
+    ['tokens of the prompt', *(f'{n} new tokens' for n in _LIMITS)], rows
+  )

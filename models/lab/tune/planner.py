@@ -3,11 +3,15 @@
 1. The target decodes the sample prompts plainly.
 2. V(N), the time of a target forward over N nodes, is measured.
 3. Each candidate of a fixed list replays these texts (see `replay`), for which
-   the target is not needed. Its counts and V(N) predict its speed.
-4. The three candidates predicted to be fastest and plain decoding are decoded
-   with the target, interleaved.
-5. Of the candidates that beat plain decoding both as predicted and as measured
-   the fastest is chosen; if there is none, plain decoding.
+   the target is not needed. Its counts and V(N) predict its speed after the
+   prompt. How long the draft takes to read a prompt is measured.
+4. Plain decoding, the three candidates predicted to be fastest, and the fastest
+   whose draft reads less of a prompt, or nothing, are decoded with the target,
+   interleaved.
+5. The ways of the plan are plain decoding and, of the candidates that beat it
+   after the prompt both as predicted and as measured, the fastest of those that
+   read the same share of a prompt. A request chooses among them
+   (`models.text.plan.choose`).
 
 When the time budget is spent or the user interrupts, a plan is made from what
 is known by then.
@@ -18,6 +22,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import functools
 import itertools
 import sys
 import time
@@ -33,6 +38,7 @@ from models.lab.bench import exactness
 from models.lab.bench import optimal
 from models.lab.bench import replay
 from models.lab.tune import candidate_methods
+from models.lab.tune import trials
 from models.text import chat_template
 from models.text import drafters
 from models.text import pair as pair_lib
@@ -42,7 +48,6 @@ import specdec
 from specdec import arguments as arguments_lib
 from specdec import padding
 from specdec import sampling_arguments
-from specdec import statistics as statistics_lib
 
 PLAN_SECONDS = 300.0
 NODE_COUNTS = (1, 2, 4, 8, 16, 32)
@@ -55,31 +60,10 @@ _COMPILING_ENDS, _DECODING_ENDS = 0.8, 0.92
 
 _PASSES = 3  # over the samples, if there is time
 _FINALISTS = 3
-_MARGIN = 0.03  # by which speculation must win
-_UNCONFIRMED_MARGIN = 0.15  # by which it must win where nothing was measured
 _MOST_TOKENS = 8.0  # of a step, realistically
 _LEAST_TOKENS = 16  # of a decode that is cut short
 _LEAST_CHECKS = 2  # of the clock, after eight steps each
 _MAX_BRANCHING, _MAX_DEPTH = 8, 8  # of the fixed tree
-
-
-def choose(*accounts: Mapping[str, float], margin: float) -> str:
-  """The fastest candidate, or plain decoding if no other is clearly faster.
-
-  Args:
-    *accounts: tokens per second by name, `PLAIN` included, from independent
-      sources such as measured and predicted. The first ranks its candidates.
-    margin: relative margin by which speculation must beat plain decoding in
-      every account.
-  """
-  first = accounts[0]
-  wins = lambda name: all(
-    rates[name] > (1.0 + margin) * rates[candidate_methods.PLAIN]
-    for rates in accounts
-  )
-  return max(
-    filter(wins, first), key=first.__getitem__, default=candidate_methods.PLAIN
-  )
 
 
 def sample_batches(
@@ -99,25 +83,12 @@ def sample_batches(
   return [list(itertools.islice(cycle, batch_size)) for _ in starts]
 
 
-class _Sample(NamedTuple):
-  """A batch of prompts, and the tokens with which the target continues them."""
+class _Decode(NamedTuple):
+  """A timed decode: seconds of reading the prompts, then of decoding."""
 
-  prompts: list[list[int]]
-  new: list[list[int]]
-
-  @property
-  def texts(self) -> list[list[int]]:
-    pairs = zip(self.prompts, self.new, strict=True)
-    return [[*prompt, *new] for prompt, new in pairs]
-
-
-class _Tried(NamedTuple):
-  """A candidate that was replayed; `decodes` are seconds and tokens."""
-
-  candidate: candidate_methods.Candidate
-  drafter: specdec.Drafter
-  trial: replay.Trial
-  decodes: list[tuple[float, int]]
+  reading: float
+  seconds: float
+  generation: specdec.Generation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,51 +113,65 @@ class _Search:
     self,
     target: specdec.LanguageModel,
     drafter: specdec.Drafter,
-    sample: _Sample,
+    sample: trials.Sample,
     share: float,
     limit: int = sys.maxsize,
-  ) -> tuple[float, specdec.Generation]:
-    """Seconds and result of a decode, cut short when a share is spent."""
+  ) -> _Decode:
+    """A decode, cut short when a share is spent."""
     checks = itertools.count()
     is_late = lambda: next(checks) >= _LEAST_CHECKS and self.is_late(share)
     start = time.perf_counter()
-    generation = specdec.generate(
+    decoding = specdec.Decoding(
       target,
       self.key,
       sample.prompts,
       drafter=drafter,
       max_new_tokens=[min(len(new), limit) for new in sample.new],
-      should_stop=is_late,
       **self.options,
     )
-    return time.perf_counter() - start, generation
+    decoding.step(0)  # Waits until the prompts are read; compiles.
+    read = time.perf_counter()
+    decoding.run(is_late)
+    seconds = time.perf_counter() - read
+    return _Decode(read - start, seconds, decoding.result())
 
 
 def _decode_samples(
   search: _Search, batches: list[list[list[int]]]
-) -> list[_Sample]:
+) -> trials.Samples:
   """Decodes the prompts plainly."""
-  room, samples = search.options['room_for_new_tokens'], list[_Sample]()
-  for batch in batches:
+  room, target = search.options['room_for_new_tokens'], search.pair.target
+  make = lambda batch: trials.Sample(batch, [[0] * room for _ in batch])
+  any_texts = [*map(make, batches)]
+  decode = functools.partial(search.decode, target, specdec.PLAIN)
+  decode(any_texts[0], _SAMPLING_ENDS, 0)  # compiles
+  samples, readings, ends = list[trials.Sample](), list[float](), 0
+  for any_text in any_texts:
     if samples and search.is_late(_SAMPLING_ENDS):
       break
-    any_text = _Sample(batch, [[0] * room for _ in batch])
-    seconds, generation = search.decode(
-      search.pair.target, specdec.PLAIN, any_text, _SAMPLING_ENDS
-    )
-    samples.append(_Sample(batch, generation.tokens))
+    reading, seconds, generation = decode(any_text, _SAMPLING_ENDS)
+    samples.append(trials.Sample(any_text.prompts, generation.tokens))
+    readings.append(reading)
+    ends += generation.finish_reasons.count('eos')
     search.report(
-      f'sample batch {len(samples)} of {len(batches)}:'
-      f' {generation.stats.new_tokens} tokens in {seconds:.1f} s'
+      f'sample batch {len(samples)} of {len(batches)}: prompts in'
+      f' {reading:.1f} s, {generation.stats.new_tokens} tokens in'
+      f' {seconds:.1f} s'
     )
-  if not any(any(sample.new) for sample in samples):
+  tokens = sum(len(new) for sample in samples for new in sample.new)
+  if not tokens:
     raise ValueError(
       'the target ends all sample prompts at once; give other prompts'
     )
-  return samples
+  return trials.Samples(
+    batches=samples,
+    limit=room,
+    reading=min(readings),
+    ends_per_token=ends / tokens,
+  )
 
 
-def _measure_costs(search: _Search, first: _Sample) -> machine.StepCosts:
+def _measure_costs(search: _Search, first: trials.Sample) -> machine.StepCosts:
   """Measures V(N) halfway through the first texts."""
   slots, room = padding.padded_shape(
     first.prompts, search.options['room_for_new_tokens']
@@ -215,10 +200,10 @@ def _measure_costs(search: _Search, first: _Sample) -> machine.StepCosts:
 
 def _replay(
   search: _Search,
-  candidate: candidate_methods.Candidate,
-  samples: list[_Sample],
+  candidate: plan_lib.Candidate,
+  samples: list[trials.Sample],
   costs: machine.StepCosts,
-) -> _Tried | None:
+) -> trials.Tried | None:
   """Counts and times the decodes of a candidate, without the target."""
   name = candidate.name
   try:
@@ -232,48 +217,45 @@ def _replay(
   if num_nodes > max(costs.verification):
     search.report(f'{name} is left out: V({num_nodes}) was not measured')
     return None
-  total, stats = 0.0, list[statistics_lib.Statistics]()
+  decodes = list[_Decode]()
   for sample in samples * _PASSES:
-    if stats and search.is_late(_REPLAYS_END):
+    if decodes and search.is_late(_REPLAYS_END):
       break
     oracle = replay.oracle_target(search.pair.target, sample.texts)
-    if not stats:  # compiles
-      search.decode(oracle, drafter, sample, _REPLAYS_END, 1)
-    seconds, found = search.decode(oracle, drafter, sample, _REPLAYS_END)
-    total += seconds
-    stats.append(found.stats)
+    if not decodes:  # compiles
+      search.decode(oracle, drafter, sample, _REPLAYS_END, 0)
+    decodes.append(search.decode(oracle, drafter, sample, _REPLAYS_END))
+  stats = [found.generation.stats for found in decodes]
   trial = replay.Trial(
     num_nodes=num_nodes,
     tokens=sum(counts.new_tokens for counts in stats),
     forwards=sum(counts.target_forwards for counts in stats),
     steps=sum(counts.reads['target']['forwards'] for counts in stats),
-    prompts=len(stats),
-    seconds=total,
+    seconds=sum(found.seconds for found in decodes),
+    reading=min(found.reading for found in decodes),
   )
-  return _Tried(candidate, drafter, trial, [])
+  return trials.Tried(candidate, drafter, trial, [])
 
 
 def _replay_all(
   search: _Search,
-  tried: dict[str, _Tried],
-  samples: list[_Sample],
+  tried: dict[str, trials.Tried],
+  samples: trials.Samples,
   costs: machine.StepCosts,
 ) -> None:
   """Adds the candidates to `tried`, by name, plain decoding first."""
   has_draft = search.pair.drafting_model is not None
   listed = candidate_methods.list_candidates(
-    search.drafting,
-    has_draft=has_draft,
-    prompt_tokens=max(len(prompt) for s in samples for prompt in s.prompts),
+    search.drafting, has_draft=has_draft, prompt_tokens=samples.longest
   )
   for candidate in itertools.chain(
     listed,
-    _fixed_trees(search, tried, samples, costs),
+    _fixed_trees(search, tried, samples.batches, costs),
   ):
     if len(tried) > 1 and search.is_late(_REPLAYS_END):
       search.report('out of time for replays; other candidates are left out')
       break
-    if found := _replay(search, candidate, samples, costs):
+    if found := _replay(search, candidate, samples.batches, costs):
       tried[candidate.name] = found
       search.report(
         f'{candidate.name}:'
@@ -284,10 +266,10 @@ def _replay_all(
 
 def _fixed_trees(
   search: _Search,
-  tried: Mapping[str, _Tried],
-  samples: list[_Sample],
+  tried: Mapping[str, trials.Tried],
+  samples: list[trials.Sample],
   costs: machine.StepCosts,
-) -> Iterator[candidate_methods.Candidate]:
+) -> Iterator[plan_lib.Candidate]:
   """The best fixed tree, if it is predicted to be faster than plain.
 
   The time of a forward of the draft is that of the first chain in `tried`.
@@ -311,7 +293,7 @@ def _fixed_trees(
     ),
   )
   if topology is not None:
-    yield candidate_methods.Candidate(
+    yield plan_lib.Candidate(
       name=f'fixed tree N={topology.num_nodes} depth={topology.max_depth}',
       method='tree',
       drafting=settings_lib.with_options(
@@ -320,7 +302,7 @@ def _fixed_trees(
     )
 
 
-def _token_ranks(search: _Search, samples: list[_Sample]) -> np.ndarray:
+def _token_ranks(search: _Search, samples: list[trials.Sample]) -> np.ndarray:
   """Ranks of the new tokens of all texts among the draft's predictions."""
   draft, ranks = search.pair.draft, []
   assert draft is not None
@@ -341,99 +323,40 @@ def _token_ranks(search: _Search, samples: list[_Sample]) -> np.ndarray:
 
 def _decode_finalists(
   search: _Search,
-  tried: Mapping[str, _Tried],
-  samples: list[_Sample],
+  tried: Mapping[str, trials.Tried],
+  samples: trials.Samples,
   costs: machine.StepCosts,
 ) -> None:
   """Decodes plainly and with the fastest candidates, interleaved."""
-  rates, target = _predicted(tried, costs), search.pair.target
-  faster = [
-    rate > (1 + _MARGIN) * rates[candidate_methods.PLAIN]
-    for rate in rates.values()
-  ]
-  if not any(faster):
+  rates, target = trials.predicted(tried, costs), search.pair.target
+  faster = trials.clearly_faster(rates, margin=plan_lib.MARGIN)
+  if not faster:
     search.report('no candidate is predicted to be faster than plain decoding')
     return
-  first, finalists = samples[0], list[_Tried]()
-  for name in (
-    candidate_methods.PLAIN,
-    *list(rates)[: min(sum(faster), _FINALISTS)],
-  ):
+  first, finalists = samples.batches[0], list[trials.Tried]()
+  chosen = [*faster[:_FINALISTS], *trials.by_reading(faster, tried)]
+  for name in dict.fromkeys([candidate_methods.PLAIN, *chosen]):
     if len(finalists) > 1 and search.is_late(_COMPILING_ENDS):
       break
     search.report(f'compiling {name}')
     finalists.append(tried[name])
-    search.decode(target, finalists[-1].drafter, first, _DECODING_ENDS, 1)
+    search.decode(target, finalists[-1].drafter, first, _DECODING_ENDS, 0)
   # Tokens per row for which the time suffices.
   names = [finalist.candidate.name for finalist in finalists]
   per_token = len(first.new) * sum(1 / rates[name] for name in names)
-  limit = int(search.seconds_left(_DECODING_ENDS) / per_token)
-  limit = max(limit, _LEAST_TOKENS)
+  seconds = search.seconds_left(_DECODING_ENDS) - samples.reading * len(names)
+  limit = max(int(seconds / per_token), _LEAST_TOKENS)
   search.report('decoding with the target, interleaved')
-  for index, sample in enumerate(samples * _PASSES):
+  for index, sample in enumerate(samples.batches * _PASSES):
     if index and search.is_late(_DECODING_ENDS):
       break
     for finalist in finalists[:: 1 if index % 2 == 0 else -1]:
-      seconds, generation = search.decode(
+      _, seconds, generation = search.decode(
         target, finalist.drafter, sample, _DECODING_ENDS, limit
       )
       finalist.decodes.append((seconds, generation.stats.new_tokens))
-  for name, rate in _measured(tried).items():
+  for name, rate in trials.measured(tried).items():
     search.report(f'{name}: {rate:.1f} tokens/s measured')
-
-
-def _predicted(
-  tried: Mapping[str, _Tried], costs: machine.StepCosts
-) -> dict[str, float]:
-  """Predicted tokens per second, by name, fastest first."""
-  rates = {
-    name: found.trial.tokens_per_second(costs) for name, found in tried.items()
-  }
-  return dict(sorted(rates.items(), key=lambda item: -item[1]))
-
-
-def _measured(tried: Mapping[str, _Tried]) -> dict[str, float]:
-  """Tokens per second with the target, by name."""
-  totals = {
-    name: np.sum(found.decodes, axis=0)
-    for name, found in tried.items()
-    if found.decodes
-  }
-  return {n: float(tokens / time) for n, (time, tokens) in totals.items()}
-
-
-def _choose_plan(
-  tried: Mapping[str, _Tried],
-  costs: machine.StepCosts,
-  context: plan_lib.Context,
-) -> plan_lib.Plan:
-  """The choice, from what is known so far; plain decoding must be tried."""
-  predicted, measured = _predicted(tried, costs), _measured(tried)
-  if len(measured) > 1:
-    choice = choose(measured, predicted, margin=_MARGIN)
-  else:
-    choice = choose(predicted, margin=_UNCONFIRMED_MARGIN)
-  plain = tried[candidate_methods.PLAIN].trial.step_seconds(costs)
-  figures: dict[str, dict[str, Any]] = {}
-  for name, rate in predicted.items():
-    trial = tried[name].trial
-    figures[name] = {
-      'name': name,
-      'tokens_per_second': rate,
-      'measured': measured.get(name),
-      'block_efficiency': trial.block_efficiency,
-      'min_block_efficiency': trial.step_seconds(costs) / plain,
-      'drafting_milliseconds': 1e3 * trial.drafting_seconds,
-      'verification_milliseconds': 1e3 * costs.of_nodes(trial.num_nodes),
-    }
-  chosen = tried[choice].candidate
-  return plan_lib.Plan(
-    method=chosen.method,
-    drafting=chosen.drafting,
-    min_block_efficiency=figures[choice]['min_block_efficiency'],
-    context=context,
-    candidates=tuple(figures.values()),
-  )
 
 
 def make_plan(
@@ -446,7 +369,7 @@ def make_plan(
   clock: Callable[[], float] = time.monotonic,
   report: Callable[[str], None] = lambda line: None,
 ) -> plan_lib.Plan:
-  """Measures, tries the candidates and chooses one; see the module.
+  """Measures and tries the candidates; see the module.
 
   Args:
     pair: the models of the task.
@@ -481,14 +404,14 @@ def make_plan(
     report=lambda line: report(f'{clock() - start:.0f} s: {line}'),
   )
   batches = sample_batches(pair.ids_of(prompts), task.batch_size)
-  tried: dict[str, _Tried] = {}
+  tried: dict[str, trials.Tried] = {}
   try:
     samples = _decode_samples(search, batches)
-    costs = _measure_costs(search, samples[0])
+    costs = _measure_costs(search, samples.batches[0])
     _replay_all(search, tried, samples, costs)
     _decode_finalists(search, tried, samples, costs)
   except KeyboardInterrupt:
     if len(tried) < 2:
       raise
     report('interrupted; the plan is made from what is known so far')
-  return _choose_plan(tried, costs, context)
+  return trials.plan_of(tried, samples, costs, context)

@@ -6,7 +6,7 @@ import tiny
 from models.lab import machine
 from models.lab.bench import replay
 
-_COSTS = machine.StepCosts(prompt=0.5, verification={1: 0.1, 4: 0.13, 8: 0.21})
+_COSTS = machine.StepCosts(verification={1: 0.1, 4: 0.13, 8: 0.21})
 
 
 def test_v_is_linear_between_the_measured_sizes():
@@ -17,14 +17,14 @@ def test_v_is_linear_between_the_measured_sizes():
     with pytest.raises(ValueError, match='num_nodes must be 1 to 8'):
       _COSTS.of_nodes(outside)
   with pytest.raises(ValueError, match='1 node'):
-    machine.StepCosts(prompt=0.0, verification={4: 1.0})
+    machine.StepCosts(verification={4: 1.0})
 
 
 def test_a_prediction_by_hand():
-  counts = {'num_nodes': 4, 'steps': 40, 'prompts': 2, 'seconds': 2.0}
+  counts = {'num_nodes': 4, 'steps': 40, 'seconds': 2.0, 'reading': 9.0}
   trial = replay.Trial(tokens=100, forwards=40, **counts)
-  # 2 s of replay, 2 prompts of 0.5 s, 40 steps of 0.13 s.
-  assert trial.tokens_per_second(_COSTS) == pytest.approx(100 / (2 + 1 + 5.2))
+  # 2 s of replay and 40 steps of 0.13 s; prompts were read before.
+  assert trial.tokens_per_second(_COSTS) == pytest.approx(100 / (2 + 5.2))
   assert trial.block_efficiency == 2.5
   # A step: 0.05 s of drafting and 0.13 s of the target.
   assert trial.drafting_seconds == pytest.approx(0.05)
@@ -32,7 +32,7 @@ def test_a_prediction_by_hand():
   # Rows share their steps: one of 4 is slow, and the others wait for it.
   trial = replay.Trial(tokens=400, forwards=100, **counts)
   assert trial.block_efficiency == 4.0
-  assert trial.tokens_per_second(_COSTS) == pytest.approx(400 / 8.2)
+  assert trial.tokens_per_second(_COSTS) == pytest.approx(400 / 7.2)
 
 
 def _measure(target=None, texts=((1, 2, 3), (4,)), context=40, **effort):
@@ -50,7 +50,6 @@ def test_costs_are_measured_for_every_size_that_can_pay_until_it_is_late():
   costs = _measure()
   assert costs.verification.keys() == {1, 2, 4, 8}
   assert min(costs.verification.values()) > 0
-  assert costs.prompt > 0
   # No forward is as fast as a limit of 0; two sizes are always measured.
   assert _measure(most_tokens=0).verification.keys() == {1, 2}
   assert _measure(is_late=lambda: True).verification.keys() == {1, 2}

@@ -7,6 +7,7 @@ import json
 import shutil
 
 import huggingface_hub
+import plans
 import pytest
 
 import models
@@ -18,6 +19,7 @@ from models.text import plan as plan_lib
 from models.text import settings as settings_lib
 from models.text import sources as sources_lib
 import specdec
+from specdec import padding
 from specdec.tree import topology as topology_lib
 
 _CONTEXT = plan_lib.Context(
@@ -43,13 +45,19 @@ _FIXED = settings_lib.DraftSettings(
 )
 
 
-_PLAN = plan_lib.Plan(
-  method='staged',
-  drafting=_STAGED,
-  min_block_efficiency=1.7,
-  context=_CONTEXT,
+_PLAN = plans.plan(
+  _CONTEXT,
+  dataclasses.replace(plans.way('staged', 0.2, 1.7), drafting=_STAGED),
   candidates=({'name': 'plain', 'tokens_per_second': 3.5},),
 )
+
+
+def _drafting(drafting):
+  """The plan with other settings."""
+  way = dataclasses.replace(_PLAN.ways[0], drafting=drafting)
+  return _plan(ways=(plans.way('plain'), way))
+
+
 _plan = functools.partial(dataclasses.replace, _PLAN)
 
 
@@ -64,7 +72,7 @@ def _load(path, record):
 def test_a_plan_comes_back_as_it_was(tmp_path):
   path = tmp_path / 'deep' / 'plan.json'
   for drafting in (_USUAL, _STAGED, _CHAIN, _FIXED):
-    plan = _plan(drafting=drafting)
+    plan = _drafting(drafting)
     plan.save(path)
     assert plan_lib.load_plan(path) == plan
     assert [one.name for one in path.parent.iterdir()] == ['plan.json']
@@ -72,21 +80,28 @@ def test_a_plan_comes_back_as_it_was(tmp_path):
 
 def test_only_what_differs_is_written(tmp_path):
   record = json.loads(_PLAN.to_json())
-  assert record['schema'] == 1
-  assert record['drafting'] == {
+  assert record['schema'] == 2
+  assert record['ways']['staged']['drafting'] == {
     'tree': {'num_nodes': 16, 'width': 4, 'cost_ratio': 0.03},
     **{'inner_tree': {'rounds': 1}, 'lookup': {'confidence': [0.0, 0.5]}},
   }
-  tree = json.loads(_plan(drafting=_FIXED).to_json())['drafting']['tree']
+  record = json.loads(_drafting(_FIXED).to_json())
+  tree = record['ways']['staged']['drafting']['tree']
   assert tree['topology'] == [[0], [1], [0, 0], [0, 2]]
   assert not {'num_nodes', 'rounds', 'capacity'} & tree.keys()
   # In the old form the calibration stood beside a topology.
-  drafting = _load(tmp_path, record | _tree(**tree, calibration=1.0)).drafting
+  tree['calibration'] = 1.0
+  drafting = _load(tmp_path, record).ways[1].drafting
   assert drafting == settings_lib.with_options(_FIXED, {'calibration': 1.0})
 
 
+def _way(**entries):
+  way = json.loads(_PLAN.to_json())['ways']['staged'] | entries
+  return {'ways': {'a': {k: one for k, one in way.items() if one is not ...}}}
+
+
 def _tree(**entries):
-  return {'drafting': {'tree': entries}}
+  return _way(drafting={'tree': entries})
 
 
 _OTHER_MODELS = dataclasses.asdict(_CONTEXT) | {'models': {'target': 't'}}
@@ -96,16 +111,21 @@ _OTHER_MODELS = dataclasses.asdict(_CONTEXT) | {'models': {'target': 't'}}
   ('changes', 'message'),
   [
     *(([], 'must hold a JSON object'), ('{', 'cannot be read')),
-    ({'schema': ...}, 'has schema None, expected 1; make it anew'),
-    ({'schema': 99}, 'has schema 99, expected 1'),
-    ({'method': 'plan'}, "method 'plan' is not known"),
-    ({'method': ...}, 'it lacks the entry method; make it anew with scripts/'),
+    ({'schema': ...}, 'has schema None, expected 2; make it anew'),
+    ({'schema': 1, 'method': 'plain'}, 'schema 1, expected 2; make it anew'),
+    ({'ways': ...}, 'it lacks the entry ways; make it anew with scripts/'),
+    ({'ways': {}}, 'ways is empty'),
     ({'methods': 'plain'}, 'methods is not known; make it anew'),
-    ({'min_block_efficiency': ...}, 'min_block_efficiency'),
-    ({'min_block_efficiency': 0}, 'must be positive'),
+    ({'ends_per_token': 1.5}, 'ends_per_token must be from 0 to 1, got 1.5'),
+    ({'draft_token_seconds': -1}, 'draft_token_seconds must be from 0 to inf'),
+    (_way(method='plan'), "ways.a.method 'plan' is not known"),
+    (_way(method=...), 'it lacks the entry ways.a.method'),
+    (_way(name='b'), 'ways.a.name is not known'),
+    (_way(min_block_efficiency=0), 'ways.a.min_block_efficiency must be posit'),
+    (_way(new_token_seconds=0), 'ways.a.new_token_seconds must be positive'),
     ({'context': {'models': {}}}, 'it lacks the entry context.machine'),
     ({'context': _OTHER_MODELS}, 'context.models lacks'),
-    (_tree(min_gain=0.1), 'drafting.tree.min_gain is not known; make it anew'),
+    (_tree(min_gain=0.1), 'ways.a.drafting.tree.min_gain is not known; make'),
     (_tree(topology=[[0, 0]]), 'not its parent'),
   ],
 )
@@ -135,8 +155,9 @@ def test_a_wrong_type_is_an_error_that_names_the_key(tmp_path):
   record = json.loads(_PLAN.to_json())
   del record['digest']
   record['context'] |= {'draft_vocab': 7}
-  record['drafting'] |= {'ngram': 'x.st', 'num_draft_tokens': 3}
-  record['drafting']['tree'] |= {'topology': [[0]], 'calibration': 1.5}
+  drafting = record['ways']['staged']['drafting']
+  drafting |= {'ngram': 'x.st', 'num_draft_tokens': 3}
+  drafting['tree'] |= {'topology': [[0]], 'calibration': 1.5}
   entries = [*_entries(record)]
   assert len(entries) > 25
   for place, right in entries:
@@ -160,10 +181,10 @@ def test_plans_for_other_models_are_refused():
     with pytest.raises(ValueError, match=f'made for another {name}'):
       _PLAN.check_models(models | {name: None})
   # Without a draft model, any may be there.
-  for method in ('plain', 'lookup', 'ngram+lookup'):
-    _plan(method=method).check_models(models | {'draft': None})
-    with pytest.raises(ValueError, match='another target'):
-      _plan(method=method).check_models(models | {'target': 'x'})
+  plan = _plan(ways=(*map(plans.way, ('plain', 'lookup', 'ngram+lookup')),))
+  plan.check_models(models | {'draft': None})
+  with pytest.raises(ValueError, match='another target'):
+    plan.check_models(models | {'target': 'x'})
 
 
 def test_contexts(monkeypatch, tmp_path):
@@ -210,14 +231,11 @@ def test_a_model_of_the_hub_is_looked_up_once(monkeypatch):
   context = dataclasses.replace(_CONTEXT, models=digests)
   download = lambda name, **_: asked.append(name) or folder
   monkeypatch.setattr(huggingface_hub, 'snapshot_download', download)
-  plan = _plan(
-    method='chain', drafting=settings_lib.DraftSettings(), context=context
-  )
-  generator = models.load('some/target', 'some/draft', plan=plan)
+  plan = _plan(ways=(plans.way('lookup'), plans.way('chain')), context=context)
+  models.load('some/target', 'some/draft', plan=plan)
   assert asked == ['some/target', 'some/draft']
-  assert generator.break_even == plan.min_block_efficiency
   # Without a draft model, none is loaded.
-  lookup = dataclasses.replace(plan, method='lookup')
+  lookup = dataclasses.replace(plan, ways=plan.ways[:1])
   assert models.load('demo-draft', '/no/draft', plan=lookup).pair.draft is None
   other = dataclasses.replace(context, models=digests | {'draft': 'other'})
   other = dataclasses.replace(plan, context=other)
@@ -227,8 +245,9 @@ def test_a_model_of_the_hub_is_looked_up_once(monkeypatch):
 
 def test_the_method_plan_is_what_the_plan_says():
   pair = pair_lib.load_pair(choice_lib.ModelChoice('demo', None))
+  way = dataclasses.replace(plans.way('lookup'), drafting=_STAGED)
   made = drafters.make_drafter(
-    'plan', pair, settings_lib.DraftSettings(plan=_plan(method='lookup'))
+    'plan', pair, settings_lib.DraftSettings(plan=_plan(ways=(way,)))
   )
   expected = drafters.make_drafter('lookup', pair, _STAGED)
   assert made.shape == expected.shape
@@ -236,3 +255,94 @@ def test_the_method_plan_is_what_the_plan_says():
   assert made.labels == expected.labels
   with pytest.raises(ValueError, match='method plan needs'):
     drafters.make_drafter('plan', pair, settings_lib.DraftSettings())
+
+
+_WAYS = (
+  plans.way('plain', 1.0),
+  plans.way('chain', 0.25),
+  plans.way('chain', 0.5, name='of the end', draft_prompt=256),
+  plans.way('lookup', 0.75),
+)
+
+
+def _seconds(name, length, tokens):
+  """By hand, without the target's: a draft reads a token in 1/8 s."""
+  return {
+    'plain': tokens,
+    'chain': length / 8 + tokens / 4,
+    'of the end': min(length, 256) / 8 + tokens / 2,
+    'lookup': tokens * 3 / 4,
+  }[name]
+
+
+def test_a_request_is_decoded_in_the_way_that_takes_the_least_time():
+  plan, chosen = _plan(ways=_WAYS), set()
+  for length in (*range(1, 70), *(2**n for n in range(7, 15))):
+    padded = padding.padded_length(length)
+    for tokens in (*range(0, 40), *(2**n for n in range(6, 13))):
+      name = plan_lib.choose(plan, length, tokens).name
+      chosen.add(name)
+      seconds = {one.name: _seconds(one.name, padded, tokens) for one in _WAYS}
+      for way in _WAYS:
+        whole = plan_lib.expected_seconds(plan, way, length, tokens)
+        assert whole == padded / 4 + seconds[way.name]
+      least = min(seconds, key=seconds.get)
+      # Within noise of it plain decoding is not left.
+      if seconds['plain'] <= 1.03 * seconds[least]:
+        assert name == 'plain'
+      else:
+        assert name == least, (length, tokens)
+  assert chosen == {one.name for one in _WAYS}
+
+
+@pytest.mark.parametrize(
+  ('ends', 'limit', 'name'),
+  [
+    *((0.0, 8, 'plain'), (0.0, 64, 'chain')),
+    # Texts of 4 tokens, whatever the limit is: 1 + 3/4 + (3/4)^2 + ...
+    *((0.25, 64, 'plain'), (0.25, 4096, 'plain')),
+    (0.01, 64, 'chain'),
+  ],
+)
+def test_texts_are_expected_to_end_as_those_of_the_samples(ends, limit, name):
+  plan = _plan(ways=_WAYS[:2], ends_per_token=ends)
+  assert plan_lib.choose(plan, 64, limit).name == name
+
+
+def test_each_request_has_the_drafter_that_was_chosen(monkeypatch):
+  """Its tokens are those of plain decoding, whatever is chosen."""
+  context = dataclasses.replace(_CONTEXT, models=_digests('demo', 'demo'))
+  plan = _plan(ways=_WAYS, context=context)
+  lm = models.load('demo', 'demo', dtype='float32', plan=plan)
+  plain = dataclasses.replace(lm, drafter=specdec.PLAIN)
+  prompt, seen = lm.pair.encode('import os\nimport ') * 20, []
+  of_request = drafters.Planned.of_request
+
+  def spy(planned, *request):
+    drafter, ratio = of_request(planned, *request)
+    names = [name for name, one in planned.by_name.items() if one is drafter]
+    seen.append((*request, *names, ratio))
+    return drafter, ratio
+
+  monkeypatch.setattr(drafters.Planned, 'of_request', spy)
+  # In a batch, the longest prompt and the largest limit decide.
+  for prompts, limits, name in (
+    ([prompt[:60], prompt[:9]], [8, 2], 'lookup'),
+    ([prompt[:9], prompt[:33]], [5, 60], 'chain'),
+  ):
+    given = {'max_new_tokens': limits, 'room_for_new_tokens': 64}
+    found = lm.generate(prompts, **given)
+    longest = max(map(len, prompts))
+    assert seen.pop() == (longest, max(limits), name, 1.5)
+    assert found.tokens == plain.generate(prompts, **given).tokens
+    assert found.labels[1] == {'chain': 'draft'}.get(name, name)
+  # Slots take the way of the samples.
+  (many,) = lm.generate_many([prompt[:9]], batch_size=1, max_new_tokens=2)
+  assert many.error is None
+  assert seen == [(9, 32, 'chain', 1.5)]
+  for bad, limit, message in (
+    ([[]], 4, 'prompt 0 is empty'),
+    ([[1]], -1, 'max_new_tokens must be at least 0'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      lm.generate(bad, max_new_tokens=limit)

@@ -1,17 +1,23 @@
 """Reports of a benchmark, from measurements made by hand."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import plans
 import pytest
 
 from models.lab.bench import batches as batches_lib
+from models.lab.bench import benchmark
 from models.lab.bench import exactness
+from models.lab.bench import peer as peer_lib
 from models.lab.bench import questions as questions_lib
 from models.lab.bench import timing
 from models.nn import table_model
+from models.text import pair as pair_lib
+from models.text import settings as settings_lib
 import specdec
 from specdec import arguments as arguments_lib
 from specdec import randomness as randomness_lib
@@ -89,6 +95,42 @@ def test_speed_is_pooled_and_per_batch():
   # 3 forwards of the target, 6 of the draft, 6 of its slots; plain takes 6.
   bandwidth = (3 * 10 + 6 * 1 + 6 * 2) / (6 * 10)
   assert fast['relative_bandwidth'] == pytest.approx(bandwidth)
+
+
+def test_an_arm_that_plans_decodes_each_batch_in_its_own_way():
+  """A chain for a short prompt; reading a long one twice would take longer."""
+  logits = np.log(np.random.default_rng(0).dirichlet(np.full(9, 0.1), size=9))
+  model = table_model.table_model(logits.astype(np.float32), max_positions=256)
+  pair = pair_lib.Pair(target=model, draft=model, tokenizer=None, eos_ids=())
+  context = types.SimpleNamespace(models={})
+  ways = (
+    plans.way('plain', 1.0),
+    plans.way('chain', 0.25, num_draft_tokens=2, inner='lookup'),
+  )
+  task = peer_lib.BenchmarkTask(
+    drafting=settings_lib.DraftSettings(plan=plans.plan(context, *ways)),
+    max_new_tokens=8,
+  )
+  batches = [[[1, 2, 3]], [list(range(9)) * 5]]
+  results = {}
+  for method in ('plain', 'plan'):
+    spec = peer_lib.ArmSpec(method, 'float32')
+    arm = benchmark._own_arm(spec, pair, task).decode
+    # Where prompts are read only, they are read in the same way.
+    assert [arm(rows, 0).labels for rows in batches] == [
+      arm(rows, 8).labels for rows in batches
+    ]
+    results[method] = [timing.Measurement(1.0, arm(one, 8)) for one in batches]
+  assert timing.find_flips(results['plan'], results['plain']) == []
+  labels = [one.generation.labels for one in results['plan']]
+  assert labels == [('target', 'draft'), ('target',)]
+  pooled = timing.summarize_arms(results, baseline='plain')['plan']
+  # Three steps of two drafted tokens, one more after two; eight plain steps.
+  assert pooled['accepted_histogram'] == [8, 1, 2]
+  assert pooled['stage_forwards'] == {'draft': 6}
+  assert pooled['origins'] == {'target': 10, 'draft': 6}
+  assert pooled['reads']['draft']['forwards'] == 6
+  assert timing.costs_of(results['plan']).keys() == {'target', 'draft'}
 
 
 def test_intervals_are_those_of_resampled_batches():

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import plans
 import pytest
 
 from models.lab import task as task_lib
@@ -30,9 +31,7 @@ def _find(name, prompts=lambda: ['import '], **changes):
 
 
 def _plan(context, method='lookup', **options):
-  made = {'min_block_efficiency': 1.5, 'context': context}
-  made['drafting'] = settings_lib.with_options(_USUAL, options)
-  return plan_lib.Plan(method=method, **made)
+  return plans.plan(context, plans.way(method, **options))
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +67,7 @@ def test_a_plan_that_cannot_be_saved_is_used(monkeypatch, tmp_path):
   monkeypatch.setattr(planner, 'make_plan', make)
   (tmp_path / 'cache').write_text('no folder')
   plan, lines = _find('auto')
-  assert plan.method == 'lookup'
+  assert plan.usual.method == 'lookup'
   assert 'warning: the plan is not saved' in lines[-1]
 
 
@@ -78,7 +77,7 @@ def test_a_plan_from_elsewhere_is_warned_of_or_refused(tmp_path):
   elsewhere = context.machine | {'cores': 999}
   _plan(dataclasses.replace(context, machine=elsewhere)).save(path)
   plan, lines = _find(path, batch_size=4)
-  assert plan.method == 'lookup'
+  assert plan.usual.method == 'lookup'
   warnings = [line for line in lines if line.startswith('warning: ')]
   assert [line.split()[1] for line in warnings] == ['cores', 'batch_size']
   _plan(context).save(path)
@@ -114,3 +113,16 @@ def test_two_plans_are_joined_where_their_trees_differ_in_size_alone():
     *((chain, shorter, 8, (shorter, {})), (fixed, small, 8, (small, {}))),
   ):
     assert plan_lookup.join_plans(alone, full, size) == expected
+
+
+def test_the_choices_of_a_plan_are_shown_with_their_speeds():
+  """A target reads a token in 1/4 s, a draft in 1/8 s."""
+  ways = plans.way('plain', 1.0), plans.way('chain', 0.25)
+  plan = plans.plan(plan_lookup.context_of(_TASK), *ways)
+  head, _, first, *_, last = plan_lookup.choices(plan).splitlines()
+  assert '16 new tokens' in head
+  # 8 + 16 s and 8 + 4 + 4 s.
+  assert first.split('|')[1:3] == [' 32                   ', ' chain 1.50x   ']
+  assert last.split('|')[2].strip() == 'plain 1.00x'
+  # 512 + 1024 s and 512 + 256 + 256 s.
+  assert last.split('|')[5].strip() == 'chain 1.50x'

@@ -6,14 +6,17 @@ from unittest import mock
 
 import jax
 import numpy as np
+import plans
 import pytest
 
 from models.lab import machine
 from models.lab import task as task_lib
+from models.lab.bench import replay
 from models.lab.training import tokenizer as tokenizer_lib
 from models.lab.tune import candidate_methods
 from models.lab.tune import plan_lookup
 from models.lab.tune import planner
+from models.lab.tune import trials
 from models.nn import table_model
 from models.text import drafters
 from models.text import pair as pair_lib
@@ -42,8 +45,9 @@ def _pair():
   logits, noise = np.log(counts), rng.normal(size=counts.shape)
   target = table_model.table_model(logits, max_positions=256)
   draft = table_model.table_model(logits + noise, max_positions=256)
+  eos_ids = tuple(tokenizer('the')['input_ids'][-1:])
   return pair_lib.Pair(
-    target=target, draft=draft, tokenizer=tokenizer, eos_ids=()
+    target=target, draft=draft, tokenizer=tokenizer, eos_ids=eos_ids
   )
 
 
@@ -66,7 +70,7 @@ def winning(monkeypatch):
   kept = tuple(one for one in candidate_methods._CANDIDATES if one[0] in _FEW)
   monkeypatch.setattr(candidate_methods, '_CANDIDATES', kept)
   monkeypatch.setattr(planner, 'NODE_COUNTS', (1, 8))
-  costs = machine.StepCosts(prompt=0.0, verification={1: 10.0, 8: 10.0})
+  costs = machine.StepCosts(verification={1: 10.0, 8: 10.0})
   measure = mock.Mock(return_value=costs)
   monkeypatch.setattr(machine, 'measure_step_costs', measure)
   return measure
@@ -103,22 +107,17 @@ def _plan(max_new_tokens=20, **options):
 
 def test_plain_unless_another_is_faster_by_more_than_noise_in_every_account():
   rates = {candidate_methods.PLAIN: 100.0, 'chain': 102.9, 'tree': 90.0}
-  assert planner.choose(rates, margin=0.03) == candidate_methods.PLAIN
-  assert planner.choose(rates | {'chain': 103.1}, margin=0.03) == 'chain'
-  assert (
-    planner.choose({candidate_methods.PLAIN: 100.0}, margin=0.03)
-    == candidate_methods.PLAIN
-  )
-  measured = {candidate_methods.PLAIN: 100.0, 'tree': 130.0, 'chain': 110.0}
+  assert trials.clearly_faster(rates, margin=0.03) == []
+  assert trials.clearly_faster(rates, margin=0.02) == ['chain']
+  measured = {candidate_methods.PLAIN: 100.0, 'chain': 110.0, 'tree': 130.0}
   predicted = {
     **{candidate_methods.PLAIN: 100.0, 'tree': 102.0, 'chain': 120.0},
     'b': 200.0,
   }
-  assert planner.choose(measured, margin=0.03) == 'tree'
-  assert planner.choose(measured, predicted, margin=0.03) == 'chain'
-  assert (
-    planner.choose(measured, predicted, margin=0.25) == candidate_methods.PLAIN
-  )
+  assert trials.clearly_faster(measured, margin=0.03) == ['tree', 'chain']
+  both = measured, predicted
+  assert trials.clearly_faster(*both, margin=0.03) == ['chain']
+  assert trials.clearly_faster(*both, margin=0.25) == []
 
 
 def test_only_what_is_there_and_wanted_is_tried():
@@ -176,24 +175,60 @@ def test_a_plan_is_made_of_what_was_counted(winning, monkeypatch):
   assert figures[candidate_methods.PLAIN]['min_block_efficiency'] == 1
   # The replay counted what decoding with the target counts.
   drafting = settings_lib.DraftSettings(inner='lookup', num_draft_tokens=2)
-  drafter, forwards = drafters.make_drafter('chain', pair, drafting), 0
+  drafter = drafters.make_drafter('chain', pair, drafting)
   options = {'drafter': drafter, 'sampling': _SAMPLING, 'max_new_tokens': 20}
+  forwards = tokens = ends = 0
   for batch in (_PROMPTS[:2], _PROMPTS[2:]):
     prompts = [*map(pair.encode, batch)]
     arguments = pair.target, jax.random.key(0), prompts
-    forwards += specdec.generate(*arguments, **options).stats.target_forwards
-  assert figures['chain 2']['block_efficiency'] == 80 / forwards > 1
-  best = plan.candidates[0]
-  decoded = {name for name in figures if figures[name]['measured']}
-  assert decoded == {candidate_methods.PLAIN, best['name']}
-  wins = all(
-    best[account] > 1.03 * figures[candidate_methods.PLAIN][account]
-    for account in ('tokens_per_second', 'measured')
+    found = specdec.generate(*arguments, eos_ids=pair.eos_ids, **options)
+    forwards += found.stats.target_forwards
+    tokens += found.stats.new_tokens
+    ends += found.finish_reasons.count('eos')
+  assert figures['chain 2']['block_efficiency'] == tokens / forwards > 1
+  assert plan.ends_per_token == ends / tokens > 0
+  # The fastest was decoded, and the fastest that reads no prompt.
+  wins = lambda name, *accounts: all(
+    figures[name][key] > 1.03 * figures[candidate_methods.PLAIN][key]
+    for key in accounts
   )
-  assert (plan.method != candidate_methods.PLAIN) == wins
-  assert plan.context == _CONTEXT
+  faster = [name for name in figures if wins(name, 'tokens_per_second')]
+  of_draft = [name for name in faster if name != 'lookup N=8'][:1]
+  decoded = {name for name in figures if figures[name]['measured']}
+  chosen = {*of_draft, *{'lookup N=8'}.intersection(faster)}
+  assert decoded == {candidate_methods.PLAIN, *chosen}
+  first, *ways = plan.ways
+  assert first.name == candidate_methods.PLAIN
+  expected = {n for n in chosen if wins(n, 'tokens_per_second', 'measured')}
+  assert {way.name for way in ways} == expected
+  for way in plan.ways:
+    assert way.new_token_seconds == 2 / figures[way.name]['measured']
+  assert plan.prompt_token_seconds > 0
+  assert plan.prompt_length == max(len(pair.encode(one)) for one in _PROMPTS)
+  assert (plan.new_tokens, plan.context) == (20, _CONTEXT)
   assert len(plan_lookup.table(plan).splitlines()) == 2 + len(figures)
   assert any('chain 2: ' in line for line in lines)
+
+
+def _tried(name, reading, **options):
+  way = plans.way(name=name, **options)
+  trial = replay.Trial(
+    num_nodes=1, tokens=1, forwards=1, steps=1, seconds=0.0, reading=reading
+  )
+  return trials.Tried(way, specdec.PLAIN, trial, [])
+
+
+def test_what_a_draft_takes_to_read_a_prompt_and_which_ways_are_kept():
+  """The rest of a decode takes 1 s; a token of 1,024 takes 1/64 s."""
+  tail, chain = {'method': 'tree', 'draft_prompt': 256}, {'method': 'chain'}
+  tried = {
+    candidate_methods.PLAIN: _tried('plain', 1.0, method='plain'),
+    **{'a': _tried('a', 1.0 + 16, **chain), 'b': _tried('b', 1.0)},
+    **{'c': _tried('c', 1.0 + 4, **tail), 'd': _tried('d', 1.0 + 16, **chain)},
+  }
+  assert trials.draft_token_seconds(tried, 1024) == 1 / 64
+  assert trials.draft_token_seconds({'plain': tried['plain']}, 1024) == 0
+  assert trials.by_reading('dabc', tried) == ['d', 'b', 'c']
 
 
 @pytest.mark.usefixtures('winning')
@@ -218,8 +253,8 @@ def test_when_the_user_interrupts_a_plan_is_made_of_what_is_known(moment):
   assert 'interrupted' in lines[-1]
   # Nothing was measured with the target, and the predictions are clear.
   assert all(figures['measured'] is None for figures in plan.candidates)
-  assert plan.method != candidate_methods.PLAIN
-  assert plan.min_block_efficiency == pytest.approx(1.0, rel=0.1)
+  assert plan.usual.name != candidate_methods.PLAIN
+  assert plan.usual.min_block_efficiency == pytest.approx(1.0, rel=0.1)
 
 
 def test_an_ngram_of_another_tokenizer_is_left_out(winning, monkeypatch):
