@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
+import functools
 from typing import Any
 from typing import TypeGuard
 
@@ -61,6 +62,25 @@ def _check(messages: Sequence[Message]) -> None:
     raise ValueError('messages is empty; give at least one')
 
 
+def _rendered(
+  tokenizer: transformers.PreTrainedTokenizerBase, messages: Sequence[Message]
+) -> Any:
+  """The text of a conversation up to where the answer begins."""
+  render = functools.partial(
+    tokenizer.apply_chat_template,
+    [dict(message) for message in messages],
+    add_generation_prompt=True,
+    tokenize=False,
+  )
+  try:
+    return render()
+  except TypeError:
+    # Tools that are absent are None in transformers, and undefined in
+    # llama.cpp, for which some templates of GGUF files are written.
+    template = tokenizer.get_chat_template()
+    return render(chat_template=f'{{% set tools = no_tools %}}{template}')
+
+
 def conversation_ids(
   tokenizer: transformers.PreTrainedTokenizerBase, messages: Sequence[Message]
 ) -> list[int]:
@@ -78,11 +98,7 @@ def conversation_ids(
       ' folder of the target, or give a text as the prompt, without a chat'
     )
   try:
-    text: Any = tokenizer.apply_chat_template(
-      [dict(message) for message in messages],
-      add_generation_prompt=True,
-      tokenize=False,
-    )
+    text = _rendered(tokenizer, messages)
   except Exception as error:  # A template is a program: it may raise anything.
     roles = ', '.join(message['role'] for message in messages)
     is_refusal = isinstance(error, jinja2.TemplateError)

@@ -317,7 +317,8 @@ _TEMPLATES = {
     *('<s>[SYSTEM]S[INST]U[/INST]', '</s>', 'A[INST]</s>'),
   ),
   'phi4_mini': (
-    """{%- for message in messages %}
+    """{%- if tools is defined %}{% for tool in tools %}[TOOLS]{% endfor %}
+{%- endif %}{%- for message in messages %}
 {%- if 'tools' in message and message['tools'] is not none %}[TOOLS]{% endif %}
 {{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}
 {%- endfor %}{%- if add_generation_prompt %}{{- '<|assistant|>' }}
