@@ -132,6 +132,7 @@ def _forward(sizes: list[int]) -> list[dict]:
   import loading
 
   from models.lab import forward_times
+  from models.text import sources as sources_lib
 
   models, of_draft = loading.models(), _OF_DRAFT.value
   model = forward_times.network(
@@ -139,7 +140,9 @@ def _forward(sizes: list[int]) -> list[dict]:
   )
   measure = forward_times.profile if _PROFILE.value else forward_times.forward
   rows = measure(model, sizes, _REPEATS.value, context=_CONTEXT.value)
-  dtype = models.draft_dtype if of_draft else models.dtype
+  dtype = models.dtype
+  if of_draft:
+    dtype = sources_lib.open_sources(models).draft_dtype
   return [{'dtype': dtype} | row for row in rows]
 
 
