@@ -122,10 +122,27 @@ def _draft() -> list[dict]:
   return rows
 
 
-def main(what: str) -> None:
+def _forward(sizes: list[int]) -> list[dict]:
   import loading
 
   from models.lab import forward_times
+  from models.text import sources as sources_lib
+
+  models, of_draft = loading.models(), _OF_DRAFT.value
+  model = forward_times.network(
+    models, random_weights=_RANDOM.value, of_draft=of_draft
+  )
+  measure = forward_times.profile if _PROFILE.value else forward_times.forward
+  rows = measure(model, sizes, _REPEATS.value, context=_CONTEXT.value)
+  dtype = models.dtype
+  if of_draft:
+    dtype = sources_lib.open_sources(models).draft_dtype
+  return [{'dtype': dtype} | row for row in rows]
+
+
+def main(what: str) -> None:
+  import loading
+
   from models.lab import kernel_times
   from models.lab import machine
   from models.lab.bench import acceptance
@@ -142,15 +159,7 @@ def main(what: str) -> None:
     if what == 'kernels':
       rows = kernel_times.kernels(sizes, _REPEATS.value)
     elif what == 'forward':
-      rows = forward_times.forward(
-        loading.models(),
-        sizes,
-        _REPEATS.value,
-        context=_CONTEXT.value,
-        random_weights=_RANDOM.value,
-        of_draft=_OF_DRAFT.value,
-        profile=_PROFILE.value,
-      )
+      rows = _forward(sizes)
     elif what == 'draft':
       rows = _draft()
     elif what == 'memory':

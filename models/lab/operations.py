@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-_SMALL = 0.01  # Of the time; operations that take less are put together.
+_SMALL = 0.01  # Operations that take a smaller share are put together.
 
 # In the text of a program: names, results, and what an operation does.
 _LINE = re.compile(

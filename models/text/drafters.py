@@ -1,6 +1,7 @@
 """Drafters by name, made from settings."""
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
 import pathlib
 
@@ -9,6 +10,7 @@ import jax
 from models.text import pair as pair_lib
 from models.text import plan as plan_lib
 from models.text import settings as settings_lib
+from specdec import arguments as arguments_lib
 from specdec.draft import block as block_lib
 from specdec.draft import candidates
 from specdec.draft import drafter as drafter_lib
@@ -191,7 +193,7 @@ class Planned:
 
   @property
   def usual(self) -> tuple[drafter_lib.Drafter, float]:
-    """Those of a request like the longest sample of the plan."""
+    """The same of a request like the longest sample of the plan."""
     return self.of_request(self.plan.prompt_length, self.plan.new_tokens)
 
 
@@ -210,3 +212,31 @@ def make_planned(plan: plan_lib.Plan | None, pair: pair_lib.Pair) -> Planned:
       for way in plan.ways
     },
   )
+
+
+def chosen(
+  drafter: drafter_lib.Drafter | Planned,
+  pair: pair_lib.Pair,
+  request: tuple[list[list[int]], int | Sequence[int]] | None,
+) -> tuple[drafter_lib.Drafter, float | None]:
+  """The drafter of a request, and its `break_even`.
+
+  Args:
+    drafter: as it is, or one of a plan, by the longest prompt of the request
+      and its largest limit.
+    pair: for the sizes of the target.
+    request: ids of prompts, and limits of new tokens, one for all or one per
+      row. None: the samples of the plan.
+
+  Raises:
+    ValueError: a prompt or a limit cannot be used.
+  """
+  if not isinstance(drafter, Planned):
+    return drafter, None
+  if request is None:
+    return drafter.usual
+  prompts, limits = request
+  spec = pair.target.spec
+  prompts = arguments_lib.to_prompts(prompts, spec.vocab_size)
+  most, _ = arguments_lib.to_limits(prompts, limits, None, spec.max_positions)
+  return drafter.of_request(max(map(len, prompts)), int(most.max()))

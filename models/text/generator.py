@@ -89,21 +89,10 @@ class Generator:
   ) -> Any:
     """The options of `specdec`, the drafter among them.
 
-    `stops` are the stop strings of each row. `request` are prompts and limits;
-    None: those of the plan's samples.
+    `stops` are the stop strings of each row; see `drafters.chosen` for the
+    request.
     """
-    drafter, break_even = self.drafter, None
-    if isinstance(drafter, drafters.Planned):
-      if request is None:
-        drafter, break_even = drafter.usual
-      else:
-        spec = self.pair.target.spec
-        ids = arguments_lib.to_prompts(request[0], spec.vocab_size)
-        limits = arguments_lib.to_limits(
-          ids, request[1], None, spec.max_positions
-        )[0]
-        longest = max(map(len, ids))
-        drafter, break_even = drafter.of_request(longest, int(limits.max()))
+    drafter, break_even = drafters.chosen(self.drafter, self.pair, request)
     if options.get('break_even') is not None:
       break_even = options['break_even']
     chosen = {'drafter': drafter, 'break_even': break_even}

@@ -296,6 +296,15 @@ def test_a_request_is_decoded_in_the_way_that_takes_the_least_time():
 
 
 @pytest.mark.parametrize(
+  ('seconds', 'name'), [(0.98, 'plain'), (0.96, 'lookup')]
+)
+def test_noise_is_measured_by_the_time_in_which_ways_differ(seconds, name):
+  """A way gains 2 % or 4 %; for the prompt the target takes 1,024 s."""
+  plan = _plan(ways=(_WAYS[0], plans.way('lookup', seconds)))
+  assert plan_lib.choose(plan, 4096, 64).name == name
+
+
+@pytest.mark.parametrize(
   ('ends', 'limit', 'name'),
   [
     *((0.0, 8, 'plain'), (0.0, 64, 'chain')),
