@@ -25,7 +25,9 @@ def _first_largest(scores: jax.Array) -> jax.Array:
 def _first_largest_of_blocks(scores: jax.Array) -> jax.Array:
   """`best_token` in one pass, of a multiple of `_BLOCK` scores."""
   blocks = scores.reshape(*scores.shape[:-1], -1, _BLOCK)
-  block = _first_largest(jnp.max(blocks, axis=-1))
+  # Without a barrier XLA computes these twice, each time from all scores.
+  largest = lax.optimization_barrier(jnp.max(blocks, axis=-1))
+  block = _first_largest(largest)
   few = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)
   return block * _BLOCK + _first_largest(few[..., 0, :])
 

@@ -197,16 +197,26 @@ def test_a_conversation_of_five_turns():
   check_turns()
 
 
-def check_slots():
+def check_slots(name):
   """Prompts that come and go, long ones read in parts."""
+  prompts = _prompts(9, 3, 50, 30, 1, 25)
+  if name == 'hashed':
+    target, drafter = tiny_recurrent.hashed(_VOCAB), _drafter('tree')
+    expected = _expected(prompts, 20)
+  else:
+    target = adapter.as_model(tiny.llama_module(name))
+    draft = adapter.as_model(tiny.llama_module('delta'))
+    drafter = tiny_drafters.simple('tree', draft)
+    expected = specdec.generate(
+      *(target, tiny.row_keys(len(prompts)), prompts), max_new_tokens=20
+    ).tokens
   slots = specdec.Slots(
-    tiny_recurrent.hashed(_VOCAB),
+    target,
     num_slots=2,
-    context=128,
-    drafter=_drafter('tree'),
+    context=tiny.MAX_POSITIONS,
+    drafter=drafter,
     reading=11,
   )
-  prompts = _prompts(9, 3, 50, 30, 1, 45)
   waiting, under_way, ended = [*enumerate(prompts)], {}, {}
   while waiting or under_way:
     while waiting and slots.free:
@@ -215,13 +225,12 @@ def check_slots():
       under_way[row] = index
     for row, result in slots.advance().items():
       ended[under_way.pop(row)] = result.tokens[0]
-  assert [ended[index] for index in range(len(prompts))] == _expected(
-    prompts, 20
-  )
+  assert [ended[index] for index in range(len(prompts))] == expected
 
 
-def test_prompts_in_slots():
-  check_slots()
+@pytest.mark.parametrize('name', ['hashed', 'lfm2', 'delta'])
+def test_prompts_in_slots(name):
+  check_slots(name)
 
 
 def _by_hand(tokens, window):
@@ -395,6 +404,17 @@ def _mixed(heads, picked):
   folded = state_ops.fold_delta(
     *(matrix, inputs, slots, np.int32([3, 2])), tiled=False
   )
+  of_heads = lambda name, row, slot: np.asarray(
+    inputs[name][row, 0, slot]
+  ).reshape(len(picked), -1)
+  for row, taken in enumerate(([0, 4, 2], [0, 4])):
+    state = matrix[row]
+    for slot in taken:
+      key, delta, decay = (
+        of_heads(name, row, slot) for name in ('key', 'delta', 'decay')
+      )
+      state = decay[..., None] * state + key[..., None] * delta[:, None]
+    np.testing.assert_allclose(folded[row], state, rtol=0, atol=1e-4)
   out = np.asarray(out).reshape(rows, nodes, len(picked), width)
   return out, np.asarray(folded)
 

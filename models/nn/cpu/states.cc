@@ -96,8 +96,7 @@ struct Convolution {
       }
       if (slot >= 0) slot = nodes.Parent(row, slot);
     }
-    for (int64_t d = 0; d < count; d += kLanes) {
-      const int64_t left = count - d;
+    ForVectors(count, [&](int64_t d, auto left) {
       Floats sum = {};
       for (int64_t i = 0; i <= before; ++i) {
         sum += LoadFloats(inputs[i] + d, left) *
@@ -106,7 +105,7 @@ struct Convolution {
       if (bias != nullptr) sum += LoadFloats(bias + channel + d, left);
       if (silu) sum *= Sigmoid(sum);
       StoreFirst(to + d, sum, left);
-    }
+    });
   }
 };
 
@@ -140,24 +139,22 @@ ffi::Error MixConvolution(ffi::ThreadPool pool, FloatBuffer projected,
     for (int64_t node = 0; node < length; ++node) {
       const float* const from = gate + node * 3 * width;
       float* const kept = convolution.window.At(row, slot + node) + channel;
-      for (int64_t d = 0; d < count; d += kLanes) {
-        const int64_t left = count - d;
+      ForVectors(count, [&](int64_t d, auto left) {
         const Floats input =
             LoadFloats(from + d, left) * LoadFloats(from + 2 * width + d, left);
         StoreFirst(to + node * width + d, input, left);
         StoreFirst(kept + d, Finite(input), left);
-      }
+      });
     }
     for (int64_t node = length - 1; node >= 0; --node) {
       float* const sums = to + node * width;
       convolution.Compute(row, node, channel, count, false, sums);
       const float* const factors = gate + node * 3 * width + width;
-      for (int64_t d = 0; d < count; d += kLanes) {
-        const int64_t left = count - d;
+      ForVectors(count, [&](int64_t d, auto left) {
         StoreFirst(sums + d,
                    LoadFloats(sums + d, left) * LoadFloats(factors + d, left),
                    left);
-      }
+      });
     }
   });
   return ffi::Error::Success();
@@ -165,27 +162,39 @@ ffi::Error MixConvolution(ffi::ThreadPool pool, FloatBuffer projected,
 
 // x times the sigmoid of a gate, of any equal shapes.
 ffi::Error Gate(FloatBuffer x, FloatBuffer gate, FloatResult out) {
-  const int64_t count = x.element_count();
-  for (int64_t i = 0; i < count; i += kLanes) {
-    const int64_t left = count - i;
+  ForVectors(x.element_count(), [&](int64_t i, auto left) {
     const Floats factor = Sigmoid(LoadFloats(gate.typed_data() + i, left));
     StoreFirst(out->typed_data() + i,
                LoadFloats(x.typed_data() + i, left) * factor, left);
-  }
+  });
   return ffi::Error::Success();
 }
 
-// A row of a state [width] after a token: decay * row + key * delta. It is not
-// inlined, so that folding and walking a tree compute the same bits.
-__attribute__((noinline)) void UpdateRow(const float* from, float decay,
-                                         float key, const float* delta,
-                                         int64_t width, float* to) {
-  for (int64_t d = 0; d < width; d += kLanes) {
-    const int64_t left = width - d;
-    StoreFirst(
-        to + d,
-        LoadFloats(from + d, left) * decay + LoadFloats(delta + d, left) * key,
-        left);
+// Columns of a state that are computed at once. Columns do not depend on one
+// another, and those of all rows of a state fit into the first cache.
+constexpr int kParts = 4, kColumns = kParts * kLanes;
+
+// Some columns of a row of a state. Vectors have them in whole cache lines.
+struct Columns {
+  Floats parts[kParts];
+
+  float* values() { return reinterpret_cast<float*>(this); }
+};
+
+// Some columns of a state after a token: decay * state + key * `count` values
+// of delta. It is not inlined, so that folding and walking a tree compute the
+// same bits. `to` may be `from`.
+__attribute__((noinline)) void Update(const Columns* from, int64_t rows,
+                                      float decay, const float* key,
+                                      const float* delta, int64_t count,
+                                      Columns* to) {
+  Columns added = {};
+  std::copy_n(delta, count, added.values());
+  for (int64_t i = 0; i < rows; ++i) {
+#pragma GCC unroll 4
+    for (int p = 0; p < kParts; ++p) {
+      to[i].parts[p] = from[i].parts[p] * decay + added.parts[p] * key[i];
+    }
   }
 }
 
@@ -227,17 +236,26 @@ ffi::Error FoldDelta(ffi::ThreadPool pool, FloatBuffer states, FloatBuffer keys,
   Team(pool, number, states.size_bytes()).For(number, [&](int64_t index) {
     const int64_t row = index / heads.heads, head = index % heads.heads;
     const int64_t last = std::min<int64_t>(count.typed_data()[row], most);
-    for (int64_t i = 0; i < heads.key_width; ++i) {
-      float* const to = result + (index * heads.key_width + i) * heads.width;
+    const int64_t key_width = heads.key_width, width = heads.width;
+    float* const state = result + index * key_width * width;
+    std::vector<Columns> columns(key_width);
+    for (int64_t d = 0; last > 0 && d < width; d += kColumns) {
+      const int64_t size = std::min<int64_t>(width - d, kColumns);
+      for (int64_t i = 0; i < key_width; ++i) {
+        std::copy_n(state + i * width + d, size, columns[i].values());
+      }
       for (int64_t j = 0; j < last; ++j) {
         const int64_t slot = std::clamp<int64_t>(
             slots.typed_data()[row * most + j], 0, length - 1);
         const int64_t token = row * length + slot;
         const int64_t at = token * heads.heads + head;
         const int64_t key = token * heads.key_heads + heads.KeyHead(head);
-        UpdateRow(to, decays.typed_data()[at],
-                  keys.typed_data()[key * heads.key_width + i],
-                  deltas.typed_data() + at * heads.width, heads.width, to);
+        Update(columns.data(), key_width, decays.typed_data()[at],
+               keys.typed_data() + key * key_width,
+               deltas.typed_data() + at * width + d, size, columns.data());
+      }
+      for (int64_t i = 0; i < key_width; ++i) {
+        std::copy_n(columns[i].values(), size, state + i * width + d);
       }
     }
   });
@@ -248,14 +266,14 @@ ffi::Error FoldDelta(ffi::ThreadPool pool, FloatBuffer states, FloatBuffer keys,
 inline void Direction(const float* from, int64_t width, float factor,
                       float* to) {
   Floats squares = {};
-  for (int64_t i = 0; i < width; i += kLanes) {
-    const Floats values = LoadFloats(from + i, width - i);
+  ForVectors(width, [&](int64_t i, auto left) {
+    const Floats values = LoadFloats(from + i, left);
     squares += values * values;
-  }
+  });
   const float scale = factor / std::sqrt(Sum(squares) + 1e-6f);
-  for (int64_t i = 0; i < width; i += kLanes) {
-    StoreFirst(to + i, LoadFloats(from + i, width - i) * scale, width - i);
-  }
+  ForVectors(width, [&](int64_t i, auto left) {
+    StoreFirst(to + i, LoadFloats(from + i, left) * scale, left);
+  });
 }
 
 // A forward over token trees; see `state_ops.mix_delta`.
@@ -268,10 +286,6 @@ struct Walk {
   float* out;
 };
 
-// Columns of a state that are computed at once. Columns do not depend on one
-// another, and those of all rows of a state fit into the first cache.
-constexpr int kParts = 4, kColumns = kParts * kLanes;
-
 // A head at the nodes of a row.
 struct HeadWalk {
   const Walk& walk;
@@ -281,7 +295,7 @@ struct HeadWalk {
   std::vector<float> both;  // Query times key.
   // The first child of each slot, behind it that of the text; and its siblings.
   std::vector<int64_t> child, next;
-  std::vector<float> stack;  // States of some columns.
+  std::vector<Columns> stack;  // States, some columns of each.
 
   const Nodes& nodes() const { return walk.convolution.nodes; }
   int64_t end() const { return first + nodes().length; }
@@ -293,6 +307,10 @@ struct HeadWalk {
   float* Key(int64_t node) { return Query(node) + walk.heads.key_width; }
   float* Value(int64_t node) { return Query(node) + 2 * walk.heads.key_width; }
 
+  float* KeptKey(int64_t slot) const {
+    return walk.keys.At(row, slot) +
+           walk.heads.KeyHead(head) * walk.heads.key_width;
+  }
   float* Delta(int64_t slot) const {
     return walk.deltas.At(row, slot) + head * walk.heads.width;
   }
@@ -307,9 +325,9 @@ struct HeadWalk {
   void Keep(const Window& window, int64_t node, int64_t channel,
             const float* from, int64_t count) const {
     float* const to = window.At(row, first + node) + channel;
-    for (int64_t d = 0; d < count; d += kLanes) {
-      StoreFirst(to + d, Finite(LoadFloats(from + d, count - d)), count - d);
-    }
+    ForVectors(count, [&](int64_t d, auto left) {
+      StoreFirst(to + d, Finite(LoadFloats(from + d, left)), left);
+    });
   }
 
   // Convolves what is projected for a node, and keeps what is the same for all
@@ -330,10 +348,9 @@ struct HeadWalk {
     Direction(query, key_width, 1.0f / std::sqrt(float(key_width)), query);
     Direction(key, key_width, 1.0f, key);
     Floats products = {};
-    for (int64_t i = 0; i < key_width; i += kLanes) {
-      products += LoadFloats(query + i, key_width - i) *
-                  LoadFloats(key + i, key_width - i);
-    }
+    ForVectors(key_width, [&](int64_t i, auto left) {
+      products += LoadFloats(query + i, left) * LoadFloats(key + i, left);
+    });
     both[node] = Sum(products);
     if (heads.IsFirst(head)) {  // All that share a key would keep the same.
       Keep(convolution.window, node, query_at, x + query_at, key_width);
@@ -361,16 +378,15 @@ struct HeadWalk {
   // Computes columns of what a node adds to the state S of its parent, and of
   // what is read from its own: `S' q = decay (S q) + (k q) delta`. So a state
   // is read once, and only nodes with children have one.
-  void Visit(int64_t node, int64_t column, const float* state) {
+  void Visit(int64_t node, int64_t column, const Columns* state) {
     const int64_t key_width = walk.heads.key_width;
     const float *const query = Query(node), *const key = Key(node);
     Floats of_key[kParts] = {}, of_query[kParts] = {};
     for (int64_t i = 0; i < key_width; ++i) {
 #pragma GCC unroll 4
       for (int p = 0; p < kParts; ++p) {
-        const Floats values = Load<Floats>(state + i * kColumns + p * kLanes);
-        of_key[p] += values * key[i];
-        of_query[p] += values * query[i];
+        of_key[p] += state[i].parts[p] * key[i];
+        of_query[p] += state[i].parts[p] * query[i];
       }
     }
     const float decay = Decay(first + node), strength = Strength(node);
@@ -385,34 +401,17 @@ struct HeadWalk {
     }
   }
 
-  // The columns of a state after a slot; `to` may be `from`.
-  void Update(int64_t slot, int64_t column, const float* from, float* to) {
-    const int64_t key_width = walk.heads.key_width;
-    const float* const key =
-        slot >= first
-            ? Key(slot - first)
-            : walk.keys.At(row, slot) + walk.heads.KeyHead(head) * key_width;
-    alignas(64) float delta[kColumns] = {};
-    std::copy_n(Delta(slot) + column,
-                std::min<int64_t>(walk.heads.width - column, kColumns), delta);
-    for (int64_t i = 0; i < key_width; ++i) {
-      UpdateRow(from + i * kColumns, Decay(slot), key[i], delta, kColumns,
-                to + i * kColumns);
-    }
-  }
-
   // Goes through the tree depth first. A state is written over that of the
   // parent, unless a sibling still needs it.
   void WalkColumns(int64_t column) {
     const Heads& heads = walk.heads;
-    const int64_t size = heads.key_width * kColumns;
+    const int64_t size = heads.key_width;
     if (static_cast<int64_t>(stack.size()) < size) stack.resize(size);
     const float* const state = walk.states + (row * heads.heads + head) *
                                                  heads.key_width * heads.width;
     const int64_t count = std::min<int64_t>(heads.width - column, kColumns);
-    for (int64_t i = 0; i < heads.key_width; ++i) {
-      std::copy_n(state + i * heads.width + column, count,
-                  stack.data() + i * kColumns);
+    for (int64_t i = 0; i < size; ++i) {
+      std::copy_n(state + i * heads.width + column, count, stack[i].values());
     }
     std::vector<std::pair<int64_t, int64_t>> waiting;
     int64_t slot = child[end()], level = 0;
@@ -427,8 +426,10 @@ struct HeadWalk {
             stack.resize((level + 1) * size);
           }
         }
-        Update(slot, column, stack.data() + from * size,
-               stack.data() + level * size);
+        const float* const key =
+            slot >= first ? Key(slot - first) : KeptKey(slot);
+        Update(stack.data() + from * size, size, Decay(slot), key,
+               Delta(slot) + column, count, stack.data() + level * size);
         slot = child[slot];
       } else if (next[slot] >= 0) {
         slot = next[slot];
@@ -450,12 +451,12 @@ struct HeadWalk {
     const float* const gate =
         convolution.x + (row * nodes().length + node) * convolution.stride +
         convolution.window.width + head * width;
-    for (int64_t d = 0; d < width; d += kLanes) {
-      const Floats factor = LoadFloats(gate + d, width - d);
+    ForVectors(width, [&](int64_t d, auto left) {
+      const Floats factor = LoadFloats(gate + d, left);
       StoreFirst(values + d,
-                 LoadFloats(values + d, width - d) * (factor * Sigmoid(factor)),
-                 width - d);
-    }
+                 LoadFloats(values + d, left) * (factor * Sigmoid(factor)),
+                 left);
+    });
   }
 
   void Run() {

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 namespace specdec {
 
@@ -69,6 +70,17 @@ template <typename Value, typename Vector>
 void StoreFirst(Value* to, const Vector& vector, int64_t count) {
   if (count >= kLanes) return Store(to, vector);
   std::memcpy(to, &vector, count * sizeof(Value));
+}
+
+// Calls `body(index, left)` for every vector of `count` values. In all calls
+// except the last one the compiler knows that a whole vector is left.
+template <typename Body>
+inline void ForVectors(int64_t count, const Body& body) {
+  int64_t index = 0;
+  for (; index + kLanes <= count; index += kLanes) {
+    body(index, std::integral_constant<int64_t, kLanes>());
+  }
+  if (index < count) body(index, count - index);
 }
 
 // Values of a cache as float32.

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import plans
 import pytest
+import tiny
 
 from models.lab import machine
 from models.lab import task as task_lib
@@ -17,6 +18,7 @@ from models.lab.tune import candidate_methods
 from models.lab.tune import plan_lookup
 from models.lab.tune import planner
 from models.lab.tune import trials
+from models.nn import adapter
 from models.nn import table_model
 from models.text import drafters
 from models.text import pair as pair_lib
@@ -33,10 +35,13 @@ _FEW = {candidate_methods.PLAIN, 'chain 2', 'lookup N=8'}
 
 
 @functools.cache
+def _tokenizer():
+  return tokenizer_lib.train_tokenizer([_TEXT], vocab_size=300, context=128)
+
+
+@functools.cache
 def _pair():
-  tokenizer = tokenizer_lib.train_tokenizer(
-    [_TEXT], vocab_size=300, context=128
-  )
+  tokenizer = _tokenizer()
   size = len(tokenizer)
   rng = np.random.default_rng(0)
   counts = 1e-3 + 0.05 * rng.random((size, size)) ** 8
@@ -48,6 +53,17 @@ def _pair():
   eos_ids = tuple(tokenizer('the')['input_ids'][-1:])
   return pair_lib.Pair(
     target=target, draft=draft, tokenizer=tokenizer, eos_ids=eos_ids
+  )
+
+
+@functools.cache
+def _with_states():
+  """A delta net that drafts for itself."""
+  tokenizer = _tokenizer()
+  module = tiny.llama_module('delta', vocab_size=len(tokenizer))
+  model = adapter.as_model(module)
+  return pair_lib.Pair(
+    target=model, draft=model, tokenizer=tokenizer, eos_ids=()
   )
 
 
@@ -91,7 +107,7 @@ def _by_name(plan):
   return {figures['name']: figures for figures in plan.candidates}
 
 
-def _plan(max_new_tokens=20, **options):
+def _plan(max_new_tokens=20, make_pair=_pair, **options):
   task = task_lib.Task(
     sampling=_SAMPLING,
     drafting=settings_lib.DraftSettings(inner='lookup'),
@@ -99,7 +115,7 @@ def _plan(max_new_tokens=20, **options):
     max_new_tokens=max_new_tokens,
   )
   return planner.make_plan(
-    *(_pair(), _PROMPTS, task),
+    *(make_pair(), _PROMPTS, task),
     context=_CONTEXT,
     **{'plan_seconds': 1e6} | options,
   )
@@ -159,15 +175,16 @@ def test_a_draft_reads_the_end_of_long_prompts_unless_told_what_to_read(
   assert {candidate.drafting.draft_prompt for candidate in listed} == read
 
 
-def test_a_plan_is_made_of_what_was_counted(winning, monkeypatch):
+@pytest.mark.parametrize('make_pair', [_pair, _with_states])
+def test_a_plan_is_made_of_what_was_counted(make_pair, winning, monkeypatch):
   """Finalists are decoded, and the fastest by both accounts is chosen."""
-  pair, lines = _pair(), []
+  pair, lines = make_pair(), []
   monkeypatch.setattr(planner, '_FINALISTS', 1)
   # The costs are measured, but others are used.
   winning.side_effect = lambda *arguments, **options: (
     _MEASURE(*arguments, **options) and winning.return_value
   )
-  plan = _plan(report=lines.append)
+  plan = _plan(make_pair=make_pair, report=lines.append)
   figures = _by_name(plan)
   (fixed,) = figures.keys() - _FEW
   assert fixed.startswith('fixed tree N=8')
