@@ -337,8 +337,17 @@ struct Q6_K {
   }
 };
 
-// Rows of a tile, whose sums are in registers at once.
-constexpr int kBlockRows = kLanes == kBlock ? 4 : 3;
+// Has the compiler compute `values` before it goes on. It would take up work on
+// later groups as well, until it must keep sums in memory.
+inline void ComputeFirst(Floats& values) {
+#if defined(__AVX512F__)
+  asm volatile("" : "+v"(values)::"memory");
+#endif
+}
+
+// Rows of a tile with H registers of outputs, whose sums are in registers at once.
+template <int H>
+constexpr int kBlockRows = H > 1 ? 6 : kLanes == kBlock ? 4 : 3;
 // Registers of outputs that several tiles of rows take together: a word of a row
 // is then read once for all of them. One tile, which computes sooner than the
 // memory is read, takes them one after another, as they lie in memory.
@@ -346,22 +355,25 @@ constexpr int kBlockParts = kLanes == kBlock ? 2 : 1;
 
 // Adds the products of R rows with kParts registers of outputs of a block to
 // `to`, R rows of Sums. Blocks that follow are prefetched, of two registers by
-// every second tile a half, so that the memory is read all the time.
+// every second tile a half, so that the memory is read all the time. A tile that
+// may be alone prefetches both.
 template <typename Kind, int R, int H>
-void AddBlock(const uint32_t* lines, const uint32_t* const (&x)[R],
-              int64_t tile, float* to) {
+__attribute__((noinline)) void AddBlock(const uint32_t* lines, const uint32_t* x,
+                                        int64_t stride, int64_t tile,
+                                        float* to) {
+  constexpr bool kMayBeAlone = H > 1 && R > kBlockRows<1>;
   constexpr int kGroups = kPart / 4 / Kind::kGroupWords;
   constexpr int64_t kTakenOf = TakenOf(Kind::kOffset);
   // Prefetched lines of a group, so that all of them are those of a block.
   constexpr int kSets = kGroups * Kind::kParts;
   constexpr int kLines = (Kind::kWords + kSets - 1) / kSets;
   const auto* ahead = reinterpret_cast<const char*>(lines);
-  if (H > 1) ahead += 64 * Kind::kWords * (tile % 2);
+  if (H > 1 && !kMayBeAlone) ahead += 64 * Kind::kWords * (tile % 2);
   for (int part = 0; part < Kind::kParts; ++part) {
     const auto* const last = lines + (H - 1) * Kind::kWords * kBlock;
     const Kind kinds[] = {{lines, part}, {last, part}};
     const uint32_t* row[R];
-    for (int r = 0; r < R; ++r) row[r] = x[r] + part * kPartWords;
+    for (int r = 0; r < R; ++r) row[r] = x + r * stride + part * kPartWords;
     Floats results[R][H] = {};
 #pragma GCC unroll 8
     for (int group = 0; group < kGroups; ++group) {
@@ -379,6 +391,9 @@ void AddBlock(const uint32_t* lines, const uint32_t* const (&x)[R],
         for (int i = word * kLines / kOf; i < (word + 1) * kLines / kOf; ++i) {
           __builtin_prefetch(ahead + kBlocksFar[H - 1], 0, 2);
           __builtin_prefetch(ahead + kBlocksNear[H - 1]);
+          if (kMayBeAlone) {
+            __builtin_prefetch(ahead + 64 * Kind::kWords + kBlocksNear[H - 1]);
+          }
           ahead += 64;
         }
         const int64_t at = (group * Kind::kGroupWords + word) * Int8::kFactors;
@@ -400,6 +415,11 @@ void AddBlock(const uint32_t* lines, const uint32_t* const (&x)[R],
           results[r][i] += scale * (BitCast<Floats>(sums[r][i]) - taken);
         }
       }
+      if (H > 1 && (group + 1) * Kind::kGroupWords % 8 == 0) {
+        for (auto& of_row : results) {
+          for (Floats& result : of_row) ComputeFirst(result);
+        }
+      }
     }
     if constexpr (Kind::kHasMinima) {
       const typename Kind::Minima minima[] = {{lines, part}, {last, part}};
@@ -417,16 +437,15 @@ void AddBlock(const uint32_t* lines, const uint32_t* const (&x)[R],
   }
 }
 
-// The same for `count` rows, at most kBlockRows.
-template <typename Kind, int H, int R = kBlockRows>
-void AddBlockOf(int64_t count, const Rows& rows, int64_t first, int64_t at,
-                int64_t tile, const uint32_t* lines, float* to) {
+// The same for `count` rows, at most kBlockRows. With two registers they are at
+// least three, as more rows than kBlockRows<1> are shared out evenly.
+template <typename Kind, int H, int R = kBlockRows<H>>
+void AddBlockOf(int64_t count, const uint32_t* lines, const uint32_t* x,
+                int64_t stride, int64_t tile, float* to) {
   if (count >= R) {
-    const uint32_t* x[R];
-    for (int r = 0; r < R; ++r) x[r] = rows.row(first + r) + at;
-    AddBlock<Kind, R, H>(lines, x, tile, to);
-  } else if constexpr (R > 1) {
-    AddBlockOf<Kind, H, R - 1>(count, rows, first, at, tile, lines, to);
+    AddBlock<Kind, R, H>(lines, x, stride, tile, to);
+  } else if constexpr (R > (H > 1 ? 3 : 1)) {
+    AddBlockOf<Kind, H, R - 1>(count, lines, x, stride, tile, to);
   }
 }
 
@@ -503,8 +522,9 @@ struct Blocks {
     std::fill_n(sums, count * kGroup, 0);
     Of(group.kind, [&](auto* kind) {
       using Kind = std::remove_pointer_t<decltype(kind)>;
-      const auto multiply = count > kBlockRows ? MultiplyKind<Kind, kBlockParts>
-                                               : MultiplyKind<Kind, 1>;
+      const auto multiply = count > kBlockRows<1>
+                                ? MultiplyKind<Kind, kBlockParts>
+                                : MultiplyKind<Kind, 1>;
       multiply(rows, first, count, group, sums);
     });
   }
@@ -513,16 +533,20 @@ struct Blocks {
   template <typename Kind, int H>
   static void MultiplyKind(const Rows& rows, int64_t first, int64_t count,
                            const Group& group, float* sums) {
+    const int64_t tiles = (count + kBlockRows<H> - 1) / kBlockRows<H>;
+    const int64_t least = count / tiles, larger = count % tiles;
     const uint32_t* lines = group.words;
     for (int64_t block = 0; block < group.num_words / Kind::kWords; ++block) {
       const int64_t at = block * Kind::kParts * kPartWords;
       for (int64_t column = 0; column < kGroup; column += H * kLanes) {
         const int64_t line = column / kBlock * Kind::kWords;
-        for (int64_t row = 0; row < count; row += kBlockRows) {
-          AddBlockOf<Kind, H>(count - row, rows, first + row, at,
-                              row / kBlockRows,
-                              lines + line * kBlock + column % kBlock,
+        int64_t row = 0;
+        for (int64_t tile = 0; tile < tiles; ++tile) {
+          const int64_t size = least + (tile < larger);
+          AddBlockOf<Kind, H>(size, lines + line * kBlock + column % kBlock,
+                              rows.row(first + row) + at, rows.stride, tile,
                               sums + row * kGroup + column);
+          row += size;
         }
       }
       lines += 2 * Kind::kWords * kBlock;
