@@ -67,7 +67,8 @@ def main() -> None:
   plan.save(path)
   print(f'written to {path}')
   if folder is not None:
-    title = f'Time by method: {task.models.target}, {plan.context.dtype}'
+    name = pathlib.Path(task.models.target).name
+    title = f'Time by method: {name}, {plan.context.dtype}'
     picture = folder / f'{path.stem}_time.png'
     plots.draw_plan(plan, title).savefig(picture, dpi=150)
     print(f'picture: {picture}')

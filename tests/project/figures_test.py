@@ -12,8 +12,9 @@ _NUMBER = re.compile(r'(?<![\w.])\d+(?:\.\d+)?')
 _LINK = re.compile(r'\]\([^)]*(results/[^)]*\.(?:md|json))\)')
 # Fields of a JSON file that have no figures.
 _CIRCUMSTANCES = ('machine', 'settings')
-# Columns of goals, and of a version whose files are in the history of git.
-_OF_NO_FILE = ('wanted', 'in 0.8.0')
+# Columns of goals, of predictions, and of a version whose files are in the
+# history of git.
+_OF_NO_FILE = ('wanted', 'computed', 'in 0.8.0')
 # A link whose text is a figure.
 _TEXT_LINK = re.compile(r'\[(\d[^\]]*)\]\([^)]*(results/[^)]*\.(?:md|json))\)')
 _URL = re.compile(r'\]\([^)]*\)')
@@ -79,7 +80,7 @@ def _rows(page):
       name, *cells = (
         cell
         for cell, of in zip(line.strip('|').split('|'), header, strict=False)
-        if of.strip() not in _OF_NO_FILE
+        if not of.strip().startswith(_OF_NO_FILE)
       )
       texts = [_URL.sub(']', _OTHER_ARM.sub('', cell)) for cell in cells]
       figures = _numbers('|'.join(texts))
