@@ -15,8 +15,11 @@ _CIRCUMSTANCES = ('machine', 'settings')
 # Columns of goals, of predictions, and of a version whose files are in the
 # history of git.
 _OF_NO_FILE = ('wanted', 'computed', 'in 0.8.0')
-# A link whose text is a figure.
-_TEXT_LINK = re.compile(r'\[(\d[^\]]*)\]\([^)]*(results/[^)]*\.(?:md|json))\)')
+# A link whose text begins with a figure and its unit.
+_TEXT_LINK = re.compile(
+  r'\[(\d[\d.]*(?:x| ?%| tokens/s)[^\]]*)\]'
+  r'\([^)]*(results/[^)]*\.(?:md|json))\)'
+)
 _URL = re.compile(r'\]\([^)]*\)')
 # A figure of another arm, which a cell has for comparison.
 _OTHER_ARM = re.compile(r', [\d.]+x of \w+')
