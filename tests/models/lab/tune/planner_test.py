@@ -203,7 +203,8 @@ def test_a_plan_is_made_of_what_was_counted(make_pair, winning, monkeypatch):
     tokens += found.stats.new_tokens
     ends += found.finish_reasons.count('eos')
   assert figures['chain 2']['block_efficiency'] == tokens / forwards > 1
-  assert plan.ends_per_token == ends / tokens > 0
+  assert plan.ends_per_token == ends / tokens
+  assert bool(ends) == bool(pair.eos_ids)
   # The fastest was decoded, and the fastest that reads no prompt.
   wins = lambda name, *accounts: all(
     figures[name][key] > 1.03 * figures[candidate_methods.PLAIN][key]
