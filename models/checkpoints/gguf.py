@@ -24,6 +24,9 @@ from models.checkpoints.keys import tensor_parts
 from models.nn import adapter
 from models.nn import blocks as blocks_lib
 
+# The keys of a file as a config.json would have them.
+config_keys = gguf_keys.config_keys
+
 SUFFIX = '.gguf'
 _NAME = re.compile(r'(?:blk\.(\d+)\.)?(\w+(?:\.\w+)?)\.(weight|bias)')
 _EXPERT_NAMES = {

@@ -25,6 +25,8 @@ from models.nn import matrices as matrices_lib
 from models.nn import rope as rope_lib
 from specdec import cache as cache_lib
 
+LlamaConfig = llama_config.LlamaConfig  # The shape of a `Llama`.
+
 _Cache = cache_lib.KVCache | None
 
 
