@@ -93,9 +93,7 @@ def check_names(options: Any, known: Any) -> None:
   for name in options:
     if name not in names:
       hint = f'the options of a decode are {", ".join(sorted(names))}'
-      if name in {
-        one.name for one in dataclasses.fields(sampling_lib.Sampling)
-      }:
+      if name in vars(sampling_lib.Sampling()):
         hint = f'give sampling=specdec.Sampling({name}=...)'
       raise TypeError(f'unexpected keyword argument {name!r}; {hint}')
 

@@ -24,7 +24,7 @@ from models.checkpoints.keys import tensor_parts
 from models.nn import adapter
 from models.nn import blocks as blocks_lib
 
-# The keys of a file as a config.json would have them.
+# The name that 0.8.0 had.
 config_keys = gguf_keys.config_keys
 
 SUFFIX = '.gguf'

@@ -25,7 +25,7 @@ from models.nn import matrices as matrices_lib
 from models.nn import rope as rope_lib
 from specdec import cache as cache_lib
 
-LlamaConfig = llama_config.LlamaConfig  # The shape of a `Llama`.
+LlamaConfig = llama_config.LlamaConfig  # The name that 0.8.0 had.
 
 _Cache = cache_lib.KVCache | None
 

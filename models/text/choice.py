@@ -20,7 +20,6 @@ from models.nn import sharding as sharding_lib
 from models.text import draft_vocabulary
 from models.text import fields
 
-AUTO = 'auto'
 _DEMO = 'demo'  # The embedded target, and its draft.
 
 
@@ -70,7 +69,7 @@ class ModelChoice:
     ' Face hub',
   )
   draft: str | None = fields.described(
-    AUTO,
+    dtypes.AUTO,
     'the draft model: a folder, a GGUF file, a hub id, demo (embedded) or none;'
     ' auto: demo for the embedded target, and none for others or with a head',
     in_python='None',
@@ -145,7 +144,7 @@ class ModelChoice:
   )
 
   def __post_init__(self) -> None:
-    if self.draft == AUTO:
+    if self.draft == dtypes.AUTO:
       is_embedded = self.target == _DEMO and self.head is None
       object.__setattr__(self, 'draft', _DEMO if is_embedded else None)
 
