@@ -82,7 +82,8 @@ _OUTPUT = flags.DEFINE_string(
 _PLOTS = flags.DEFINE_string(
   'plots',
   None,
-  'folder for pictures; default: beside the JSON, if matplotlib is installed',
+  'folder for a picture of the categories; default: beside the JSON, if'
+  ' matplotlib is installed',
 )
 
 
@@ -139,9 +140,10 @@ def main() -> None:
     print(f'{report}\n' if _BATCH_SIZES.value else report, flush=True)
     if output:
       report.write(str(file))
-    if folder is not None:
+    if folder is not None and report.categories:
       written = record.record(dict(report.settings), report.figures)
-      plots.draw(written, folder, file.name)
+      picture = folder / f'{file.stem}_categories.png'
+      plots.draw_categories(written).savefig(picture, dpi=150)
   if _BATCH_SIZES.value:
     print(benchmark.table_by_batch_size(reports))
 
