@@ -537,7 +537,6 @@ def test_what_is_measured(pair, corpus, tmp_path):
     ('forward --sizes=2 --context=32', 'dtype   | N | ms', 2),
     ('forward --sizes=1 --random_weights', 'GB_per_second | per_rea', 1),
     ('forward --sizes=1 --of_draft --context=32', '| N | ms', 1),
-    ('memory', 'model  ', 1),
     (f'loss --sizes=16 --corpus={corpus}', 'window | nats_per', 1),
   ):
     flags = [*flags.split(), '--repeats=1', f'--output={output}', *pair[:2]]
