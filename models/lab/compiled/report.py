@@ -40,7 +40,6 @@ def loop_figures(
     'host_transfers': len(loop.host_transfers),
     'branches': loop.branches,
     'conditions': loop.conditionals,
-    'bytes': loop.bytes,
     'cycles': loop.cycles,
   }
 
