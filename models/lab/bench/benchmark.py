@@ -53,9 +53,6 @@ _SPEED: _Columns = {
     arm, 'decoding_tokens_per_second'
   ),
   'speed': lambda arm: _interval(arm, 'decoding_speed', 'x'),
-  'per batch: least, median, most': lambda arm: '{:.2f} {:.2f} {:.2f}'.format(
-    *np.quantile(arm['speed_per_batch'], (0, 0.5, 1))
-  ),
   'block eff.': lambda arm: f'{arm["block_efficiency"]:.2f}',
   'accepted at 1, 2, ...': lambda arm: (
     ' '.join(f'{x:.2f}' for x in arm['acceptance_by_position'] if x) or '-'
@@ -76,7 +73,6 @@ _WORK: _Columns = {
     f'{arm["relative_bandwidth_at_paper_costs"]:.3f}'
   ),
   'weights, MB': lambda arm: f'{arm["weight_bytes"] / 1e6:.1f}',
-  'compile, s': lambda arm: f'{arm["compile_seconds"]:.1f}',
 }
 
 
@@ -123,10 +119,10 @@ class Report:
   Attributes:
     settings: of the run.
     limits: of `models.lab.machine.Bandwidth.summary`.
-    arms: by name the figures of `timing.summarize_arms`; `compile_seconds`;
-      `flips`, the rows whose tokens differ from those of the plain arm of the
-      same dtype, each with the margin of the choice, or None without such an
-      arm or if tokens may differ. Those of this library also have
+    arms: by name the figures of `timing.summarize_arms`; `flips`, the rows
+      whose tokens differ from those of the plain arm of the same dtype, each
+      with the margin of the choice, or None without such an arm or if tokens
+      may differ. Those of this library also have
       `weight_bytes`, the figures of `_reading`, and
       `relative_bandwidth_at_paper_costs`, that of the same forwards at
       `PAPER_COSTS`.
@@ -364,15 +360,15 @@ def _decode(
   bandwidth: machine.Bandwidth,
   max_new_tokens: int,
   max_seconds: float | None,
-) -> tuple[dict[str, list[timing.Measurement]], dict[str, float]]:
-  """By arm: measurements, and seconds of compiling."""
+) -> dict[str, list[timing.Measurement]]:
+  """By arm its measurements."""
   decoders = {name: arm.decode for name, arm in arms.items()}
   total = len(arms) * (len(batches) + 1)
   with tqdm.tqdm(total=total, unit='batch', file=sys.stderr) as bar:
-    compile_seconds = timing.warm_up(
+    timing.warm_up(
       decoders, batches, max_new_tokens=max_new_tokens, report=bar.update
     )
-    results = timing.time_arms(
+    return timing.time_arms(
       decoders,
       batches,
       max_new_tokens=max_new_tokens,
@@ -380,7 +376,6 @@ def _decode(
       max_seconds=max_seconds,
       report=bar.update,
     )
-  return results, compile_seconds
 
 
 def _reading(
@@ -436,18 +431,13 @@ def run(
   made = _batches(questions, pairs, ready[baseline].decode, task, prompt_bucket)
   batches = [rows for _, rows in made]
   bandwidth = machine.Bandwidth()
-  results, compile_seconds = _decode(
-    ready, batches, bandwidth, limit, max_seconds
-  )
+  results = _decode(ready, batches, bandwidth, limit, max_seconds)
   figures = timing.summarize_arms(results, baseline=baseline)
   limits = bandwidth.summary()
   for spec in arms:
     name = str(spec)
     measured, weight_bytes = figures[name], ready[name].weight_bytes
-    measured |= {
-      'compile_seconds': compile_seconds[name],
-      'flips': _find_flips(spec, results, batches, pairs, task),
-    }
+    measured['flips'] = _find_flips(spec, results, batches, pairs, task)
     if weight_bytes is None:
       for unknown in peer_lib.UNKNOWN:
         del measured[unknown]

@@ -54,28 +54,22 @@ def warm_up(
   *,
   max_new_tokens: int,
   report: Callable[[], Any] = lambda: None,
-) -> dict[str, float]:
-  """Compiles every arm for every padded shape of the batches (see `time_arms`).
+) -> None:
+  """Compiles every arm for every padded shape of the batches.
 
-  Returns:
-    By arm, the seconds of tracing and compiling: of its first calls minus those
-    of the same calls repeated. Earlier arms may have compiled its programs.
+  A second run of each is not timed, in which a GPU records command buffers.
   """
   shape = lambda batch: (
     len(batch),
     *padding.padded_shape(batch, max_new_tokens),
   )
   first_of_shape = {shape(batch): batch for batch in reversed(batches)}
-  seconds = {}
-  for name, arm in arms.items():
-    total = 0.0
+  for arm in arms.values():
     for batch in first_of_shape.values():
-      for sign in (1, -1):
-        total += sign * _timed(arm, batch, 0)[0]
+      for _ in range(2):
+        arm(batch, 0)
     arm(batches[0], min(8, max_new_tokens))
-    seconds[name] = max(total, 0.0)
     report()
-  return seconds
 
 
 def time_arms(
@@ -201,9 +195,9 @@ def summarize_arms(
     By arm: pooled counts and ratios of `specdec.statistics.Statistics`;
     `acceptance_by_position`;
     `seconds` and the `prefill_seconds` among them; `tokens_per_second`;
-    `speed`, the baseline's seconds per token over the arm's, pooled, and
-    `speed_per_batch`; `decoding_tokens_per_second` and `decoding_speed`, the
-    same without the prefill; for the four pooled figures `..._interval`, the
+    `speed`, the baseline's seconds per token over the arm's, pooled;
+    `decoding_tokens_per_second` and `decoding_speed`, the same without the
+    prefill; for the four pooled figures `..._interval`, the
     95 % interval over batches (`pooled_interval`), None for a single batch.
   """
   base = results[baseline]
@@ -217,7 +211,6 @@ def _summarize(
   counts = [{key: getattr(row, key) for key in _COUNTS} for row in stats]
   pooled = _added(counts)
   figures = statistics_lib.Statistics(**pooled, costs=costs_of(measurements))
-  per_token = lambda measured: measured.seconds / max(measured.new_tokens, 1)
   speed = lambda tokens, seconds, base_tokens, base_seconds: (
     tokens / seconds / (base_tokens / base_seconds)
   )
@@ -253,10 +246,6 @@ def _summarize(
       'relative_bandwidth': figures.relative_bandwidth,
       'seconds': sum(m.seconds for m in measurements),
       'prefill_seconds': sum(m.prefill_seconds for m in measurements),
-      'speed_per_batch': [
-        per_token(base) / per_token(measured)
-        for base, measured in zip(baseline, measurements, strict=True)
-      ],
     }
   )
 

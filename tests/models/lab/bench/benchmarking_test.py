@@ -72,7 +72,7 @@ def test_flips_are_found_where_rows_part():
   ]
 
 
-def test_speed_is_pooled_and_per_batch():
+def test_speed_is_pooled():
   measured = {
     'slow': _measured(4.0, 8.0, prefill=1.0),
     'fast': _measured(1.0, 3.0, prefill=0.5),
@@ -81,7 +81,6 @@ def test_speed_is_pooled_and_per_batch():
   fast = arms['fast']
   assert arms['slow']['speed'] == 1
   assert fast['speed'] == pytest.approx(12 / 4)
-  assert fast['speed_per_batch'] == pytest.approx([4, 8 / 3])
   assert fast['tokens_per_second'] == pytest.approx(6 / 4)
   # Without the prompt.
   assert fast['decoding_speed'] == pytest.approx(10 / 3)
@@ -224,35 +223,23 @@ def test_every_arm_is_warmed_up_once_for_every_shape():
   # The first two are padded to the same shape.
   calls, batches = [], [[[7]], [[8]], [[9] * 40]]
   arms = _recorded(calls)
-  assert timing.warm_up(arms, batches, max_new_tokens=20).keys() == arms.keys()
+  timing.warm_up(arms, batches, max_new_tokens=20)
   limits = [(9, 0), (9, 0), (7, 0), (7, 0), (7, 8)]
   assert calls == [(name, *one) for name in 'ab' for one in limits]
 
 
-def _clocked(monkeypatch, takes):
-  """An arm that moves the clock; `takes` says by how much."""
+def test_no_batch_is_begun_when_time_is_up(monkeypatch):
+  """Each decode takes as many seconds as its limit."""
   now = 0.0
 
   def decode(batch, limit):
     nonlocal now
-    now += takes(limit)
+    now += limit
     return _generation([1, 2])
 
   monkeypatch.setattr('time.perf_counter', lambda: now)
-  return {'a': decode}
-
-
-def test_compiling_is_what_a_first_call_takes_longer(monkeypatch):
-  # 5 seconds at first, then 2.
-  takes = iter([5.0, 2.0, 4.0, 2.0, 0.0])
-  arms = _clocked(monkeypatch, lambda limit: next(takes))
-  assert timing.warm_up(arms, [[[7]], [[8] * 40]], max_new_tokens=9) == {'a': 5}
-
-
-def test_no_batch_is_begun_when_time_is_up(monkeypatch):
-  arms = _clocked(monkeypatch, lambda limit: limit)
   run = lambda seconds: timing.time_arms(
-    arms, [[[1]]] * 5, max_new_tokens=10, max_seconds=seconds
+    {'a': decode}, [[[1]]] * 5, max_new_tokens=10, max_seconds=seconds
   )['a']
   assert [len(run(seconds)) for seconds in (0, -1, 25, None)] == [1, 1, 3, 5]
   [only] = run(0)
