@@ -55,23 +55,16 @@ def _settings(sampling: sampling_lib.Sampling) -> dict[str, Any]:
   return {name: value for name, value in settings.items() if value is not None}
 
 
-def _options(spec: peer_lib.ArmSpec) -> dict[str, Any]:
+def _options(spec: peer_lib.ArmSpec) -> dict[str, int]:
   """The options of an arm as numbers."""
-  options: dict[str, Any] = {}
+  options = {}
   if spec.method == 'transformers-lookup':
     # Transformers has no default; this value is that of its documentation.
     options['prompt_lookup_num_tokens'] = 10
   for name, value in spec.options:
-    is_share = name == 'assistant_confidence_threshold'
-    try:
-      options[name] = float(value) if is_share else int(value)
-      if options[name] < (0 if is_share else 1):
-        raise ValueError
-    except ValueError:
-      raise ValueError(
-        f'arm {str(spec)!r}: {name} must be'
-        f' {"a number from 0" if is_share else "an integer from 1"}'
-      ) from None
+    if not value.isdecimal() or int(value) < 1:
+      raise ValueError(f'arm {str(spec)!r}: {name} must be an integer from 1')
+    options[name] = int(value)
   return options
 
 
@@ -133,10 +126,7 @@ class Transformers(peer_lib.Peer):
 
   methods: Mapping[str, tuple[str, ...]] = {
     'transformers': (),
-    'transformers-assisted': (
-      'num_assistant_tokens',
-      'assistant_confidence_threshold',
-    ),
+    'transformers-assisted': ('num_assistant_tokens',),
     'transformers-lookup': ('prompt_lookup_num_tokens',),
   }
   dtypes = ('float32', 'bfloat16')

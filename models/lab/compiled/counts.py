@@ -63,9 +63,8 @@ class Collective:
 
   @property
   def num_bytes(self) -> int:
-    """The bytes of the results, without the padding of tiled layouts."""
-    plain = (hlo.Array(array.element, array.dims) for array in self.arrays)
-    return sum(array.num_bytes for array in plain)
+    """The bytes of the results."""
+    return sum(array.num_bytes for array in self.arrays)
 
   def __str__(self) -> str:
     return f'{self.opcode} {", ".join(map(str, self.arrays))}'
@@ -182,9 +181,10 @@ def _count_instruction(
       total.layer_kernels[int(layer.group(1))] = 1
   if found := _collective(program, instruction):
     total.collectives[found] = 1
-  destination = instruction.arrays[:1]
-  if _is_copy(program, instruction) and bytes_of(destination) > LARGE_COPY:
-    total.copies[str(destination[0])] = 1
+  for copied in instruction.arrays[:1]:
+    is_large = copied.memory_space == 0 and copied.num_bytes > LARGE_COPY
+    if is_large and _is_copy(program, instruction):
+      total.copies[str(copied)] = 1
   return total
 
 
@@ -239,8 +239,3 @@ def _fused(fusion: hlo.Instruction) -> str:
   """Name of the computation of a fusion."""
   (called,) = fusion.called['calls']
   return called
-
-
-def bytes_of(arrays: tuple[hlo.Array, ...]) -> int:
-  """Size of the arrays that are in main memory; the others count as 0."""
-  return sum(array.num_bytes for array in arrays if array.memory_space == 0)
