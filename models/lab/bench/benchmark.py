@@ -5,12 +5,10 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import pathlib
-import sys
 from typing import Any
 
 import jax
 import numpy as np
-import tqdm
 
 from models.lab import machine
 from models.lab.bench import arms as arms_lib
@@ -354,30 +352,6 @@ def _load(
   return pairs, {str(spec): arms[spec] for spec in specs}
 
 
-def _decode(
-  arms: Mapping[str, peer_lib.ReadyArm],
-  batches: Batches,
-  bandwidth: machine.Bandwidth,
-  max_new_tokens: int,
-  max_seconds: float | None,
-) -> dict[str, list[timing.Measurement]]:
-  """By arm its measurements."""
-  decoders = {name: arm.decode for name, arm in arms.items()}
-  total = len(arms) * (len(batches) + 1)
-  with tqdm.tqdm(total=total, unit='batch', file=sys.stderr) as bar:
-    timing.warm_up(
-      decoders, batches, max_new_tokens=max_new_tokens, report=bar.update
-    )
-    return timing.time_arms(
-      decoders,
-      batches,
-      max_new_tokens=max_new_tokens,
-      before_batch=bandwidth.sample,
-      max_seconds=max_seconds,
-      report=bar.update,
-    )
-
-
 def _reading(
   figures: Figures,
   costs: Mapping[str, Mapping[str, float]],
@@ -431,7 +405,15 @@ def run(
   made = _batches(questions, pairs, ready[baseline].decode, task, prompt_bucket)
   batches = [rows for _, rows in made]
   bandwidth = machine.Bandwidth()
-  results = _decode(ready, batches, bandwidth, limit, max_seconds)
+  decoders = {name: arm.decode for name, arm in ready.items()}
+  timing.warm_up(decoders, batches, max_new_tokens=limit)
+  results = timing.time_arms(
+    decoders,
+    batches,
+    max_new_tokens=limit,
+    before_batch=bandwidth.sample,
+    max_seconds=max_seconds,
+  )
   figures = timing.summarize_arms(results, baseline=baseline)
   limits = bandwidth.summary()
   for spec in arms:

@@ -15,6 +15,7 @@ import time
 from typing import Any
 
 import numpy as np
+import tqdm
 
 from specdec import generation as generation_lib
 from specdec import padding
@@ -53,7 +54,6 @@ def warm_up(
   batches: Sequence[Sequence[Sequence[int]]],
   *,
   max_new_tokens: int,
-  report: Callable[[], Any] = lambda: None,
 ) -> None:
   """Compiles every arm for every padded shape of the batches.
 
@@ -64,12 +64,11 @@ def warm_up(
     *padding.padded_shape(batch, max_new_tokens),
   )
   first_of_shape = {shape(batch): batch for batch in reversed(batches)}
-  for arm in arms.values():
+  for arm in tqdm.tqdm(arms.values(), 'compiling', unit='arm'):
     for batch in first_of_shape.values():
       for _ in range(2):
         arm(batch, 0)
     arm(batches[0], min(8, max_new_tokens))
-    report()
 
 
 def time_arms(
@@ -79,7 +78,6 @@ def time_arms(
   max_new_tokens: int,
   before_batch: Callable[[], Any] = lambda: None,
   max_seconds: float | None = None,
-  report: Callable[[], Any] = lambda: None,
 ) -> dict[str, list[Measurement]]:
   """By arm, the measurement of each batch; call `warm_up` first.
 
@@ -89,12 +87,11 @@ def time_arms(
     max_new_tokens: the limit per row.
     before_batch: called before every batch, e.g. to measure the machine.
     max_seconds: after that time no other batch begins; the first always does.
-    report: called after every decode.
   """
   most_seconds = math.inf if max_seconds is None else max_seconds
   start = time.perf_counter()
   results: dict[str, list[Measurement]] = {name: [] for name in arms}
-  for index, batch in enumerate(batches):
+  for index, batch in enumerate(tqdm.tqdm(batches, unit='batch')):
     if index and time.perf_counter() - start > most_seconds:
       break
     before_batch()
@@ -102,7 +99,6 @@ def time_arms(
       prefill, _ = _timed(arms[name], batch, 0)
       seconds, generation = _timed(arms[name], batch, max_new_tokens)
       results[name].append(Measurement(seconds, generation, prefill))
-      report()
   return results
 
 
