@@ -80,10 +80,7 @@ _OUTPUT = flags.DEFINE_string(
   'output', None, 'JSON file to write, with tables (.md) beside it'
 )
 _PLOTS = flags.DEFINE_string(
-  'plots',
-  None,
-  'folder for a picture of the categories; default: beside the JSON, if'
-  ' matplotlib is installed',
+  'plots', None, 'folder for a picture of the categories'
 )
 
 
@@ -133,7 +130,7 @@ def main() -> None:
     paths = {n: path.with_stem(f'{path.stem}_b{n}') for n in sizes}
   for file in paths.values() if output else ():
     record.prepare_output(str(file))
-  folder = plots.choose_folder(_PLOTS.value, output)
+  folder = plots.check_folder(_PLOTS.value)
   reports = {}
   for size, file in paths.items():
     report = reports[size] = _run(size, questions)

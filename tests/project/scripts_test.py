@@ -443,6 +443,7 @@ def test_turns_are_decoded_and_counted_by_category(
     )
   )
   flags = f'--prompt_file={file}', f'--output={output}', '--num_prompts=1'
+  flags += (f'--plots={tmp_path}',)
   flags += ('--arms=plain,chain(num_draft_tokens=2)',)
   # The target drafts for itself, so that all that is drafted is accepted.
   flags += (instruct[0].replace('target', 'draft', 1),)

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 import importlib.util
 import itertools
 import pathlib
-import sys
 from typing import Any
 
 import numpy as np
@@ -15,27 +14,22 @@ _COLORS = (
   *('#4477aa', '#ee6677', '#228833', '#ccbb44'),
   *('#aa3377', '#66ccee', '#994f00', '#117777'),
 )
-_HOW_TO_INSTALL = "pip install matplotlib (or the extra: 'specdec-jax[plot]')"
 
 
-def choose_folder(plots: str | None, output: str | None) -> pathlib.Path | None:
-  """The folder for pictures, which is made; None for no pictures.
-
-  The arguments are the flags `--plots` and `--output`.
+def check_folder(plots: str | None) -> pathlib.Path | None:
+  """The folder of the flag `--plots`, which is made; None for no pictures.
 
   Raises:
-    ValueError: `--plots` is given and matplotlib is missing.
+    ValueError: matplotlib is missing.
   """
-  if plots is None and output is None:
+  if plots is None:
     return None
   if importlib.util.find_spec('matplotlib') is None:
-    if plots is not None:
-      raise ValueError(
-        f'--plots={plots} needs matplotlib; {_HOW_TO_INSTALL}, or leave it out'
-      )
-    print(f'no pictures without matplotlib: {_HOW_TO_INSTALL}', file=sys.stderr)
-    return None
-  folder = pathlib.Path(plots or pathlib.Path(output or '').parent)
+    raise ValueError(
+      f'--plots={plots} needs matplotlib; pip install matplotlib (or the extra:'
+      " 'specdec-jax[plot]'), or leave it out"
+    )
+  folder = pathlib.Path(plots)
   folder.mkdir(parents=True, exist_ok=True)
   return folder
 
