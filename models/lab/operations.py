@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from models.lab.compiled import hlo
+from models.lab import hlo
 
 _SMALL = 0.01  # Operations that take a smaller share are put together.
 

@@ -28,7 +28,7 @@ import tiny
 import tiny_blocks
 import tiny_drafters
 
-from models.lab.compiled import hlo
+from models.lab import hlo
 from models.lab.compiled import programs
 from models.lab.compiled import report as report_lib
 from models.nn import llama_config

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from models.lab import hlo
 from models.lab.compiled import counts
-from models.lab.compiled import hlo
 from models.lab.compiled import programs
 
 STEP = 'decode step'

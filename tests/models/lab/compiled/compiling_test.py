@@ -4,9 +4,9 @@ import pathlib
 
 import pytest
 
+from models.lab import hlo
 from models.lab.bench import record
 from models.lab.compiled import counts
-from models.lab.compiled import hlo
 from models.lab.compiled import programs
 from models.lab.compiled import report as report_lib
 
