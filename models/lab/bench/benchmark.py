@@ -312,15 +312,21 @@ def _find_flips(
     return None
   keys = arguments_lib.row_keys(jax.random.key(task.seed), task.batch_size)
   flips = []
-  for flip in timing.find_flips(results[str(spec)], reference):
-    tokens = reference[flip.batch].generation.tokens[flip.row]
-    margin = exactness.choice_margin(
-      pairs[spec.dtype].target,
-      keys[flip.row],
-      [*batches[flip.batch][flip.row], *tokens[: flip.offset]],
-      task.sampling,
-    )
-    flips.append(dataclasses.asdict(flip) | {'margin': margin})
+  pairs_of_batches = zip(results[str(spec)], reference, strict=True)
+  for number, both in enumerate(pairs_of_batches):
+    texts = zip(*(one.generation.tokens for one in both), strict=True)
+    for row, (tokens, expected) in enumerate(texts):
+      offset = timing.first_difference(tokens, expected)
+      if offset is None:
+        continue
+      margin = exactness.choice_margin(
+        pairs[spec.dtype].target,
+        keys[row],
+        [*batches[number][row], *expected[:offset]],
+        task.sampling,
+      )
+      place = {'batch': number, 'row': row, 'offset': offset}
+      flips.append(place | {'margin': margin})
   return flips
 
 

@@ -102,15 +102,6 @@ def time_arms(
   return results
 
 
-@dataclasses.dataclass(frozen=True)
-class Flip:
-  """A row whose tokens differ from those of the reference from `offset` on."""
-
-  batch: int
-  row: int
-  offset: int
-
-
 def first_difference(
   tokens: Sequence[int], expected: Sequence[int]
 ) -> int | None:
@@ -123,21 +114,6 @@ def first_difference(
   pairs = enumerate(zip(tokens, expected, strict=False))
   shorter = min(len(tokens), len(expected))
   return next((index for index, (a, b) in pairs if a != b), shorter)
-
-
-def find_flips(
-  measurements: Sequence[Measurement], reference: Sequence[Measurement]
-) -> list[Flip]:
-  """The rows of an arm that differ from the reference, and where."""
-  flips = []
-  pairs = zip(measurements, reference, strict=True)
-  for index, (measured, other) in enumerate(pairs):
-    rows = zip(measured.generation.tokens, other.generation.tokens, strict=True)
-    for row, (tokens, expected) in enumerate(rows):
-      offset = first_difference(tokens, expected)
-      if offset is not None:
-        flips.append(Flip(index, row, offset))
-  return flips
 
 
 _COUNTS = (

@@ -62,14 +62,9 @@ def _measured(*seconds, prefill=0.0):
   ]
 
 
-def test_flips_are_found_where_rows_part():
-  reference = [timing.Measurement(1.0, _generation([1, 2, 3], [4, 5]))]
-  same = [timing.Measurement(1.0, _generation([1, 2, 3], [4, 5]))]
-  other = [timing.Measurement(1.0, _generation([1, 9, 3], [4]))]
-  assert timing.find_flips(same, reference) == []
-  assert timing.find_flips(other, reference) == [
-    *(timing.Flip(0, 0, 1), timing.Flip(0, 1, 1)),
-  ]
+def test_rows_part_where_one_ends_or_has_another_token():
+  parted = lambda row: timing.first_difference(row, [1, 2, 3])
+  assert [*map(parted, ([1, 2, 3], [1, 9, 3], [1]))] == [None, 1, 1]
 
 
 def test_speed_is_pooled():
@@ -120,7 +115,8 @@ def test_an_arm_that_plans_decodes_each_batch_in_its_own_way():
       arm(rows, 8).labels for rows in batches
     ]
     results[method] = [timing.Measurement(1.0, arm(one, 8)) for one in batches]
-  assert timing.find_flips(results['plan'], results['plain']) == []
+  tokens = [[one.generation.tokens for one in arm] for arm in results.values()]
+  assert tokens[0] == tokens[1]
   labels = [one.generation.labels for one in results['plan']]
   assert labels == [('target',), ('target', 'draft')]
   pooled = timing.summarize_arms(results, baseline='plain')['plan']
@@ -246,15 +242,22 @@ def test_no_batch_is_begun_when_time_is_up(monkeypatch):
   assert (only.seconds, only.prefill_seconds) == (10, 0)
 
 
-def test_margin_is_the_gap_of_the_best_two_logits():
+def test_flips_are_where_rows_part_and_have_the_gap_of_the_best_two_logits():
   table = np.zeros((4, 4), np.float32)
   table[0] = [0.5, 2.0, 1.25, -3.0]
   model = table_model.table_model(table, max_positions=16)
-  for prefix in ([0], [2, 1, 0]):
-    margin = exactness.choice_margin(
-      model, jax.random.key(0), prefix, specdec.Sampling()
-    )
-    assert margin == pytest.approx(0.75)
+  pair = pair_lib.Pair(target=model, draft=None, tokenizer=None, eos_ids=())
+  texts = {'plain': ([3, 3, 3], [0, 1]), 'chain': ([3, 3, 3], [0, 2])}
+  results = {
+    f'{method}:float32': [timing.Measurement(1.0, _generation(*rows))]
+    for method, rows in texts.items()
+  }
+  (flip,) = benchmark._find_flips(
+    *(peer_lib.ArmSpec('chain', 'float32'), results, [[[1], [2, 1]]]),
+    *({'float32': pair}, peer_lib.BenchmarkTask(batch_size=2)),
+  )
+  margin = pytest.approx(0.75)
+  assert flip == {'batch': 0, 'row': 1, 'offset': 1, 'margin': margin}
 
 
 def test_margin_is_the_distance_to_the_edge_of_a_filter():
