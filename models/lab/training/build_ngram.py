@@ -128,33 +128,11 @@ def _sample(
   paths = [
     workdir / f'samples-{shard:06d}.npy' for shard in range(samples.num_shards)
   ]
-  missing = [n for n, path in enumerate(paths) if not kept.is_whole(path)]
-  with _progress('sampling', len(missing) * samples.shard_tokens) as bar:
-    for shard in missing:
+  for shard, path in enumerate(tqdm.tqdm(paths, 'sampling', unit='shard')):
+    if not kept.is_whole(path):
       tokens = _sample_shard(pair, samples, start, shard)
-      kept.save(paths[shard], functools.partial(np.save, arr=tokens))
-      bar.update(samples.shard_tokens)
+      kept.save(path, functools.partial(np.save, arr=tokens))
   return paths
-
-
-def _progress(what: str, total: int) -> tqdm.tqdm:
-  return tqdm.tqdm(total=total, desc=what, unit='token', unit_scale=True)
-
-
-def _count(shards, table: TableConfig, vocab_size: int):
-  with _progress('counting', 0) as bar:
-
-    def show(done, total):
-      bar.total = total
-      bar.update(done - bar.n)
-
-    return counting.count_ngrams(
-      shards,
-      order=table.order,
-      vocab_size=vocab_size,
-      min_count=table.min_count,
-      progress=show,
-    )
 
 
 def build(
@@ -202,7 +180,13 @@ def build(
     sources['samples'] = dataclasses.asdict(samples) | {
       'tokens': samples.num_shards * samples.shard_tokens
     }
-  model = katz.estimate(_count(shards, table, checkpoint.config.vocab_size))
+  counts = counting.count_ngrams(
+    shards,
+    order=table.order,
+    vocab_size=checkpoint.config.vocab_size,
+    min_count=table.min_count,
+  )
+  model = katz.estimate(counts)
   result = katz.build_table(model, table.num_continuations)
   provenance = {
     'specdec': specdec.__version__,
