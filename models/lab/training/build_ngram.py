@@ -180,13 +180,9 @@ def build(
     sources['samples'] = dataclasses.asdict(samples) | {
       'tokens': samples.num_shards * samples.shard_tokens
     }
-  counts = counting.count_ngrams(
-    shards,
-    order=table.order,
-    vocab_size=checkpoint.config.vocab_size,
-    min_count=table.min_count,
-  )
-  model = katz.estimate(counts)
+  sizes = {'order': table.order, 'min_count': table.min_count}
+  sizes['vocab_size'] = checkpoint.config.vocab_size
+  model = katz.estimate(counting.count_ngrams(shards, **sizes))
   result = katz.build_table(model, table.num_continuations)
   provenance = {
     'specdec': specdec.__version__,
