@@ -135,6 +135,18 @@ def _sample(
   return paths
 
 
+def _estimate(
+  shards: list[pathlib.Path], table: TableConfig, vocab_size: int
+) -> katz.KatzModel:
+  counts = counting.count_ngrams(
+    shards,
+    order=table.order,
+    vocab_size=vocab_size,
+    min_count=table.min_count,
+  )
+  return katz.estimate(counts)
+
+
 def build(
   *,
   draft: str,
@@ -161,12 +173,14 @@ def build(
   choice = choice_lib.ModelChoice(hub.draft_name(draft), None)
   found = sources_lib.open_sources(choice)
   checkpoint, tokenizer = found.target, found.tokenizer
-  digest = plan_lib.model_digest(checkpoint)
-  described = {'name': draft, 'model_blake2b': digest}
+  described = {
+    'name': draft,
+    'model_blake2b': plan_lib.model_digest(checkpoint),
+  }
+  vocabulary = pair_lib.vocabulary_digest(tokenizer)
   shards, sources = [], {}
   if corpus is not None:
     record = dataclasses.asdict(corpus)
-    vocabulary = pair_lib.vocabulary_digest(tokenizer)
     run_record.write_once(
       workdir / 'corpus.json', record | {'tokenizer': vocabulary}
     )
@@ -180,14 +194,12 @@ def build(
     sources['samples'] = dataclasses.asdict(samples) | {
       'tokens': samples.num_shards * samples.shard_tokens
     }
-  sizes = {'order': table.order, 'min_count': table.min_count}
-  sizes['vocab_size'] = checkpoint.config.vocab_size
-  model = katz.estimate(counting.count_ngrams(shards, **sizes))
+  model = _estimate(shards, table, checkpoint.config.vocab_size)
   result = katz.build_table(model, table.num_continuations)
   provenance = {
     'specdec': specdec.__version__,
     'draft': described,
-    'tokenizer_blake2b': pair_lib.vocabulary_digest(tokenizer),
+    'tokenizer_blake2b': vocabulary,
     'sources': sources,
     'table': dataclasses.asdict(table),
     'discounts': [dataclasses.asdict(order) for order in model.discounts],
