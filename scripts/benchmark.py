@@ -80,9 +80,7 @@ _OUTPUT = flags.DEFINE_string(
   'output', None, 'JSON file to write, with tables (.md) beside it'
 )
 _PLOTS = flags.DEFINE_string(
-  'plots',
-  None,
-  'folder for pictures; default: beside the JSON, if matplotlib is installed',
+  'plots', None, 'folder for a picture of the categories'
 )
 
 
@@ -132,16 +130,17 @@ def main() -> None:
     paths = {n: path.with_stem(f'{path.stem}_b{n}') for n in sizes}
   for file in paths.values() if output else ():
     record.prepare_output(str(file))
-  folder = plots.choose_folder(_PLOTS.value, output)
+  folder = plots.check_folder(_PLOTS.value)
   reports = {}
   for size, file in paths.items():
     report = reports[size] = _run(size, questions)
     print(f'{report}\n' if _BATCH_SIZES.value else report, flush=True)
     if output:
       report.write(str(file))
-    if folder is not None:
+    if folder is not None and report.categories:
       written = record.record(dict(report.settings), report.figures)
-      plots.draw(written, folder, file.name)
+      picture = folder / f'{file.stem}_categories.png'
+      plots.draw_categories(written).savefig(picture, dpi=150)
   if _BATCH_SIZES.value:
     print(benchmark.table_by_batch_size(reports))
 

@@ -3,6 +3,7 @@
 python scripts/build_ngram.py --workdir=/tmp/ngram --output=/tmp/ngram/table
 """
 
+import functools
 import pathlib
 
 from absl import flags
@@ -10,17 +11,22 @@ import command_line
 
 _FLAGS = flags.FLAGS
 
-_string, _integer = flags.DEFINE_string, flags.DEFINE_integer
+_string = flags.DEFINE_string
+_integer = functools.partial(flags.DEFINE_integer, lower_bound=1)
 
 _string('draft', 'demo', 'demo, a model folder, a GGUF file or a hub id')
 _string('workdir', None, 'folder that keeps the counted tokens', required=True)
 _string('output', None, 'file to write', required=True)
-_integer('num_tokens', 1_000_000, 'to sample from the draft; 0: corpus only')
+flags.DEFINE_integer(
+  'num_tokens', 1_000_000, 'to sample from the draft; 0: corpus only', 0
+)
 _integer('sample_length', 256, 'tokens per text')
 _integer('batch_size', 16, 'number of texts sampled at once')
-flags.DEFINE_float('temperature', 1.5, 'temperature of the sampling')
+flags.DEFINE_float(
+  'temperature', 1.5, 'of the sampling; greedy texts would all be equal', 0.01
+)
 _integer('top_k', None, 'sample from the k most probable tokens')
-_integer('seed', 0, 'seed of the sampling')
+flags.DEFINE_integer('seed', 0, 'seed of the sampling')
 _string(
   'corpus',
   None,
@@ -28,7 +34,7 @@ _string(
   ' stdlib: the standard library',
 )
 _string('pattern', '*.py', 'pattern of file names to read')
-_integer('order', 3, 'n, from 1 to 5')
+_integer('order', 3, 'n, from 1 to 5', upper_bound=5)
 _integer('continuations', 8, 'next tokens to keep per context')
 _integer('min_count', 2, 'drop contexts with fewer occurrences than this')
 

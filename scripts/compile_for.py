@@ -110,11 +110,13 @@ def main() -> None:
     held, ideal = compiled.held
     memory[method] = {
       'temporary_bytes': compiled.temporary_bytes,
+      'accessed_bytes': compiled.accessed_bytes,
       'held_bytes': held,
       'ideal_held_bytes': ideal,
     }
     print(
       f'{method}: {compiled.temporary_bytes / 1e6:.1f} MB beside arguments;'
+      f' {compiled.accessed_bytes / 1e6:.1f} MB read and written;'
       f' weights and caches {held / 1e9:.3f} GB ({held / ideal:.4f} of ideal)'
     )
     counted = report_lib.analyse(compiled)

@@ -2,10 +2,10 @@
 
   python scripts/measure.py WHAT [flags]
 
-WHAT: kernels (at the shapes of GPT-2 Large), forward (V(N) of --target), memory
-(of loading --target), loss (of --target on a corpus), draft (the draft side of
-a step of chain and tree, beside a target forward), acceptance (by each rule of
-verification, beside the most that any lossless rule accepts of such children).
+WHAT: kernels (at the shapes of GPT-2 Large), forward (V(N) of --target), loss
+(of --target on a corpus), draft (the draft side of a step of chain and tree,
+beside a target forward), acceptance (by each rule of verification, beside the
+most that any lossless rule accepts of such children).
 """
 
 import functools
@@ -21,7 +21,6 @@ from models.text import settings as settings_lib
 _SIZES = {
   'kernels': [1, 2, 4, 8, 12, 16, 32, 64, 128, 256],  # rows, queries
   'forward': [1, 2, 5, 8, 12, 16, 24, 32, 64],  # N
-  'memory': [],
   'loss': [256, 512, 1024],  # length of windows
   'draft': [],
   'acceptance': [1, 2, 4],  # children
@@ -141,10 +140,7 @@ def _forward(sizes: list[int]) -> list[dict]:
 
 
 def main(what: str) -> None:
-  import loading
-
   from models.lab import kernel_times
-  from models.lab import machine
   from models.lab.bench import acceptance
   from models.lab.bench import record
 
@@ -162,8 +158,6 @@ def main(what: str) -> None:
       rows = _forward(sizes)
     elif what == 'draft':
       rows = _draft()
-    elif what == 'memory':
-      rows = machine.memory(loading.models())
     else:
       rows = _loss(sizes)
     figures = {'rows': rows}

@@ -5,7 +5,7 @@
 #
 #   bash scripts/run_gpu_suite.sh [--reduced] OUT [prompts.jsonl]
 #
-# OUT: folder for JSON, tables, pictures and logs. Prompts: default a dozen of
+# OUT: folder for JSON, tables and logs. Prompts: default a dozen of
 # models/demo. --reduced: the same steps at a size for a CPU, some minutes.
 # PYTHON=...: the interpreter, if it is not the first in the path.
 set -uo pipefail

@@ -118,60 +118,48 @@ _float(
   'of --head, the most disk space in --workdir for what the target computes',
 )
 
-# The flags of the fields of settings: of all kinds of training, and of each.
-_SHARED = {
-  'num_steps': 'steps',
-  'batch_tokens': 'batch_tokens',
-  'learning_rate': 'learning_rate',
-  'optimizer': 'optimizer',
-  'seed': 'seed',
-  'dtype': 'dtype',
-  'num_heads': 'heads',
-  'num_kv_heads': 'kv_heads',
-  'inner_width': 'inner_width',
-}
-_OF_MODEL = {
-  'num_positions': 'context',
-  'tokenizer': 'tokenizer',
-  'teacher': 'teacher',
-  'vocab_size': 'vocab_size',
-  'family': 'family',
-  'width': 'width',
-  'num_layers': 'layers',
-  'num_experts': 'experts',
-  'experts_per_token': 'experts_per_token',
-}
-_OF_TARGET = {
-  'length': 'context',
-  'answer_tokens': 'answer_tokens',
-  'target': 'target',
-  'target_dtype': 'target_dtype',
-  'vocabulary': 'head_vocabulary',
-  'feature_gigabytes': 'feature_gigabytes',
-}
+# The flags of settings: of all kinds of training, and of each.
+_SHARED = (
+  *('steps', 'batch_tokens', 'learning_rate', 'optimizer', 'seed', 'dtype'),
+  *('heads', 'kv_heads', 'inner_width'),
+)
+_OF_MODEL = (
+  *('context', 'tokenizer', 'teacher', 'vocab_size', 'family', 'width'),
+  *('layers', 'experts', 'experts_per_token'),
+)
+_OF_TARGET = (
+  *('context', 'answer_tokens', 'target', 'target_dtype', 'head_vocabulary'),
+  'feature_gigabytes',
+)
 _OF_HEADS = {
-  'eagle3': _OF_TARGET | {'depth': 'head_depth'},
-  'block': _OF_TARGET
-  | {
-    'block_size': 'block_size',
-    'num_layers': 'layers',
-    'markov_rank': 'markov_rank',
-    'num_anchors': 'anchors',
-  },
+  'eagle3': (*_OF_TARGET, 'head_depth'),
+  'block': (*_OF_TARGET, 'block_size', 'layers', 'markov_rank', 'anchors'),
+}
+# The fields that have other names than their flags.
+_FIELDS = {
+  'steps': 'num_steps',
+  'heads': 'num_heads',
+  'kv_heads': 'num_kv_heads',
+  'layers': 'num_layers',
+  'experts': 'num_experts',
+  'head_vocabulary': 'vocabulary',
+  'head_depth': 'depth',
+  'anchors': 'num_anchors',
 }
 
 
 def _without_effect() -> dict[str, str]:
   """Flags that these flags make useless, and why."""
   found: dict[str, str] = {}
-  ours, why = _OF_MODEL, 'without --head'
+  ours: tuple[str, ...] = _OF_MODEL
+  why = 'without --head'
   if _FLAGS.head is not None:
     ours, why = _OF_HEADS[_FLAGS.head], f'with --head={_FLAGS.head}'
   elif _FLAGS.family != 'mixtral':
     family = f'with --family={_FLAGS.family}'
     found |= dict.fromkeys(('experts', 'experts_per_token'), family)
-  every = {*_OF_MODEL.values()}.union(*map(dict.values, _OF_HEADS.values()))
-  found |= dict.fromkeys(every - {*ours.values()}, why)
+  every = {*_OF_MODEL}.union(*_OF_HEADS.values())
+  found |= dict.fromkeys(every - {*ours}, why)
   for given, useless in (
     ('tokenizer', ('vocab_size',)),
     ('teacher', ('vocab_size', 'tokenizer')),
@@ -200,8 +188,10 @@ def main() -> None:
     'eagle3': head_trainer.HeadTraining,
     'block': block_trainer.BlockTraining,
   }
-  fields = _SHARED | _OF_HEADS.get(_FLAGS.head, _OF_MODEL)
-  values = {field: _FLAGS[name].value for field, name in fields.items()}
+  names = *_SHARED, *_OF_HEADS.get(_FLAGS.head, _OF_MODEL)
+  context = 'num_positions' if _FLAGS.head is None else 'length'
+  fields = _FIELDS | {'context': context}
+  values = {fields.get(name, name): _FLAGS[name].value for name in names}
   trainer.run(
     kinds[_FLAGS.head](
       corpus=corpus_lib.Corpus(folder=_FLAGS.corpus, pattern=_FLAGS.pattern),

@@ -49,7 +49,7 @@ def main() -> None:
     )
   prompts = prompt_flags.file_prompts()
   record.prepare_output(_OUTPUT.value)
-  folder = plots.choose_folder(_PLOTS.value, None)
+  folder = plots.check_folder(_PLOTS.value)
   task = loading.task(_BATCH_SIZE.value)
   context = plan_lookup.context_of(task)
   plan = planner.make_plan(

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 import functools
+from typing import Any
 
 import jax
 
@@ -31,11 +32,15 @@ def network(
   return draft
 
 
-def _with_one(widths: Sequence[int]) -> list[int]:
-  """All N; ValueError if one is below 1."""
+def _arguments(
+  model: model_lib.LanguageModel, widths: Sequence[int], context: int
+) -> tuple[list[int], dict[str, Any]]:
+  """All N, and the arguments of both instruments of `machine`."""
   if min(widths, default=1) < 1:
     raise ValueError(f'--sizes={widths}: expected integers of at least 1')
-  return sorted({1, *widths})
+  texts = [list(range(model.spec.vocab_size))]
+  sizes = {'prompt_slots': context, 'max_new_tokens': _ROOM}
+  return sorted({1, *widths}), {'texts': texts, 'context': context, **sizes}
 
 
 def forward(
@@ -51,16 +56,12 @@ def forward(
   bandwidth that is measured before and after. `context` are the tokens in the
   cache. ValueError if a width is below 1.
   """
-  widths, bandwidth = _with_one(widths), machine.Bandwidth()
+  widths, arguments = _arguments(model, widths, context)
+  bandwidth = machine.Bandwidth()
   bandwidth.sample()
+  effort = machine.Effort(num_steps=4, repeats=repeats)
   seconds = machine.measure_step_costs(
-    model,
-    [list(range(model.spec.vocab_size))],
-    prompt_slots=context,
-    max_new_tokens=_ROOM,
-    context=context,
-    node_counts=widths,
-    effort=machine.Effort(num_steps=4, repeats=repeats),
+    model, node_counts=widths, effort=effort, **arguments
   ).verification
   bandwidth.sample()
   rate = bandwidth.summary()['bytes_per_second']
@@ -92,15 +93,8 @@ def profile(
   """
   if jax.default_backend() != 'cpu':
     raise ValueError('--profile is for CPU; leave it out on other devices')
-  widths = _with_one(widths)
-  verify, program = machine.forwards(
-    model,
-    [list(range(model.spec.vocab_size))],
-    prompt_slots=context,
-    max_new_tokens=_ROOM,
-    context=context,
-    most_nodes=widths[-1],
-  )
+  widths, arguments = _arguments(model, widths, context)
+  verify, program = machine.forwards(model, most_nodes=widths[-1], **arguments)
   rows = []
   for n in widths:
     verify(n, 1)  # compiles

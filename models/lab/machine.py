@@ -23,9 +23,6 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from models.checkpoints import hub
-from models.text import choice as choice_lib
-from models.text import sources as sources_lib
 from specdec import best as best_lib
 from specdec import cache as cache_lib
 from specdec import carried as carried_lib
@@ -294,28 +291,3 @@ def host_peak(run: Callable[[], Any]) -> int:
   before = _resident('VmRSS')
   run()
   return max(_resident('VmHWM') - before, 0)
-
-
-def memory(models: choice_lib.ModelChoice) -> list[Row]:
-  """The peak of host memory while a target is loaded (Linux only)."""
-  sources = sources_lib.open_sources(models.of_target)
-  found = sources.target
-  jax.devices()  # the memory of the backend itself does not count
-  loaded: list[jax.Array] = []
-
-  def load() -> None:
-    module = hub.read_module(found, dtype=sources.dtype, packed=sources.packed)
-    loaded.extend(jax.block_until_ready(jax.tree.leaves(module)))
-
-  peak = host_peak(load)
-  loaded_bytes = sum(leaf.nbytes for leaf in loaded)
-  return [
-    {
-      'model': found.path.name,
-      'dtype': sources.dtype,
-      'checkpoint_bytes': found.size,
-      'loaded_bytes': loaded_bytes,
-      'peak_bytes': peak,
-      'peak_per_loaded_byte': round(peak / loaded_bytes, 3),
-    }
-  ]

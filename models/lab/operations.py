@@ -8,18 +8,15 @@ their helper threads do meanwhile is part of them.
 import collections
 from collections.abc import Callable
 import pathlib
-import re
 import tempfile
 from typing import Any
 
 import jax
 
+from models.lab import hlo
+
 _SMALL = 0.01  # Operations that take a smaller share are put together.
 
-# In the text of a program: names, results, and what an operation does.
-_LINE = re.compile(
-  r'^\s*(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z][\w-]*)\((.*)$', re.MULTILINE
-)
 _CONTROL = ('while', 'conditional', 'call', 'tuple', 'parameter')
 
 
@@ -33,18 +30,16 @@ def labels(program: str) -> dict[str, str]:
     program: the text of compiled HLO.
   """
   found = {}
-  shape = lambda text: (re.findall(r'\w+\[[\d,]*\]', text) or [''])[0]
-  for name, result, kind, rest in _LINE.findall(program):
-    if kind in _CONTROL:
-      continue
-    target = re.search(r'custom_call_target="(\w+)"', rest)
-    if target:
-      operands = rest.partition('operand_layout_constraints=')[2]
-      found[name] = f'{target[1]} {shape(operands)} -> {shape(result)}'
-      continue
-    origin = re.search(r'op_name="([^"]*)"', rest)
-    last = origin[1].rpartition('/')[2] if origin else ''
-    found[name] = f'{kind} {last} -> {shape(result)}'.replace('  ', ' ')
+  for instructions in hlo.parse(program).computations.values():
+    for name, one in instructions.items():
+      if one.opcode in _CONTROL:
+        continue
+      what = f'{one.opcode} {one.op_name.rpartition("/")[2]}'.strip()
+      if one.target:
+        shapes = one.attributes.partition('operand_layout_constraints=')[2]
+        operands = hlo.parse_arrays(shapes)
+        what = f'{one.target} {operands[0] if operands else ""}'
+      found[name] = f'{what} -> {"".join(map(str, one.arrays[:1]))}'
   return found
 
 

@@ -28,8 +28,7 @@ import tiny
 import tiny_blocks
 import tiny_drafters
 
-from models.lab.compiled import counts
-from models.lab.compiled import hlo
+from models.lab import hlo
 from models.lab.compiled import programs
 from models.lab.compiled import report as report_lib
 from models.nn import llama_config
@@ -117,7 +116,10 @@ def test_the_compiled_loops_of_the_demo_pair(device, method, update):
     for instruction in one.values() if device == 'cpu' else ():
       sorts = instruction.opcode == 'sort' and instruction.arrays[0].dims
       assert max(sorts or (0,)) < programs.config_of('demo').vocab_size
-  counted = {'temporary bytes': compiled.temporary_bytes}
+  counted = {
+    'temporary bytes': compiled.temporary_bytes,
+    'accessed bytes': compiled.accessed_bytes,
+  }
   for loop in report_lib.analyse(compiled):
     assert loop['host_transfers'] == 0
     counted |= {
@@ -126,7 +128,7 @@ def test_the_compiled_loops_of_the_demo_pair(device, method, update):
         'kernels per layer': loop['kernels_per_layer'],
         'other kernels': loop['bookkeeping'],
         'large copies': sum(loop['copies'].values()),
-        **{'branches': loop['branches'], 'bytes': loop['bytes']},
+        'branches': loop['branches'],
       }.items()
     }
   compiler = ('jaxlib', 'cpu' if device == 'cpu' else 'libtpu')
@@ -177,7 +179,7 @@ def test_memory_with_a_large_vocabulary(
 
 @pytest.mark.parametrize('kind', ['Q4_K', _long('Q6_K')])
 def test_weights_of_few_bits_are_computed_within_a_product(kind):
-  """A TPU writes neither the matrix nor words of it, in no round of a loop."""
+  """A TPU writes neither the matrix nor words of it."""
   if programs.find_libtpu() is None:
     pytest.skip('no libtpu; run python scripts/install_libtpu.py')
   shape = 8960, 1536
@@ -198,8 +200,6 @@ def test_weights_of_few_bits_are_computed_within_a_product(kind):
   compiled = traced.lower(lowering_platforms=('tpu',)).compile()
   expanded = 2 * math.prod(shape)  # Bytes, in bfloat16.
   assert compiled.memory_analysis().temp_size_in_bytes < expanded / 3
-  (loop,) = counts.count(hlo.parse(compiled.as_text())).loops
-  assert loop.bytes < expanded
 
 
 @pytest.mark.parametrize('method', ['plain', _long('staged')])

@@ -1,7 +1,6 @@
 """Measures how often rules of verification accept, beside theory."""
 
 from collections.abc import Iterable
-from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -155,17 +154,6 @@ def _acceptance(
   return figures
 
 
-def _probs_of(
-  models: Sequence[model_lib.LanguageModel],
-  sampling: specdec.Sampling,
-  ids: Sequence[int],
-) -> Iterator[jax.Array]:
-  """The distributions of each model after each token, `[n, V]`."""
-  params = sampling_arguments.to_params(sampling, 1, models[0].spec.vocab_size)
-  for model in models:
-    yield exactness.distributions(model, exactness.padded(ids), params)
-
-
 def _decode_batches(
   generator: generator_lib.Generator,
   draft: model_lib.LanguageModel,
@@ -264,7 +252,12 @@ def measure(
     *(generator, draft, prompts),
     task=task,
   )
-  probs_of = functools.partial(_probs_of, (pair.target, draft), task.sampling)
+  size = pair.target.spec.vocab_size
+  sampling = sampling_arguments.to_params(task.sampling, 1, size)
+  probs_of = lambda ids: [
+    exactness.distributions(model, exactness.padded(ids), sampling)
+    for model in (pair.target, draft)
+  ]
   accepted = lambda n, rule: _acceptance(
     decode(topology_lib.k_ary(n, 1), rule), probs_of, n, rule
   )

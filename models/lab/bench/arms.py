@@ -17,9 +17,9 @@ from models.text import choice as choice_lib
 from models.text import settings as settings_lib
 
 PEERS: Mapping[str, peer_lib.Peer] = {
-  'transformers': transformers_peer.PEER,
-  'llama.cpp': llama_cpp.PEER,
-  'vllm': vllm_peer.PEER,
+  'transformers': transformers_peer.Transformers(),
+  'llama.cpp': llama_cpp.LlamaCpp(),
+  'vllm': vllm_peer.Vllm(),
 }
 """Other programs that decode the same weights, by name."""
 
@@ -166,6 +166,9 @@ def make_peer_arms(
           f'arm {str(spec)!r} decodes one prompt at a time, not'
           f' {task.batch_size}; leave out the arm or --batch_size'
         )
+      for field in peer.lacks:
+        if getattr(task.sampling, field) is not None:
+          raise ValueError(f'{name} arms have no --{field}; leave it out')
     # Even a draft that is the target, whose forwards are counted separately.
     load = functools.cache(functools.partial(_load, peer, task.models))
     for spec in chosen:

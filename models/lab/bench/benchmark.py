@@ -5,12 +5,10 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import pathlib
-import sys
 from typing import Any
 
 import jax
 import numpy as np
-import tqdm
 
 from models.lab import machine
 from models.lab.bench import arms as arms_lib
@@ -53,9 +51,6 @@ _SPEED: _Columns = {
     arm, 'decoding_tokens_per_second'
   ),
   'speed': lambda arm: _interval(arm, 'decoding_speed', 'x'),
-  'per batch: least, median, most': lambda arm: '{:.2f} {:.2f} {:.2f}'.format(
-    *np.quantile(arm['speed_per_batch'], (0, 0.5, 1))
-  ),
   'block eff.': lambda arm: f'{arm["block_efficiency"]:.2f}',
   'accepted at 1, 2, ...': lambda arm: (
     ' '.join(f'{x:.2f}' for x in arm['acceptance_by_position'] if x) or '-'
@@ -76,7 +71,6 @@ _WORK: _Columns = {
     f'{arm["relative_bandwidth_at_paper_costs"]:.3f}'
   ),
   'weights, MB': lambda arm: f'{arm["weight_bytes"] / 1e6:.1f}',
-  'compile, s': lambda arm: f'{arm["compile_seconds"]:.1f}',
 }
 
 
@@ -123,10 +117,10 @@ class Report:
   Attributes:
     settings: of the run.
     limits: of `models.lab.machine.Bandwidth.summary`.
-    arms: by name the figures of `timing.summarize_arms`; `compile_seconds`;
-      `flips`, the rows whose tokens differ from those of the plain arm of the
-      same dtype, each with the margin of the choice, or None without such an
-      arm or if tokens may differ. Those of this library also have
+    arms: by name the figures of `timing.summarize_arms`; `flips`, the rows
+      whose tokens differ from those of the plain arm of the same dtype, each
+      with the margin of the choice, or None without such an arm or if tokens
+      may differ. Those of this library also have
       `weight_bytes`, the figures of `_reading`, and
       `relative_bandwidth_at_paper_costs`, that of the same forwards at
       `PAPER_COSTS`.
@@ -318,15 +312,21 @@ def _find_flips(
     return None
   keys = arguments_lib.row_keys(jax.random.key(task.seed), task.batch_size)
   flips = []
-  for flip in timing.find_flips(results[str(spec)], reference):
-    tokens = reference[flip.batch].generation.tokens[flip.row]
-    margin = exactness.choice_margin(
-      pairs[spec.dtype].target,
-      keys[flip.row],
-      [*batches[flip.batch][flip.row], *tokens[: flip.offset]],
-      task.sampling,
-    )
-    flips.append(dataclasses.asdict(flip) | {'margin': margin})
+  pairs_of_batches = zip(results[str(spec)], reference, strict=True)
+  for number, both in enumerate(pairs_of_batches):
+    texts = zip(*(one.generation.tokens for one in both), strict=True)
+    for row, (tokens, expected) in enumerate(texts):
+      offset = timing.first_difference(tokens, expected)
+      if offset is None:
+        continue
+      margin = exactness.choice_margin(
+        pairs[spec.dtype].target,
+        keys[row],
+        [*batches[number][row], *expected[:offset]],
+        task.sampling,
+      )
+      place = {'batch': number, 'row': row, 'offset': offset}
+      flips.append(place | {'margin': margin})
   return flips
 
 
@@ -356,31 +356,6 @@ def _load(
   eos_ids = next(iter(pairs.values())).eos_ids
   arms |= arms_lib.make_peer_arms(specs, task, eos_ids)
   return pairs, {str(spec): arms[spec] for spec in specs}
-
-
-def _decode(
-  arms: Mapping[str, peer_lib.ReadyArm],
-  batches: Batches,
-  bandwidth: machine.Bandwidth,
-  max_new_tokens: int,
-  max_seconds: float | None,
-) -> tuple[dict[str, list[timing.Measurement]], dict[str, float]]:
-  """By arm: measurements, and seconds of compiling."""
-  decoders = {name: arm.decode for name, arm in arms.items()}
-  total = len(arms) * (len(batches) + 1)
-  with tqdm.tqdm(total=total, unit='batch', file=sys.stderr) as bar:
-    compile_seconds = timing.warm_up(
-      decoders, batches, max_new_tokens=max_new_tokens, report=bar.update
-    )
-    results = timing.time_arms(
-      decoders,
-      batches,
-      max_new_tokens=max_new_tokens,
-      before_batch=bandwidth.sample,
-      max_seconds=max_seconds,
-      report=bar.update,
-    )
-  return results, compile_seconds
 
 
 def _reading(
@@ -436,18 +411,21 @@ def run(
   made = _batches(questions, pairs, ready[baseline].decode, task, prompt_bucket)
   batches = [rows for _, rows in made]
   bandwidth = machine.Bandwidth()
-  results, compile_seconds = _decode(
-    ready, batches, bandwidth, limit, max_seconds
+  decoders = {name: arm.decode for name, arm in ready.items()}
+  timing.warm_up(decoders, batches, max_new_tokens=limit)
+  results = timing.time_arms(
+    decoders,
+    batches,
+    max_new_tokens=limit,
+    before_batch=bandwidth.sample,
+    max_seconds=max_seconds,
   )
   figures = timing.summarize_arms(results, baseline=baseline)
   limits = bandwidth.summary()
   for spec in arms:
     name = str(spec)
     measured, weight_bytes = figures[name], ready[name].weight_bytes
-    measured |= {
-      'compile_seconds': compile_seconds[name],
-      'flips': _find_flips(spec, results, batches, pairs, task),
-    }
+    measured['flips'] = _find_flips(spec, results, batches, pairs, task)
     if weight_bytes is None:
       for unknown in peer_lib.UNKNOWN:
         del measured[unknown]

@@ -127,12 +127,9 @@ def _decode(
       )
     results.append(completion.result)
   join = lambda name: [getattr(result, name)[0] for result in results]
-  return join('prompt_tokens'), join('tokens'), _rate(results)
-
-
-def _rate(results: Sequence[result_lib.TextGeneration]) -> float:
   forwards = sum(result.stats.target_forwards for result in results)
-  return sum(result.stats.new_tokens for result in results) / max(forwards, 1)
+  tokens = sum(result.stats.new_tokens for result in results)
+  return join('prompt_tokens'), join('tokens'), tokens / max(forwards, 1)
 
 
 def check_tokens(

@@ -1,9 +1,9 @@
 """Arms of a benchmark, and the seam for other programs that decode.
 
-A peer is one file that ends with a `Peer`, and an entry of `arms.PEERS`.
+A peer is one file with a subclass of `Peer`, and an entry of `arms.PEERS`.
 """
 
-from collections.abc import Callable
+import abc
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -66,8 +66,7 @@ class ReadyArm:
   weight_bytes: int | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Peer:
+class Peer(abc.ABC):
   """Another program that decodes the same weights.
 
   Attributes:
@@ -76,29 +75,53 @@ class Peer:
     dtypes: those that it decodes in.
     batched: the methods that decode several rows at once.
     drafted: the methods that need a draft.
-    describe: returns versions, for the record of a result; raises ValueError if
-      the program is not installed.
-    load: loads a model, called with `(checkpoint, given, dtype)`, where `given`
-      is the flag that named it; raises ValueError if it cannot be decoded.
-    make_arm: makes what decodes, given an arm, its task, its models (`target`
-      and perhaps `draft`) and the ids of EOS tokens; raises ValueError if it
-      cannot be decoded. A decode returns `as_generation`.
+    lacks: the fields of a `Sampling` that it does not know.
   """
 
   methods: Mapping[str, tuple[str, ...]]
   dtypes: tuple[str, ...]
   batched: tuple[str, ...] = ()
   drafted: tuple[str, ...] = ()
-  describe: Callable[[BenchmarkTask], dict[str, Any]]
-  load: Callable[[checkpoint_lib.Checkpoint, str, str], Any]
-  make_arm: Callable[
-    [ArmSpec, BenchmarkTask, Mapping[str, Any], Sequence[int]], timing.Arm
-  ]
+  lacks: tuple[str, ...] = ('logit_bias',)
 
   def can(self, method: str, *, has_draft: bool, batch_size: int) -> bool:
     """Whether a method decodes so many rows, with a draft or without."""
     fits = batch_size == 1 or method in self.batched
     return fits and (has_draft or method not in self.drafted)
+
+  @abc.abstractmethod
+  def describe(self, task: BenchmarkTask) -> dict[str, Any]:
+    """Versions, for the record of a result.
+
+    Raises:
+      ValueError: the program is not installed.
+    """
+
+  @abc.abstractmethod
+  def load(
+    self, found: checkpoint_lib.Checkpoint, given: str, dtype: str
+  ) -> Any:
+    """A model; `given` is the flag that named it.
+
+    Raises:
+      ValueError: it cannot be decoded.
+    """
+
+  @abc.abstractmethod
+  def make_arm(
+    self,
+    spec: ArmSpec,
+    task: BenchmarkTask,
+    models: Mapping[str, Any],
+    eos_ids: Sequence[int],
+  ) -> timing.Arm:
+    """Makes what decodes; its results are those of `as_generation`.
+
+    `models` are the `target` and perhaps the `draft`, as loaded.
+
+    Raises:
+      ValueError: they cannot be decoded, or an option is bad.
+    """
 
 
 def _until_eos(

@@ -15,6 +15,7 @@ import time
 from typing import Any
 
 import numpy as np
+import tqdm
 
 from specdec import generation as generation_lib
 from specdec import padding
@@ -53,29 +54,21 @@ def warm_up(
   batches: Sequence[Sequence[Sequence[int]]],
   *,
   max_new_tokens: int,
-  report: Callable[[], Any] = lambda: None,
-) -> dict[str, float]:
-  """Compiles every arm for every padded shape of the batches (see `time_arms`).
+) -> None:
+  """Compiles every arm for every padded shape of the batches.
 
-  Returns:
-    By arm, the seconds of tracing and compiling: of its first calls minus those
-    of the same calls repeated. Earlier arms may have compiled its programs.
+  A second run of each is not timed, in which a GPU records command buffers.
   """
   shape = lambda batch: (
     len(batch),
     *padding.padded_shape(batch, max_new_tokens),
   )
   first_of_shape = {shape(batch): batch for batch in reversed(batches)}
-  seconds = {}
-  for name, arm in arms.items():
-    total = 0.0
+  for arm in tqdm.tqdm(arms.values(), 'compiling', unit='arm'):
     for batch in first_of_shape.values():
-      for sign in (1, -1):
-        total += sign * _timed(arm, batch, 0)[0]
+      for _ in range(2):
+        arm(batch, 0)
     arm(batches[0], min(8, max_new_tokens))
-    seconds[name] = max(total, 0.0)
-    report()
-  return seconds
 
 
 def time_arms(
@@ -85,7 +78,6 @@ def time_arms(
   max_new_tokens: int,
   before_batch: Callable[[], Any] = lambda: None,
   max_seconds: float | None = None,
-  report: Callable[[], Any] = lambda: None,
 ) -> dict[str, list[Measurement]]:
   """By arm, the measurement of each batch; call `warm_up` first.
 
@@ -95,12 +87,11 @@ def time_arms(
     max_new_tokens: the limit per row.
     before_batch: called before every batch, e.g. to measure the machine.
     max_seconds: after that time no other batch begins; the first always does.
-    report: called after every decode.
   """
   most_seconds = math.inf if max_seconds is None else max_seconds
   start = time.perf_counter()
   results: dict[str, list[Measurement]] = {name: [] for name in arms}
-  for index, batch in enumerate(batches):
+  for index, batch in enumerate(tqdm.tqdm(batches, unit='batch')):
     if index and time.perf_counter() - start > most_seconds:
       break
     before_batch()
@@ -108,17 +99,7 @@ def time_arms(
       prefill, _ = _timed(arms[name], batch, 0)
       seconds, generation = _timed(arms[name], batch, max_new_tokens)
       results[name].append(Measurement(seconds, generation, prefill))
-      report()
   return results
-
-
-@dataclasses.dataclass(frozen=True)
-class Flip:
-  """A row whose tokens differ from those of the reference from `offset` on."""
-
-  batch: int
-  row: int
-  offset: int
 
 
 def first_difference(
@@ -133,21 +114,6 @@ def first_difference(
   pairs = enumerate(zip(tokens, expected, strict=False))
   shorter = min(len(tokens), len(expected))
   return next((index for index, (a, b) in pairs if a != b), shorter)
-
-
-def find_flips(
-  measurements: Sequence[Measurement], reference: Sequence[Measurement]
-) -> list[Flip]:
-  """The rows of an arm that differ from the reference, and where."""
-  flips = []
-  pairs = zip(measurements, reference, strict=True)
-  for index, (measured, other) in enumerate(pairs):
-    rows = zip(measured.generation.tokens, other.generation.tokens, strict=True)
-    for row, (tokens, expected) in enumerate(rows):
-      offset = first_difference(tokens, expected)
-      if offset is not None:
-        flips.append(Flip(index, row, offset))
-  return flips
 
 
 _COUNTS = (
@@ -201,9 +167,9 @@ def summarize_arms(
     By arm: pooled counts and ratios of `specdec.statistics.Statistics`;
     `acceptance_by_position`;
     `seconds` and the `prefill_seconds` among them; `tokens_per_second`;
-    `speed`, the baseline's seconds per token over the arm's, pooled, and
-    `speed_per_batch`; `decoding_tokens_per_second` and `decoding_speed`, the
-    same without the prefill; for the four pooled figures `..._interval`, the
+    `speed`, the baseline's seconds per token over the arm's, pooled;
+    `decoding_tokens_per_second` and `decoding_speed`, the same without the
+    prefill; for the four pooled figures `..._interval`, the
     95 % interval over batches (`pooled_interval`), None for a single batch.
   """
   base = results[baseline]
@@ -217,7 +183,6 @@ def _summarize(
   counts = [{key: getattr(row, key) for key in _COUNTS} for row in stats]
   pooled = _added(counts)
   figures = statistics_lib.Statistics(**pooled, costs=costs_of(measurements))
-  per_token = lambda measured: measured.seconds / max(measured.new_tokens, 1)
   speed = lambda tokens, seconds, base_tokens, base_seconds: (
     tokens / seconds / (base_tokens / base_seconds)
   )
@@ -253,10 +218,6 @@ def _summarize(
       'relative_bandwidth': figures.relative_bandwidth,
       'seconds': sum(m.seconds for m in measurements),
       'prefill_seconds': sum(m.prefill_seconds for m in measurements),
-      'speed_per_batch': [
-        per_token(base) / per_token(measured)
-        for base, measured in zip(baseline, measurements, strict=True)
-      ],
     }
   )
 
@@ -273,10 +234,7 @@ def pooled_interval(
   `columns` have n numbers each, one per prompt or batch of prompts; `statistic`
   maps the sums of the columns over each resample, arrays of equal length, to
   the figure, e.g. tokens over seconds. Returns both ends; None for n < 2.
-  ValueError if the columns differ in length.
   """
-  if len({len(column) for column in columns}) != 1:
-    raise ValueError(f'columns must be of one length, got {columns}')
   values = np.asarray(columns, np.float64)
   size = values.shape[1]
   if size < 2:

@@ -45,40 +45,8 @@ def _device(torch) -> str:
   )
 
 
-def describe(task: peer_lib.BenchmarkTask) -> dict[str, Any]:
-  """Version, threads and device of torch."""
-  del task
-  torch = import_torch()
-  return {
-    'torch': torch.__version__,
-    'torch_threads': torch.get_num_threads(),
-    'torch_device': _device(torch),
-  }
-
-
-def load(found: checkpoint_lib.Checkpoint, given: str, dtype: str) -> Any:
-  """A model of transformers.
-
-  Raises:
-    ValueError: torch is not installed, or cannot use the device that JAX uses.
-  """
-  del given
-  torch, path = import_torch(), found.path
-  transformers.logging.set_verbosity_error()  # warns of its own calls
-  transformers.logging.disable_progress_bar()
-  where = {'gguf_file': path.name} if isinstance(found, gguf.GGUFFile) else {}
-  model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-    path.parent if where else path, dtype=getattr(torch, dtype), **where
-  )
-  # The settings of the checkpoint would replace defaults.
-  model.generation_config = transformers.GenerationConfig()
-  return model.to(_device(torch)).eval()
-
-
 def _settings(sampling: sampling_lib.Sampling) -> dict[str, Any]:
   """The arguments of `generate` of transformers for a `Sampling`."""
-  if sampling.logit_bias is not None:
-    raise ValueError('transformers arms have no --logit_bias; leave it out')
   settings: dict[str, Any] = {'repetition_penalty': sampling.repetition_penalty}
   if sampling.temperature > 0:
     names = ('temperature', 'top_p', 'min_p')
@@ -87,27 +55,20 @@ def _settings(sampling: sampling_lib.Sampling) -> dict[str, Any]:
   return {name: value for name, value in settings.items() if value is not None}
 
 
-def _options(spec: peer_lib.ArmSpec) -> dict[str, Any]:
+def _options(spec: peer_lib.ArmSpec) -> dict[str, int]:
   """The options of an arm as numbers."""
-  options: dict[str, Any] = {}
+  options = {}
   if spec.method == 'transformers-lookup':
     # Transformers has no default; this value is that of its documentation.
     options['prompt_lookup_num_tokens'] = 10
   for name, value in spec.options:
-    is_share = name == 'assistant_confidence_threshold'
-    try:
-      options[name] = float(value) if is_share else int(value)
-      if options[name] < (0 if is_share else 1):
-        raise ValueError
-    except ValueError:
-      raise ValueError(
-        f'arm {str(spec)!r}: {name} must be'
-        f' {"a number from 0" if is_share else "an integer from 1"}'
-      ) from None
+    if not value.isdecimal() or int(value) < 1:
+      raise ValueError(f'arm {str(spec)!r}: {name} must be an integer from 1')
+    options[name] = int(value)
   return options
 
 
-class _Transformers:
+class _Arm:
   """Decodes with transformers; a `models.lab.bench.timing.Arm`."""
 
   def __init__(self, spec, models, task, eos_ids):
@@ -147,13 +108,6 @@ class _Transformers:
     return output[:, longest:].tolist()
 
   def __call__(self, prompts: Sequence[Sequence[int]], limit: int):
-    width = max(map(len, prompts))
-    context = self._models['target'].config.max_position_embeddings
-    if width + limit > context:
-      raise ValueError(
-        f'a prompt of {width} tokens and max_new_tokens={limit} exceed the'
-        f' context of the target, {context} tokens'
-      )
     forwards = dict.fromkeys(self._models, 0)
 
     def count(name: str, *_) -> None:
@@ -167,39 +121,58 @@ class _Transformers:
     return peer_lib.as_generation(rows, self._eos_ids, forwards)
 
 
-def make_arm(
-  spec: peer_lib.ArmSpec,
-  task: peer_lib.BenchmarkTask,
-  models: Mapping[str, Any],
-  eos_ids: Sequence[int],
-) -> _Transformers:
-  """Makes an arm, whose random draws are torch's; the seed is set per batch.
+class Transformers(peer_lib.Peer):
+  """See the top of the file."""
 
-  Raises:
-    ValueError: the draft has another vocabulary, or an option is bad.
-  """
-  sizes = [model.config.vocab_size for model in models.values()]
-  if sizes[0] != sizes[-1]:
-    raise ValueError(
-      f'arm {str(spec)!r}: transformers needs a draft of the vocabulary of'
-      f' the target, {sizes[0]} tokens, not {sizes[1]}; leave the arm out'
-    )
-  return _Transformers(spec, models, task, eos_ids)
-
-
-PEER = peer_lib.Peer(
-  methods={
+  methods: Mapping[str, tuple[str, ...]] = {
     'transformers': (),
-    'transformers-assisted': (
-      'num_assistant_tokens',
-      'assistant_confidence_threshold',
-    ),
+    'transformers-assisted': ('num_assistant_tokens',),
     'transformers-lookup': ('prompt_lookup_num_tokens',),
-  },
-  dtypes=('float32', 'bfloat16'),
-  batched=('transformers',),  # Its assisted generation has a batch size of 1.
-  drafted=('transformers-assisted',),
-  describe=describe,
-  load=load,
-  make_arm=make_arm,
-)
+  }
+  dtypes = ('float32', 'bfloat16')
+  batched = ('transformers',)  # Its assisted generation has a batch size of 1.
+  drafted = ('transformers-assisted',)
+
+  def describe(self, task: peer_lib.BenchmarkTask) -> dict[str, Any]:
+    """Version, threads and device of torch."""
+    del task
+    torch = import_torch()
+    return {
+      'torch': torch.__version__,
+      'torch_threads': torch.get_num_threads(),
+      'torch_device': _device(torch),
+    }
+
+  def load(
+    self, found: checkpoint_lib.Checkpoint, given: str, dtype: str
+  ) -> Any:
+    """A model of transformers; see the base class.
+
+    Raises:
+      ValueError: torch is not installed, or cannot use the device of JAX.
+    """
+    del given
+    torch, path = import_torch(), found.path
+    transformers.logging.set_verbosity_error()  # warns of its own calls
+    transformers.logging.disable_progress_bar()
+    where = {'gguf_file': path.name} if isinstance(found, gguf.GGUFFile) else {}
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+      path.parent if where else path, dtype=getattr(torch, dtype), **where
+    )
+    # The settings of the checkpoint would replace defaults.
+    model.generation_config = transformers.GenerationConfig()
+    return model.to(_device(torch)).eval()
+
+  def make_arm(self, spec, task, models, eos_ids):
+    """Makes an arm, whose random draws are torch's; the seed is set per batch.
+
+    Raises:
+      ValueError: the draft has another vocabulary, or an option is bad.
+    """
+    sizes = [model.config.vocab_size for model in models.values()]
+    if sizes[0] != sizes[-1]:
+      raise ValueError(
+        f'arm {str(spec)!r}: transformers needs a draft of the vocabulary of'
+        f' the target, {sizes[0]} tokens, not {sizes[1]}; leave the arm out'
+      )
+    return _Arm(spec, models, task, eos_ids)

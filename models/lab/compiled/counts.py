@@ -1,4 +1,4 @@
-"""Kernels, copies and bytes of one round of each loop of a compiled program.
+"""Kernels and copies of one round of each loop of a compiled program.
 
 A loop whose trip count the compiler knows is counted as that many times its
 body, as part of what surrounds it. Every other loop is a `Loop` of its own: the
@@ -12,7 +12,7 @@ import itertools
 import math
 import re
 
-from models.lab.compiled import hlo
+from models.lab import hlo
 
 LARGE_COPY = 64 * 1024
 """Copies of more bytes than this are listed one by one."""
@@ -27,11 +27,8 @@ _HOST_OPCODES = ('infeed', 'outfeed', 'send', 'recv')
 _HOST_TARGETS = ('callback', 'MoveToHost', 'MoveToDevice', 'PipelineForward')
 _HOST_SPACE = 5
 _RELAYOUT = frozenset({'parameter', 'copy', 'transpose', 'bitcast', 'tuple'})
-_VIEWS = ('bitcast', 'get-tuple-element', 'tuple', 'reshape')
-_SLICES = ('slice', 'dynamic-slice', 'gather')
 _KEEPING = '/keep_path/'
 _LAYER = re.compile(r'/layer_(\d+)(?:/|$)')
-_ALL = float('inf')  # Bytes of a whole array, however large it is.
 _COLLECTIVE = re.compile(
   '(all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all'
   '|collective-permute|collective-broadcast)(-start)?'
@@ -66,9 +63,8 @@ class Collective:
 
   @property
   def num_bytes(self) -> int:
-    """The bytes of the results, without the padding of tiled layouts."""
-    plain = (hlo.Array(array.element, array.dims) for array in self.arrays)
-    return sum(array.num_bytes for array in plain)
+    """The bytes of the results."""
+    return sum(array.num_bytes for array in self.arrays)
 
   def __str__(self) -> str:
     return f'{self.opcode} {", ".join(map(str, self.arrays))}'
@@ -79,8 +75,8 @@ class Loop:
   """The work of one round of a loop, without the loops within it.
 
   Kernels are what the device launches, such as fusions, library calls, sorts
-  and copies, except asynchronous copies (`prefetches`). `copies` counts, by
-  shape, those that are larger than `LARGE_COPY` and end in main memory;
+  and copies, except asynchronous copies. `copies` counts, by shape, those that
+  are larger than `LARGE_COPY` and end in main memory;
   `collectives` counts the exchanges between devices;
   `host_transfers` names the instructions that communicate with the host. At
   each of the `branches` a GPU waits for the host, unless it is part of a
@@ -92,13 +88,11 @@ class Loop:
   forward_kernels: int = 0  # Those that belong to a model's forward.
   keep_kernels: int = 0  # Those that move cache entries of an accepted path.
   layer_kernels: Counter = dataclasses.field(default_factory=Counter)
-  prefetches: int = 0
   copies: Counter = dataclasses.field(default_factory=Counter)
   collectives: Counter = dataclasses.field(default_factory=Counter)
   host_transfers: list[str] = dataclasses.field(default_factory=list)
   branches: int = 0  # Conditionals and inner loops.
   conditionals: int = 0  # The branches that are no loops.
-  bytes: int = 0  # Read from or written to main memory.
   cycles: int = 0  # As the compiler expects; 0 except on TPUs.
   loops: list['Loop'] = dataclasses.field(default_factory=list)
 
@@ -168,19 +162,16 @@ def _count_computation(program: hlo.Program, name: str) -> Loop:
       for part in next(iter(called.values())):
         total.add(_count_computation(program, part))
     else:
-      total.add(_count_instruction(program, name, instruction))
+      total.add(_count_instruction(program, instruction))
   return total
 
 
 def _count_instruction(
-  program: hlo.Program, computation: str, instruction: hlo.Instruction
+  program: hlo.Program, instruction: hlo.Instruction
 ) -> Loop:
   """Counts of an instruction that calls no computation but a fusion."""
   is_kernel = _is_kernel(instruction)
-  starts = instruction.opcode.endswith('-start')
   total = Loop(kernels=int(is_kernel), cycles=instruction.cycles)
-  if is_kernel or starts:
-    total.bytes = traffic(program, computation, instruction)
   if _is_host_transfer(instruction):
     total.host_transfers.append(instruction.name)
   total.keep_kernels = int(is_kernel and _KEEPING in instruction.op_name)
@@ -188,13 +179,12 @@ def _count_instruction(
     total.forward_kernels = 1
     if layer := _LAYER.search(instruction.op_name):
       total.layer_kernels[int(layer.group(1))] = 1
-  elif starts:
-    total.prefetches = 1
   if found := _collective(program, instruction):
     total.collectives[found] = 1
-  destination = instruction.arrays[:1]
-  if _is_copy(program, instruction) and bytes_of(destination) > LARGE_COPY:
-    total.copies[str(destination[0])] = 1
+  for copied in instruction.arrays[:1]:
+    is_large = copied.memory_space == 0 and copied.num_bytes > LARGE_COPY
+    if is_large and _is_copy(program, instruction):
+      total.copies[str(copied)] = 1
   return total
 
 
@@ -249,112 +239,3 @@ def _fused(fusion: hlo.Instruction) -> str:
   """Name of the computation of a fusion."""
   (called,) = fusion.called['calls']
   return called
-
-
-def bytes_of(arrays: tuple[hlo.Array, ...]) -> int:
-  """Size of the arrays that are in main memory; the others count as 0."""
-  return sum(array.num_bytes for array in arrays if array.memory_space == 0)
-
-
-def _size(arrays: tuple[hlo.Array, ...]) -> int:
-  """Size in any memory; within a fusion the text does not name the memory."""
-  return sum(array.num_bytes for array in arrays)
-
-
-def traffic(
-  program: hlo.Program, computation: str, instruction: hlo.Instruction
-) -> int:
-  """Bytes of main memory that an instruction of a computation moves.
-
-  A slice reads, and an update in place writes, only a part of an array, also
-  inside a fusion. All else reads its operands and writes its result. The bytes
-  include the padding of tiled layouts.
-  """
-  opcode = instruction.opcode
-  siblings = program.computations[computation]
-  operands = [siblings[name].arrays for name in instruction.operands]
-  sizes = [bytes_of(arrays) for arrays in operands]
-  arrays = instruction.arrays
-  if 'cublas' in instruction.target:
-    arrays = arrays[:1]  # The other is room to work in.
-  result = bytes_of(arrays)
-  if opcode.endswith('-done'):
-    return 0
-  if opcode.endswith('-start'):
-    # Its result is a tuple: a copy lists destination and source, a slice lists
-    # source and destination.
-    source = operands[0] if operands else ()
-    first = 0 if opcode == 'copy-start' else len(source)
-    moved = instruction.arrays[first : first + 1]
-    return _size(moved) * (bool(bytes_of(source)) + bool(bytes_of(moved)))
-  if opcode in _SLICES:
-    return min(sizes[0], _size(instruction.arrays)) + result
-  if opcode == 'dynamic-update-slice':
-    return 2 * sizes[1]
-  if opcode != 'fusion':
-    return sum(sizes) + result
-  called = _fused(instruction)
-  read = sum(
-    min(size, _read_of_operand(program, called, index))
-    for index, size in enumerate(sizes)
-  )
-  root = program.root(called)
-  names = root.operands if root.opcode == 'tuple' else (root.name,)
-  written = sum(
-    min(_written(program, called, name), array.num_bytes)
-    for array, name in zip(instruction.arrays, names, strict=False)
-    if array.memory_space == 0
-  )
-  return int(read + written)
-
-
-def _read_of_operand(program: hlo.Program, fused: str, index: int) -> float:
-  """Bytes of an operand that a fusion reads, or `_ALL`."""
-  for inner in program.computations[fused].values():
-    if inner.opcode == 'parameter' and inner.literal == str(index):
-      return _read(program, fused, inner.name)
-  return _ALL
-
-
-def _read(program: hlo.Program, computation: str, name: str) -> float:
-  """Bytes of an instruction's result that a computation reads, or `_ALL`."""
-  total = 0.0
-  for user in program.computations[computation].values():
-    if name not in user.operands:
-      continue
-    only_first = name not in user.operands[1:]
-    if user.opcode in _VIEWS:
-      total += _read(program, computation, user.name)
-    elif user.opcode in _SLICES and only_first:
-      total += _size(user.arrays)
-    elif user.opcode == 'dynamic-update-slice' and only_first:
-      pass  # The update is written in place.
-    elif user.opcode == 'fusion' and _is_view(program, user):
-      total += _read(program, computation, user.name)
-    elif user.opcode == 'fusion':
-      for index, operand in enumerate(user.operands):
-        if operand == name:
-          total += _read_of_operand(program, _fused(user), index)
-    else:
-      return _ALL
-  return total
-
-
-def _is_view(program: hlo.Program, fusion: hlo.Instruction) -> bool:
-  """Whether it does nothing but give its operand another shape."""
-  inner = program.computations[_fused(fusion)].values()
-  return all(one.opcode in ('parameter', *_VIEWS) for one in inner)
-
-
-def _written(program: hlo.Program, computation: str, name: str) -> float:
-  """Bytes of an instruction's result that are written, or `_ALL`."""
-  siblings = program.computations[computation]
-  instruction = siblings[name]
-  if instruction.opcode == 'dynamic-update-slice':
-    return _size(siblings[instruction.operands[1]].arrays)
-  if instruction.opcode == 'fusion':
-    called = _fused(instruction)
-    return _written(program, called, program.root(called).name)
-  if instruction.opcode in ('bitcast', 'reshape'):
-    return _written(program, computation, instruction.operands[0])
-  return _ALL

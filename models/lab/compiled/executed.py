@@ -69,13 +69,20 @@ def per_step(
     loop has no known length.
   """
   step, *inner = loops
-  names = [name for name in rounds if any(_is_of(one, name) for one in inner)]
-  times = {name: rounds[name] for name in names}
+  loops_of = {
+    name: [
+      one
+      for one in inner
+      if str(one['loop']).startswith(f'growth round of {name},')
+    ]
+    for name in rounds
+  }
+  times = {name: rounds[name] for name, found in loops_of.items() if found}
   total = {
     what: step[what]
     + sum(
-      _mean([one[what] for one in inner if _is_of(one, name)]) * times[name]
-      for name in names
+      number * sum(one[what] for one in loops_of[name]) / len(loops_of[name])
+      for name, number in times.items()
     )
     for what in ('kernels', 'bookkeeping', 'keeping', 'conditions')
   }
@@ -85,11 +92,3 @@ def per_step(
     waits += growths + number if name in times else 0.0
     growths += number
   return total | {'waits': waits, 'rounds': times}
-
-
-def _is_of(loop: Mapping[str, Any], stage: str) -> bool:
-  return str(loop['loop']).startswith(f'growth round of {stage},')
-
-
-def _mean(numbers: Sequence[float]) -> float:
-  return sum(numbers) / len(numbers)

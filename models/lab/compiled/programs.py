@@ -274,6 +274,7 @@ class Compiled:
 
   text: str  # The optimised program, which each device runs.
   temporary_bytes: int  # Memory that it needs besides its arguments.
+  accessed_bytes: int  # All that it reads and writes, each loop once, by XLA.
   held: tuple[int, float]
   #: The sizes of the axes of whole weights and caches that are divided.
   divided: frozenset[tuple[int, ...]]
@@ -483,6 +484,7 @@ def compile_program(
   return Compiled(
     text=compiled.as_text(),
     temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
+    accessed_bytes=int(compiled.cost_analysis()['bytes accessed']),
     held=(own, sum(map(_bytes, held)) - saved),
     divided=frozenset(counts.axes_of(leaf.shape) for leaf in divided),
     stages=tuple(stage.name for stage in drafter.stages),

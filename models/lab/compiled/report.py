@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from models.lab import hlo
 from models.lab.compiled import counts
-from models.lab.compiled import hlo
 from models.lab.compiled import programs
 
 STEP = 'decode step'
@@ -40,7 +40,6 @@ def loop_figures(
     'host_transfers': len(loop.host_transfers),
     'branches': loop.branches,
     'conditions': loop.conditionals,
-    'bytes': loop.bytes,
     'cycles': loop.cycles,
   }
 

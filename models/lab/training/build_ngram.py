@@ -27,14 +27,7 @@ from specdec.ngram import counting
 from specdec.ngram import katz
 from specdec.ngram import table as table_lib
 
-_MAX_ORDER = 5
 _TEXTS_PER_SHARD = 256
-
-
-def _check_at_least(low: int, **flags: int | None) -> None:
-  for flag, value in flags.items():
-    if value is not None and value < low:
-      raise ValueError(f'--{flag} must be at least {low}, got {value}')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,21 +45,9 @@ class Samples:
   seed: int = 0
 
   def __post_init__(self):
-    _check_at_least(0, num_tokens=self.num_tokens)
-    _check_at_least(
-      1,
-      sample_length=self.length,
-      batch_size=self.batch_size,
-      top_k=self.top_k,
-    )
     if _TEXTS_PER_SHARD % self.batch_size:
       raise ValueError(
         f'--batch_size must divide {_TEXTS_PER_SHARD}, got {self.batch_size}'
-      )
-    if not 0 < self.temperature < float('inf'):
-      raise ValueError(
-        f'--temperature must be above 0, got {self.temperature}; greedy texts'
-        ' would all be equal'
       )
 
   @property
@@ -85,15 +66,6 @@ class TableConfig:
   order: int = 3  # n, from 1 to 5.
   num_continuations: int = 8  # K, next tokens kept per context.
   min_count: int = 2  # Contexts with fewer occurrences are dropped.
-
-  def __post_init__(self):
-    if not 1 <= self.order <= _MAX_ORDER:
-      raise ValueError(
-        f'--order must be between 1 and {_MAX_ORDER}, got {self.order}'
-      )
-    _check_at_least(
-      1, continuations=self.num_continuations, min_count=self.min_count
-    )
 
 
 def _start_token(pair: pair_lib.Pair, draft: str) -> int:
@@ -156,33 +128,23 @@ def _sample(
   paths = [
     workdir / f'samples-{shard:06d}.npy' for shard in range(samples.num_shards)
   ]
-  missing = [n for n, path in enumerate(paths) if not kept.is_whole(path)]
-  with _progress('sampling', len(missing) * samples.shard_tokens) as bar:
-    for shard in missing:
+  for shard, path in enumerate(tqdm.tqdm(paths, 'sampling', unit='shard')):
+    if not kept.is_whole(path):
       tokens = _sample_shard(pair, samples, start, shard)
-      kept.save(paths[shard], functools.partial(np.save, arr=tokens))
-      bar.update(samples.shard_tokens)
+      kept.save(path, functools.partial(np.save, arr=tokens))
   return paths
 
 
-def _progress(what: str, total: int) -> tqdm.tqdm:
-  return tqdm.tqdm(total=total, desc=what, unit='token', unit_scale=True)
-
-
-def _count(shards, table: TableConfig, vocab_size: int):
-  with _progress('counting', 0) as bar:
-
-    def show(done, total):
-      bar.total = total
-      bar.update(done - bar.n)
-
-    return counting.count_ngrams(
-      shards,
-      order=table.order,
-      vocab_size=vocab_size,
-      min_count=table.min_count,
-      progress=show,
-    )
+def _estimate(
+  shards: list[pathlib.Path], table: TableConfig, vocab_size: int
+) -> katz.KatzModel:
+  counts = counting.count_ngrams(
+    shards,
+    order=table.order,
+    vocab_size=vocab_size,
+    min_count=table.min_count,
+  )
+  return katz.estimate(counts)
 
 
 def build(
@@ -211,12 +173,14 @@ def build(
   choice = choice_lib.ModelChoice(hub.draft_name(draft), None)
   found = sources_lib.open_sources(choice)
   checkpoint, tokenizer = found.target, found.tokenizer
-  digest = plan_lib.model_digest(checkpoint)
-  described = {'name': draft, 'model_blake2b': digest}
+  described = {
+    'name': draft,
+    'model_blake2b': plan_lib.model_digest(checkpoint),
+  }
+  vocabulary = pair_lib.vocabulary_digest(tokenizer)
   shards, sources = [], {}
   if corpus is not None:
     record = dataclasses.asdict(corpus)
-    vocabulary = pair_lib.vocabulary_digest(tokenizer)
     run_record.write_once(
       workdir / 'corpus.json', record | {'tokenizer': vocabulary}
     )
@@ -230,12 +194,12 @@ def build(
     sources['samples'] = dataclasses.asdict(samples) | {
       'tokens': samples.num_shards * samples.shard_tokens
     }
-  model = katz.estimate(_count(shards, table, checkpoint.config.vocab_size))
+  model = _estimate(shards, table, checkpoint.config.vocab_size)
   result = katz.build_table(model, table.num_continuations)
   provenance = {
     'specdec': specdec.__version__,
     'draft': described,
-    'tokenizer_blake2b': pair_lib.vocabulary_digest(tokenizer),
+    'tokenizer_blake2b': vocabulary,
     'sources': sources,
     'table': dataclasses.asdict(table),
     'discounts': [dataclasses.asdict(order) for order in model.discounts],

@@ -62,17 +62,12 @@ def _measured(*seconds, prefill=0.0):
   ]
 
 
-def test_flips_are_found_where_rows_part():
-  reference = [timing.Measurement(1.0, _generation([1, 2, 3], [4, 5]))]
-  same = [timing.Measurement(1.0, _generation([1, 2, 3], [4, 5]))]
-  other = [timing.Measurement(1.0, _generation([1, 9, 3], [4]))]
-  assert timing.find_flips(same, reference) == []
-  assert timing.find_flips(other, reference) == [
-    *(timing.Flip(0, 0, 1), timing.Flip(0, 1, 1)),
-  ]
+def test_rows_part_where_one_ends_or_has_another_token():
+  parted = lambda row: timing.first_difference(row, [1, 2, 3])
+  assert [*map(parted, ([1, 2, 3], [1, 9, 3], [1]))] == [None, 1, 1]
 
 
-def test_speed_is_pooled_and_per_batch():
+def test_speed_is_pooled():
   measured = {
     'slow': _measured(4.0, 8.0, prefill=1.0),
     'fast': _measured(1.0, 3.0, prefill=0.5),
@@ -81,7 +76,6 @@ def test_speed_is_pooled_and_per_batch():
   fast = arms['fast']
   assert arms['slow']['speed'] == 1
   assert fast['speed'] == pytest.approx(12 / 4)
-  assert fast['speed_per_batch'] == pytest.approx([4, 8 / 3])
   assert fast['tokens_per_second'] == pytest.approx(6 / 4)
   # Without the prompt.
   assert fast['decoding_speed'] == pytest.approx(10 / 3)
@@ -121,7 +115,8 @@ def test_an_arm_that_plans_decodes_each_batch_in_its_own_way():
       arm(rows, 8).labels for rows in batches
     ]
     results[method] = [timing.Measurement(1.0, arm(one, 8)) for one in batches]
-  assert timing.find_flips(results['plan'], results['plain']) == []
+  tokens = [[one.generation.tokens for one in arm] for arm in results.values()]
+  assert tokens[0] == tokens[1]
   labels = [one.generation.labels for one in results['plan']]
   assert labels == [('target',), ('target', 'draft')]
   pooled = timing.summarize_arms(results, baseline='plain')['plan']
@@ -224,50 +219,45 @@ def test_every_arm_is_warmed_up_once_for_every_shape():
   # The first two are padded to the same shape.
   calls, batches = [], [[[7]], [[8]], [[9] * 40]]
   arms = _recorded(calls)
-  assert timing.warm_up(arms, batches, max_new_tokens=20).keys() == arms.keys()
+  timing.warm_up(arms, batches, max_new_tokens=20)
   limits = [(9, 0), (9, 0), (7, 0), (7, 0), (7, 8)]
   assert calls == [(name, *one) for name in 'ab' for one in limits]
 
 
-def _clocked(monkeypatch, takes):
-  """An arm that moves the clock; `takes` says by how much."""
+def test_no_batch_is_begun_when_time_is_up(monkeypatch):
+  """Each decode takes as many seconds as its limit."""
   now = 0.0
 
   def decode(batch, limit):
     nonlocal now
-    now += takes(limit)
+    now += limit
     return _generation([1, 2])
 
   monkeypatch.setattr('time.perf_counter', lambda: now)
-  return {'a': decode}
-
-
-def test_compiling_is_what_a_first_call_takes_longer(monkeypatch):
-  # 5 seconds at first, then 2.
-  takes = iter([5.0, 2.0, 4.0, 2.0, 0.0])
-  arms = _clocked(monkeypatch, lambda limit: next(takes))
-  assert timing.warm_up(arms, [[[7]], [[8] * 40]], max_new_tokens=9) == {'a': 5}
-
-
-def test_no_batch_is_begun_when_time_is_up(monkeypatch):
-  arms = _clocked(monkeypatch, lambda limit: limit)
   run = lambda seconds: timing.time_arms(
-    arms, [[[1]]] * 5, max_new_tokens=10, max_seconds=seconds
+    {'a': decode}, [[[1]]] * 5, max_new_tokens=10, max_seconds=seconds
   )['a']
   assert [len(run(seconds)) for seconds in (0, -1, 25, None)] == [1, 1, 3, 5]
   [only] = run(0)
   assert (only.seconds, only.prefill_seconds) == (10, 0)
 
 
-def test_margin_is_the_gap_of_the_best_two_logits():
+def test_flips_are_where_rows_part_and_have_the_gap_of_the_best_two_logits():
   table = np.zeros((4, 4), np.float32)
   table[0] = [0.5, 2.0, 1.25, -3.0]
   model = table_model.table_model(table, max_positions=16)
-  for prefix in ([0], [2, 1, 0]):
-    margin = exactness.choice_margin(
-      model, jax.random.key(0), prefix, specdec.Sampling()
-    )
-    assert margin == pytest.approx(0.75)
+  pair = pair_lib.Pair(target=model, draft=None, tokenizer=None, eos_ids=())
+  texts = {'plain': ([3, 3, 3], [0, 1]), 'chain': ([3, 3, 3], [0, 2])}
+  results = {
+    f'{method}:float32': [timing.Measurement(1.0, _generation(*rows))]
+    for method, rows in texts.items()
+  }
+  (flip,) = benchmark._find_flips(
+    *(peer_lib.ArmSpec('chain', 'float32'), results, [[[1], [2, 1]]]),
+    *({'float32': pair}, peer_lib.BenchmarkTask(batch_size=2)),
+  )
+  margin = pytest.approx(0.75)
+  assert flip == {'batch': 0, 'row': 1, 'offset': 1, 'margin': margin}
 
 
 def test_margin_is_the_distance_to_the_edge_of_a_filter():

@@ -146,11 +146,6 @@ def _generator(**changes):
 
 
 # All checks are of one batch size, to share programs.
-def _check_tokens(batch_sizes=(4,)):
-  sizes = {'batch_sizes': batch_sizes, 'max_margin': 0.0}
-  return lossless.check_tokens(_generator(), _PROMPTS, **sizes, **_OPTIONS)
-
-
 def _check_law(prompts=_PROMPTS):
   rule = {'batch_sizes': (4,), 'verify': 'rejection', 'eos_ids': ()} | _OPTIONS
   (check,) = lossless.check_distribution(_generator(), prompts, **rule)
@@ -168,7 +163,9 @@ def test_a_divergence_is_reported_with_its_margin(monkeypatch):
     return ids, new, efficiency
 
   monkeypatch.setattr(lossless, '_decode', spoiled)
-  (check,) = _check_tokens()
+  sizes = {'batch_sizes': (4,), 'max_margin': 0.0}
+  given = _generator(), _PROMPTS
+  (check,) = lossless.check_tokens(*given, **sizes, **_OPTIONS)
   assert not check.passed
   (one,) = check.divergences
   assert (one.prompt, one.offset) == (2, 5)

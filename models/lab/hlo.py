@@ -41,19 +41,9 @@ class Array:
 
   @property
   def num_bytes(self) -> int:
-    """Size in bytes, padded to whole tiles where the layout has tiles."""
+    """Size in bytes, without the padding of tiled layouts."""
     bits = int(_search(r'(\d+)', self.element) or _BITS[self.element])
-    return math.ceil(bits * math.prod(self._padded()) / 8)
-
-  def _padded(self) -> list[int]:
-    dims = list(self.dims)
-    tile = _search(r'T\(([\d,]+)\)', self.layout)
-    order = map(int, re.findall(r'\d+', self.layout.split(':')[0]))
-    sizes = map(int, reversed(re.findall(r'\d+', tile)))
-    # Dimensions are listed from the most minor, tile sizes to the most minor.
-    for axis, size in zip(order, sizes, strict=False):
-      dims[axis] = -(-dims[axis] // size) * size
-    return dims
+    return math.ceil(bits * math.prod(self.dims) / 8)
 
   def __str__(self) -> str:
     return f'{self.element}[{",".join(map(str, self.dims))}]'
