@@ -18,18 +18,18 @@ _TABLE = {'num_nodes': 8, 'width': 4, 'branching': 4, 'capacity': 128}
 # array takes longer to sort.
 _CANDIDATES: tuple[tuple[str, str, Mapping[str, int]], ...] = (
   (PLAIN, PLAIN, {}),
-  ('chain 4', 'chain', {'num_draft_tokens': 4}),
   ('staged N=8', 'staged', _SMALL),
   ('lookup N=8', 'lookup', _TABLE),
   (f'staged N=8, {_TAIL} of the prompt', 'staged', _SMALL | _OF_TAIL),
+  ('chain 4', 'chain', {'num_draft_tokens': 4}),
   (
     f'chain 4, {_TAIL} of the prompt',
     'chain',
     {'num_draft_tokens': 4} | _OF_TAIL,
   ),
+  ('tree N=8', 'tree', _SMALL | {'capacity': 32}),
   ('ngram+lookup N=8', 'ngram+lookup', _TABLE),
   ('chain 2', 'chain', {'num_draft_tokens': 2}),
-  ('tree N=8', 'tree', _SMALL | {'capacity': 32}),
   ('staged N=32', 'staged', _LARGE),
   ('chain 1', 'chain', {'num_draft_tokens': 1}),
   ('tree N=32', 'tree', _LARGE | {'capacity': 128}),
@@ -39,14 +39,13 @@ _CANDIDATES: tuple[tuple[str, str, Mapping[str, int]], ...] = (
 
 
 def list_candidates(
-  base: settings_lib.DraftSettings, *, has_draft: bool, prompt_tokens: int
+  base: settings_lib.DraftSettings, *, has_draft: bool
 ) -> list[plan_lib.Candidate]:
   """The candidates in the order in which they are tried, plain decoding first.
 
   `base` has the settings that the candidates do not vary. If it names an inner
-  drafter, candidates with other inner drafters are left out. Candidates whose
-  draft reads the end of a prompt are listed if `base` does not say how much it
-  reads, and the longest prompt, of `prompt_tokens`, has more.
+  drafter, candidates with other inner drafters are left out; if it says how
+  much of a prompt the draft reads, those whose draft reads the end are.
   """
   methods = {
     PLAIN,
@@ -63,8 +62,5 @@ def list_candidates(
     )
     for name, method, options in _CANDIDATES
     if method in methods
-    and (
-      'draft_prompt' not in options
-      or (base.draft_prompt is None and options['draft_prompt'] < prompt_tokens)
-    )
+    and ('draft_prompt' not in options or base.draft_prompt is None)
   ]
