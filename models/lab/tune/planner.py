@@ -55,8 +55,8 @@ _LENGTHS = (64, 256, 1024, 2048)  # of prompts whose reading is timed
 
 # Where each part ends, as a share of the time budget. The rest is for what
 # cannot be cut short: a compilation, or the steps that are running.
-_SAMPLING_ENDS, _COSTS_END, _READING_ENDS, _REPLAYS_END = 0.15, 0.3, 0.45, 0.6
-_COMPILING_ENDS, _DECODING_ENDS = 0.8, 0.92
+_SAMPLING_ENDS, _COSTS_END, _READING_ENDS = 0.12, 0.27, 0.37
+_REPLAYS_END, _COMPILING_ENDS, _DECODING_ENDS = 0.5, 0.72, 0.92
 
 _MOST_TOKENS = 8.0  # of a step, realistically
 _LEAST_TOKENS = 16  # of a decode that is cut short
