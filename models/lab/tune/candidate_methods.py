@@ -11,6 +11,7 @@ _SMALL = {'num_nodes': 8, 'width': 2, 'branching': 2, 'rounds': 4}
 _LARGE = {'num_nodes': 32, 'width': 8, 'branching': 4, 'rounds': 4}
 _TAIL = 256  # Tokens of a long prompt that the draft reads.
 _OF_TAIL = {'draft_prompt': _TAIL}
+_CHAIN = {'num_draft_tokens': 4}
 _TABLE = {'num_nodes': 8, 'width': 4, 'branching': 4, 'capacity': 128}
 
 # Name, method and options, in the order in which they are tried: the time
@@ -21,12 +22,8 @@ _CANDIDATES: tuple[tuple[str, str, Mapping[str, int]], ...] = (
   ('staged N=8', 'staged', _SMALL),
   ('lookup N=8', 'lookup', _TABLE),
   (f'staged N=8, {_TAIL} of the prompt', 'staged', _SMALL | _OF_TAIL),
-  ('chain 4', 'chain', {'num_draft_tokens': 4}),
-  (
-    f'chain 4, {_TAIL} of the prompt',
-    'chain',
-    {'num_draft_tokens': 4} | _OF_TAIL,
-  ),
+  ('chain 4', 'chain', _CHAIN),
+  (f'chain 4, {_TAIL} of the prompt', 'chain', _CHAIN | _OF_TAIL),
   ('tree N=8', 'tree', _SMALL | {'capacity': 32}),
   ('ngram+lookup N=8', 'ngram+lookup', _TABLE),
   ('chain 2', 'chain', {'num_draft_tokens': 2}),
@@ -39,13 +36,14 @@ _CANDIDATES: tuple[tuple[str, str, Mapping[str, int]], ...] = (
 
 
 def list_candidates(
-  base: settings_lib.DraftSettings, *, has_draft: bool
+  base: settings_lib.DraftSettings, *, has_draft: bool, longest: int
 ) -> list[plan_lib.Candidate]:
   """The candidates in the order in which they are tried, plain decoding first.
 
   `base` has the settings that the candidates do not vary. If it names an inner
   drafter, candidates with other inner drafters are left out; if it says how
-  much of a prompt the draft reads, those whose draft reads the end are.
+  much of a prompt the draft reads, those whose draft reads the end are. So are
+  these if the `longest` sample is no longer: nobody knows what they gain then.
   """
   methods = {
     PLAIN,
@@ -62,5 +60,8 @@ def list_candidates(
     )
     for name, method, options in _CANDIDATES
     if method in methods
-    and ('draft_prompt' not in options or base.draft_prompt is None)
+    and (
+      'draft_prompt' not in options
+      or (base.draft_prompt is None and options['draft_prompt'] < longest)
+    )
   ]

@@ -269,21 +269,22 @@ def _replay(
 def _replay_all(
   search: _Search,
   tried: dict[str, trials.Tried],
-  samples: list[trials.Sample],
+  samples: trials.Samples,
   costs: machine.StepCosts,
 ) -> None:
   """Adds the candidates to `tried`, by name, plain decoding first."""
-  has_draft = search.pair.drafting_model is not None
   listed = candidate_methods.list_candidates(
-    search.drafting, has_draft=has_draft
+    search.drafting,
+    has_draft=search.pair.drafting_model is not None,
+    longest=max(sample.length for sample in samples.batches),
   )
   for candidate in itertools.chain(
-    listed, _fixed_trees(search, tried, samples, costs)
+    listed, _fixed_trees(search, tried, samples.usual, costs)
   ):
     if len(tried) > 1 and search.is_late(_REPLAYS_END):
       search.report('out of time for replays; other candidates are left out')
       break
-    if found := _replay(search, candidate, samples, costs):
+    if found := _replay(search, candidate, samples.usual, costs):
       tried[candidate.name] = found
       search.report(
         f'{candidate.name}:'
@@ -430,7 +431,7 @@ def make_plan(
     samples = _decode_samples(search, batches)
     costs = _measure_costs(search, samples.batches[0])
     reading = _measure_reading(search, samples.batches[0])
-    _replay_all(search, tried, samples.usual, costs)
+    _replay_all(search, tried, samples, costs)
     _decode_finalists(search, tried, samples.batches, costs)
   except KeyboardInterrupt:
     if len(tried) < 2:

@@ -100,7 +100,6 @@ def _tree(**entries):
   return _way(drafting={'tree': entries})
 
 
-_OF_NO_SIZE = dataclasses.asdict(_CONTEXT) | {'batch_size': None}
 _OTHER_MODELS = dataclasses.asdict(_CONTEXT) | {'models': {'target': 't'}}
 
 
@@ -131,7 +130,6 @@ _OTHER_MODELS = dataclasses.asdict(_CONTEXT) | {'models': {'target': 't'}}
     (_tree(topology=[[0, 0]]), 'not its parent'),
     # Wrong types, at each depth.
     ({'new_tokens': 7.5}, 'new_tokens must be an integer'),
-    ({'context': _OF_NO_SIZE}, 'context.batch_size must be an integer'),
     (_way(reading_seconds=3), 'ways.a.reading_seconds must be'),
     (_tree(calibration='1'), 'ways.a.drafting.tree.calibration must be a fin'),
     (_tree(topology=[0]), 'ways.a.drafting.tree.topology must be'),
