@@ -193,7 +193,7 @@ class Planned:
 
   @property
   def usual(self) -> tuple[drafter_lib.Drafter, float]:
-    """The same of a request like the longest sample of the plan."""
+    """The same of a request like the usual samples of the plan."""
     return self.of_request(self.plan.prompt_length, self.plan.new_tokens)
 
 

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import pathlib
 from typing import Any
+
+import numpy as np
 
 from models import user_cache
 from models.checkpoints import checkpoint as checkpoint_lib
@@ -27,9 +28,7 @@ from specdec.text import text_files
 from specdec.text import whole_files
 from specdec.tree import topology as topology_lib
 
-SCHEMA = 2
-MARGIN = 0.03
-"""By how much a way must be faster than the first one of a plan."""
+SCHEMA = 3
 
 _SAMPLE_BYTES = 1 << 16
 
@@ -95,52 +94,42 @@ class Candidate:
     """Whether the method has a draft model."""
     return self.method not in ('plain', *settings_lib.INNERS[1:])
 
-  def draft_reads(self, prompt_length: int) -> int:
-    """How many tokens of a prompt the draft model reads."""
-    if not self.uses_draft:
-      return 0
-    return min(prompt_length, self.drafting.draft_prompt or prompt_length)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Way(Candidate):
   """A way of decoding that a request may be given.
 
+  Times are those of batches, by the padded length of the longest prompt.
+
   Attributes:
     min_block_efficiency: the time of a step, in steps of plain decoding. With
       fewer tokens per step the method is slower than plain decoding.
+    reading_seconds: the time in which the target and a draft read a prompt.
     new_token_seconds: the time after the prompt, per new token of a row, when
       all rows of a batch go on.
   """
 
   min_block_efficiency: float
-  new_token_seconds: float
+  reading_seconds: dict[int, float]
+  new_token_seconds: dict[int, float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-  """Ways of decoding, and the measurements from which a request chooses one.
-
-  Times are those of batches of the size in `context`.
+  """Ways of decoding, from which a request chooses one.
 
   Attributes:
-    ways: at least one; another must be clearly faster than the first, which is
-      plain decoding in plans that are made by `models.lab.tune.planner`.
+    ways: at least one; the first is chosen among ways that take as long.
     context: what the plan was made for.
-    prompt_token_seconds: the time in which the target reads one token of every
-      padded prompt.
-    draft_token_seconds: the same of the draft model.
     ends_per_token: the share of the new tokens of the samples that ended a
       text, from 0 to 1.
-    prompt_length: of the longest sample, in tokens.
+    prompt_length: of the longest sample of the usual length, in tokens.
     new_tokens: the limit of the samples.
     candidates: the figures of all candidates, fastest first.
   """
 
   ways: tuple[Way, ...]
   context: Context
-  prompt_token_seconds: float
-  draft_token_seconds: float
   ends_per_token: float
   prompt_length: int
   new_tokens: int
@@ -148,7 +137,7 @@ class Plan:
 
   @property
   def usual(self) -> Way:
-    """The way of a request like the longest sample."""
+    """The way of a request like the usual samples."""
     return choose(self, self.prompt_length, self.new_tokens)
 
   @property
@@ -186,50 +175,46 @@ class Plan:
     whole_files.write_text(path, self.to_json())
 
 
+def seconds_at(seconds: Mapping[int, float], length: int) -> float:
+  """The seconds of a length, interpolated; beyond the ends as at the ends."""
+  lengths = sorted(seconds)
+  return float(np.interp(length, lengths, [seconds[one] for one in lengths]))
+
+
 def expected_seconds(
   plan: Plan, way: Way, prompt_length: int, new_tokens: int
 ) -> float:
   """The time in which a request is expected to be decoded.
 
-  It is that of reading the prompt, by the target and by a draft model, and of
-  the new tokens. Prompts are read with their padding.
+  It is that of reading the prompt, with its padding, and of the new tokens.
+  More tokens of a prompt than were measured take as long as the last of these.
 
   Args:
-    plan: has the costs.
-    way: of the plan.
+    plan: says when texts end.
+    way: has the costs.
     prompt_length: tokens of the longest prompt of a batch.
     new_tokens: the largest limit of its rows. A text is expected to end earlier
       as often as those of the samples did.
   """
   length, ends = padding.padded_length(prompt_length), plan.ends_per_token
   tokens = (1 - (1 - ends) ** new_tokens) / ends if ends else new_tokens
-  return (
-    length * plan.prompt_token_seconds
-    + way.draft_reads(length) * plan.draft_token_seconds
-    + tokens * way.new_token_seconds
-  )
+  known = {0: 0.0} | way.reading_seconds
+  *_, before, last = sorted(known)
+  slope = (known[last] - known[before]) / (last - before)
+  reading = seconds_at(known, length) + slope * max(length - last, 0)
+  return reading + tokens * seconds_at(way.new_token_seconds, length)
 
 
 def choose(plan: Plan, prompt_length: int, new_tokens: int) -> Way:
   """The way in which a request is expected to take the least time.
 
-  It is the first way, if no other takes less by more than `MARGIN` of the time
-  in which ways differ: the target reads the prompt in all of them. Prompts that
-  are padded to one length have one way, and no program of their own.
-
-  Args:
-    plan: the ways and their costs.
-    prompt_length: see `expected_seconds`.
-    new_tokens: see there, too.
+  Prompts that are padded to one length have one way, and no program of their
+  own. The arguments are those of `expected_seconds`.
   """
-  first, length = plan.ways[0], padding.padded_length(prompt_length)
-  own = {
-    way.name: expected_seconds(plan, way, prompt_length, new_tokens)
-    - length * plan.prompt_token_seconds
-    for way in plan.ways
-  }
-  best = min(plan.ways, key=lambda way: own[way.name])
-  return best if (1 + MARGIN) * own[best.name] < own[first.name] else first
+  return min(
+    plan.ways,
+    key=lambda way: expected_seconds(plan, way, prompt_length, new_tokens),
+  )
 
 
 def _to_record(settings: settings_lib.DraftSettings) -> dict[str, Any]:
@@ -269,7 +254,10 @@ _KINDS = _kinds_of(
   context=dict,
   candidates=list[dict[str, Any]],
 )
-_KINDS_OF_WAY = _kinds_of(Way, drafting=dict)
+_TIMES = ('reading_seconds', 'new_token_seconds')
+_KINDS_OF_WAY = _kinds_of(Way, drafting=dict) | dict.fromkeys(
+  _TIMES, dict[str, float]
+)
 del _KINDS_OF_WAY['name']
 _KINDS_OF_CONTEXT = _kinds_of(Context)
 _KINDS_OF_LOOKUP = {'confidence': list[float], 'num_matches': int}
@@ -290,26 +278,26 @@ def _checked(
   return record
 
 
-def _in_range(record: Mapping[str, Any], place: str = '') -> None:
-  """Refuses times and shares that cannot be; ValueError names the key."""
-  for key, value in record.items():
-    least = key in ('min_block_efficiency', 'new_token_seconds')
-    most = 1 if key == 'ends_per_token' else math.inf
-    is_number = type(value) in (int, float)
-    if is_number and not (value > 0 if least else 0 <= value <= most):
-      allowed = 'positive' if least else f'from 0 to {most}'
-      raise ValueError(f'{place}{key} must be {allowed}, got {value}')
-
-
 def _way_from(name: str, record: dict[str, Any]) -> Way:
   """A way from its JSON object."""
   place = f'ways.{name}.'
   _checked(record, _KINDS_OF_WAY, place, needed=_KINDS_OF_WAY)
-  _in_range(record, place)
+  if not record['min_block_efficiency'] > 0:
+    raise ValueError(f'{place}min_block_efficiency must be positive')
   if record['method'] not in settings_lib.METHODS[:-1]:  # Without `plan`.
     raise ValueError(f'{place}method {record["method"]!r} is not known')
-  drafting = _from_record(record['drafting'], f'{place}drafting.')
-  return Way(name=name, **record | {'drafting': drafting})
+  changes: dict[str, Any] = {
+    'drafting': _from_record(record['drafting'], f'{place}drafting.')
+  }
+  for key in _TIMES:
+    times = record[key].items()
+    right = all(n.isdecimal() and int(n) and t > 0 for n, t in times)
+    if not times or not right:
+      raise ValueError(
+        f'{place}{key} must have positive seconds by length, got {record[key]}'
+      )
+    changes[key] = {int(length): seconds for length, seconds in times}
+  return Way(name=name, **record | changes)
 
 
 def _from_record(
@@ -350,7 +338,8 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     whole_files.check_record(record)
     record.pop(whole_files.ENTRY, None)
     _checked(record, _KINDS, needed=_KINDS)
-    _in_range(record)
+    if not 0 <= record['ends_per_token'] <= 1:
+      raise ValueError('ends_per_token must be from 0 to 1')
     needed = (
       field.name
       for field in dataclasses.fields(Context)

@@ -149,7 +149,6 @@ class Trial:
   forwards: int  # Target forwards, summed over the rows that were not done.
   steps: int  # Batched target forwards.
   seconds: float  # Wall time of the replay, without reading prompts.
-  reading: float  # Wall time of reading the prompts of a batch.
 
   @property
   def block_efficiency(self) -> float:

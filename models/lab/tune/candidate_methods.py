@@ -11,6 +11,7 @@ _SMALL = {'num_nodes': 8, 'width': 2, 'branching': 2, 'rounds': 4}
 _LARGE = {'num_nodes': 32, 'width': 8, 'branching': 4, 'rounds': 4}
 _TAIL = 256  # Tokens of a long prompt that the draft reads.
 _OF_TAIL = {'draft_prompt': _TAIL}
+_CHAIN = {'num_draft_tokens': 4}
 _TABLE = {'num_nodes': 8, 'width': 4, 'branching': 4, 'capacity': 128}
 
 # Name, method and options, in the order in which they are tried: the time
@@ -18,18 +19,14 @@ _TABLE = {'num_nodes': 8, 'width': 4, 'branching': 4, 'capacity': 128}
 # array takes longer to sort.
 _CANDIDATES: tuple[tuple[str, str, Mapping[str, int]], ...] = (
   (PLAIN, PLAIN, {}),
-  ('chain 4', 'chain', {'num_draft_tokens': 4}),
   ('staged N=8', 'staged', _SMALL),
   ('lookup N=8', 'lookup', _TABLE),
   (f'staged N=8, {_TAIL} of the prompt', 'staged', _SMALL | _OF_TAIL),
-  (
-    f'chain 4, {_TAIL} of the prompt',
-    'chain',
-    {'num_draft_tokens': 4} | _OF_TAIL,
-  ),
+  ('chain 4', 'chain', _CHAIN),
+  (f'chain 4, {_TAIL} of the prompt', 'chain', _CHAIN | _OF_TAIL),
+  ('tree N=8', 'tree', _SMALL | {'capacity': 32}),
   ('ngram+lookup N=8', 'ngram+lookup', _TABLE),
   ('chain 2', 'chain', {'num_draft_tokens': 2}),
-  ('tree N=8', 'tree', _SMALL | {'capacity': 32}),
   ('staged N=32', 'staged', _LARGE),
   ('chain 1', 'chain', {'num_draft_tokens': 1}),
   ('tree N=32', 'tree', _LARGE | {'capacity': 128}),
@@ -39,14 +36,14 @@ _CANDIDATES: tuple[tuple[str, str, Mapping[str, int]], ...] = (
 
 
 def list_candidates(
-  base: settings_lib.DraftSettings, *, has_draft: bool, prompt_tokens: int
+  base: settings_lib.DraftSettings, *, has_draft: bool, longest: int
 ) -> list[plan_lib.Candidate]:
   """The candidates in the order in which they are tried, plain decoding first.
 
   `base` has the settings that the candidates do not vary. If it names an inner
-  drafter, candidates with other inner drafters are left out. Candidates whose
-  draft reads the end of a prompt are listed if `base` does not say how much it
-  reads, and the longest prompt, of `prompt_tokens`, has more.
+  drafter, candidates with other inner drafters are left out; if it says how
+  much of a prompt the draft reads, those whose draft reads the end are. So are
+  these if the `longest` sample is no longer: nobody knows what they gain then.
   """
   methods = {
     PLAIN,
@@ -65,6 +62,6 @@ def list_candidates(
     if method in methods
     and (
       'draft_prompt' not in options
-      or (base.draft_prompt is None and options['draft_prompt'] < prompt_tokens)
+      or (base.draft_prompt is None and options['draft_prompt'] < longest)
     )
   ]

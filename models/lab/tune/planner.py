@@ -1,17 +1,16 @@
 """Finds the fastest way to decode on this machine.
 
-1. The target decodes the sample prompts plainly.
+1. The target decodes sample prompts plainly, those of the usual padded length
+   and of the next most frequent one.
 2. V(N), the time of a target forward over N nodes, is measured.
-3. Each candidate of a fixed list replays these texts (see `replay`), for which
-   the target is not needed. Its counts and V(N) predict its speed after the
-   prompt. How long the draft takes to read a prompt is measured.
-4. Plain decoding, the three candidates predicted to be fastest, and the fastest
-   whose draft reads less of a prompt, or nothing, are decoded with the target,
-   interleaved.
-5. The ways of the plan are plain decoding and, of the candidates that beat it
-   after the prompt both as predicted and as measured, the fastest of those that
-   read the same share of a prompt. A request chooses among them
-   (`models.text.plan.choose`).
+3. So is how long target and draft read prompts of several lengths.
+4. Each candidate of a fixed list replays the usual samples (see `replay`), for
+   which the target is not needed. Its counts and V(N) predict its speed.
+5. Plain decoding and the candidates that are predicted to be fastest, one that
+   drafts from all of a prompt, from its end, and without a draft model, are
+   decoded with the target, interleaved, at both lengths. They are the ways of
+   the plan, among which a request chooses (`models.text.plan.choose`); those
+   that are nowhere faster after the prompt are left out.
 
 When the time budget is spent or the user interrupts, a plan is made from what
 is known by then.
@@ -22,12 +21,10 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
-import functools
 import itertools
 import sys
 import time
 from typing import Any
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -48,18 +45,19 @@ import specdec
 from specdec import arguments as arguments_lib
 from specdec import padding
 from specdec import sampling_arguments
+from specdec import statistics as statistics_lib
 
 PLAN_SECONDS = 300.0
 NODE_COUNTS = (1, 2, 4, 8, 16, 32)
 """The N for which V is measured; V is linear in between."""
 
+_LENGTHS = (64, 256, 1024, 2048)  # of prompts whose reading is timed
+
 # Where each part ends, as a share of the time budget. The rest is for what
 # cannot be cut short: a compilation, or the steps that are running.
-_SAMPLING_ENDS, _COSTS_END, _REPLAYS_END = 0.15, 0.35, 0.6
-_COMPILING_ENDS, _DECODING_ENDS = 0.8, 0.92
+_SAMPLING_ENDS, _COSTS_END, _READING_ENDS = 0.12, 0.27, 0.37
+_REPLAYS_END, _COMPILING_ENDS, _DECODING_ENDS = 0.5, 0.72, 0.92
 
-_PASSES = 3  # over the samples, if there is time
-_FINALISTS = 3
 _MOST_TOKENS = 8.0  # of a step, realistically
 _LEAST_TOKENS = 16  # of a decode that is cut short
 _LEAST_CHECKS = 2  # of the clock, after eight steps each
@@ -69,26 +67,22 @@ _MAX_BRANCHING, _MAX_DEPTH = 8, 8  # of the fixed tree
 def sample_batches(
   prompts: Sequence[Sequence[int]], batch_size: int
 ) -> list[list[list[int]]]:
-  """Full batches of prompts (token ids) that share a compiled program.
+  """Full batches of prompts (token ids) of two padded lengths, in turns.
 
   Prompts are padded to powers of two, and each padded length is a program. Only
-  prompts of the most frequent padded length are used; some are repeated where
-  they do not fill the last batch.
+  prompts of the two most frequent padded lengths are used, the most frequent
+  first; some are repeated where they do not fill the last batch.
   """
-  slots = [padding.padded_shape([prompt], 1)[0] for prompt in prompts]
-  frequent = max(sorted(set(slots)), key=slots.count)
-  usable = itertools.compress(prompts, (size == frequent for size in slots))
-  cycle = itertools.cycle(map(list, usable))
-  starts = range(0, slots.count(frequent), batch_size)
-  return [list(itertools.islice(cycle, batch_size)) for _ in starts]
-
-
-class _Decode(NamedTuple):
-  """A timed decode: seconds of reading the prompts, then of decoding."""
-
-  reading: float
-  seconds: float
-  generation: specdec.Generation
+  by_length: dict[int, list[list[int]]] = {}
+  for prompt in sorted(prompts, key=len):
+    length = padding.padded_length(len(prompt))
+    by_length.setdefault(length, []).append(list(prompt))
+  batches = []
+  for usable in sorted(by_length.values(), key=len, reverse=True)[:2]:
+    cycle, starts = itertools.cycle(usable), range(0, len(usable), batch_size)
+    batches.append([[*itertools.islice(cycle, batch_size)] for _ in starts])
+  in_turns = itertools.zip_longest(*batches)
+  return [batch for turn in in_turns for batch in turn if batch]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,15 +110,12 @@ class _Search:
     sample: trials.Sample,
     share: float,
     limit: int = sys.maxsize,
-  ) -> _Decode:
-    """A decode, cut short when a share is spent."""
+  ) -> tuple[float, specdec.Generation]:
+    """A decode, cut short when a share is spent, and its seconds."""
     checks = itertools.count()
     is_late = lambda: next(checks) >= _LEAST_CHECKS and self.is_late(share)
-    start = time.perf_counter()
     decoding = specdec.Decoding(
-      target,
-      self.key,
-      sample.prompts,
+      *(target, self.key, sample.prompts),
       drafter=drafter,
       max_new_tokens=[min(len(new), limit) for new in sample.new],
       **self.options,
@@ -132,8 +123,7 @@ class _Search:
     decoding.step(0)  # Waits until the prompts are read; compiles.
     read = time.perf_counter()
     decoding.run(is_late)
-    seconds = time.perf_counter() - read
-    return _Decode(read - start, seconds, decoding.result())
+    return time.perf_counter() - read, decoding.result()
 
 
 def _decode_samples(
@@ -141,34 +131,26 @@ def _decode_samples(
 ) -> trials.Samples:
   """Decodes the prompts plainly."""
   room, target = search.options['room_for_new_tokens'], search.pair.target
-  make = lambda batch: trials.Sample(batch, [[0] * room for _ in batch])
-  any_texts = [*map(make, batches)]
-  decode = functools.partial(search.decode, target, specdec.PLAIN)
-  decode(any_texts[0], _SAMPLING_ENDS, 0)  # compiles
-  samples, readings, ends = list[trials.Sample](), list[float](), 0
-  for any_text in any_texts:
+  samples, ends = list[trials.Sample](), 0
+  for batch in batches:
     if samples and search.is_late(_SAMPLING_ENDS):
       break
-    reading, seconds, generation = decode(any_text, _SAMPLING_ENDS)
-    samples.append(trials.Sample(any_text.prompts, generation.tokens))
-    readings.append(reading)
+    any_text = trials.Sample(batch, [[0] * room for _ in batch])
+    seconds, generation = search.decode(
+      target, specdec.PLAIN, any_text, _SAMPLING_ENDS
+    )
+    samples.append(trials.Sample(batch, generation.tokens))
     ends += generation.finish_reasons.count('eos')
     search.report(
-      f'sample batch {len(samples)} of {len(batches)}: prompts in'
-      f' {reading:.1f} s, {generation.stats.new_tokens} tokens in'
-      f' {seconds:.1f} s'
+      f'sample batch {len(samples)} of {len(batches)}, {any_text.length} slots:'
+      f' {generation.stats.new_tokens} tokens in {seconds:.1f} s'
     )
   tokens = sum(len(new) for sample in samples for new in sample.new)
   if not tokens:
     raise ValueError(
       'the target ends all sample prompts at once; give other prompts'
     )
-  return trials.Samples(
-    batches=samples,
-    limit=room,
-    reading=min(readings),
-    ends_per_token=ends / tokens,
-  )
+  return trials.Samples(samples, limit=room, ends_per_token=ends / tokens)
 
 
 def _measure_costs(search: _Search, first: trials.Sample) -> machine.StepCosts:
@@ -198,6 +180,55 @@ def _measure_costs(search: _Search, first: trials.Sample) -> machine.StepCosts:
   return costs
 
 
+def _measure_reading(
+  search: _Search, first: trials.Sample
+) -> dict[int, tuple[float, float]]:
+  """The seconds in which target and draft read prompts, by padded length."""
+  target, drafter = search.pair.target, specdec.PLAIN
+  if search.pair.drafting_model is not None:
+    options = {'num_draft_tokens': 1, 'draft_prompt': None, 'topology': None}
+    drafting = settings_lib.with_options(search.drafting, options)
+    drafter = drafters.make_drafter('chain', search.pair, drafting)
+  room = search.options['room_for_new_tokens']
+
+  def seconds(
+    one: specdec.LanguageModel, its_drafter: specdec.Drafter
+  ) -> float:
+    start = time.perf_counter()
+    specdec.Decoding(
+      *(one, search.key, prompts),
+      drafter=its_drafter,
+      max_new_tokens=0,
+      **search.options,
+    ).result()
+    return time.perf_counter() - start
+
+  reading, last = dict[int, tuple[float, float]](), 0.0
+  for length in sorted({first.length, *_LENGTHS}):
+    size = length * 3 // 4  # The rest is padding.
+    if reading and (
+      size + room > target.spec.max_positions
+      or search.seconds_left(_READING_ENDS) < 4 * last
+    ):
+      break
+    prompts = [np.resize(one, size).tolist() for one in first.prompts]
+    start = time.perf_counter()
+    arms = (
+      (target, specdec.PLAIN),
+      (replay.oracle_target(target, prompts), drafter),
+    )
+    for arm in arms:  # compiles
+      seconds(*arm)
+    of_target, of_draft = (seconds(*arm) for arm in arms)
+    reading[length] = of_target, of_draft if drafter.stages else 0.0
+    last = time.perf_counter() - start
+    search.report(
+      f'{length} tokens are read in {of_target:.2f} s, by a draft in'
+      f' {of_draft:.2f} s'
+    )
+  return reading
+
+
 def _replay(
   search: _Search,
   candidate: plan_lib.Candidate,
@@ -217,22 +248,20 @@ def _replay(
   if num_nodes > max(costs.verification):
     search.report(f'{name} is left out: V({num_nodes}) was not measured')
     return None
-  decodes = list[_Decode]()
-  for sample in samples * _PASSES:
-    if decodes and search.is_late(_REPLAYS_END):
+  stats, seconds = list[statistics_lib.Statistics](), 0.0
+  for sample in samples:
+    if stats and search.is_late(_REPLAYS_END):
       break
     oracle = replay.oracle_target(search.pair.target, sample.texts)
-    if not decodes:  # compiles
-      search.decode(oracle, drafter, sample, _REPLAYS_END, 0)
-    decodes.append(search.decode(oracle, drafter, sample, _REPLAYS_END))
-  stats = [found.generation.stats for found in decodes]
+    taken, found = search.decode(oracle, drafter, sample, _REPLAYS_END)
+    seconds += taken
+    stats.append(found.stats)
   trial = replay.Trial(
     num_nodes=num_nodes,
     tokens=sum(counts.new_tokens for counts in stats),
     forwards=sum(counts.target_forwards for counts in stats),
     steps=sum(counts.reads['target']['forwards'] for counts in stats),
-    seconds=sum(found.seconds for found in decodes),
-    reading=min(found.reading for found in decodes),
+    seconds=seconds,
   )
   return trials.Tried(candidate, drafter, trial, [])
 
@@ -244,18 +273,18 @@ def _replay_all(
   costs: machine.StepCosts,
 ) -> None:
   """Adds the candidates to `tried`, by name, plain decoding first."""
-  has_draft = search.pair.drafting_model is not None
   listed = candidate_methods.list_candidates(
-    search.drafting, has_draft=has_draft, prompt_tokens=samples.longest
+    search.drafting,
+    has_draft=search.pair.drafting_model is not None,
+    longest=max(sample.length for sample in samples.batches),
   )
   for candidate in itertools.chain(
-    listed,
-    _fixed_trees(search, tried, samples.batches, costs),
+    listed, _fixed_trees(search, tried, samples.usual, costs)
   ):
     if len(tried) > 1 and search.is_late(_REPLAYS_END):
       search.report('out of time for replays; other candidates are left out')
       break
-    if found := _replay(search, candidate, samples.batches, costs):
+    if found := _replay(search, candidate, samples.usual, costs):
       tried[candidate.name] = found
       search.report(
         f'{candidate.name}:'
@@ -324,39 +353,32 @@ def _token_ranks(search: _Search, samples: list[trials.Sample]) -> np.ndarray:
 def _decode_finalists(
   search: _Search,
   tried: Mapping[str, trials.Tried],
-  samples: trials.Samples,
+  samples: list[trials.Sample],
   costs: machine.StepCosts,
 ) -> None:
-  """Decodes plainly and with the fastest candidates, interleaved."""
-  rates, target = trials.predicted(tried, costs), search.pair.target
-  faster = trials.clearly_faster(rates, margin=plan_lib.MARGIN)
-  if not faster:
-    search.report('no candidate is predicted to be faster than plain decoding')
-    return
-  first, finalists = samples.batches[0], list[trials.Tried]()
-  chosen = [*faster[:_FINALISTS], *trials.by_reading(faster, tried)]
-  for name in dict.fromkeys([candidate_methods.PLAIN, *chosen]):
-    if len(finalists) > 1 and search.is_late(_COMPILING_ENDS):
-      break
-    search.report(f'compiling {name}')
-    finalists.append(tried[name])
-    search.decode(target, finalists[-1].drafter, first, _DECODING_ENDS, 0)
-  # Tokens per row for which the time suffices.
-  names = [finalist.candidate.name for finalist in finalists]
-  per_token = len(first.new) * sum(1 / rates[name] for name in names)
-  seconds = search.seconds_left(_DECODING_ENDS) - samples.reading * len(names)
-  limit = max(int(seconds / per_token), _LEAST_TOKENS)
+  """Decodes with the target, interleaved, what may become ways of the plan."""
+  finalists = trials.fastest_by_reading(tried, costs)
+  target, ready = search.pair.target, dict[int, list[trials.Tried]]()
+  for sample in samples:
+    if sample.length in ready:
+      continue
+    for found in finalists:
+      if sum(map(len, ready.values())) > 1 and search.is_late(_COMPILING_ENDS):
+        break
+      search.report(f'compiling {found.candidate.name}, {sample.length} slots')
+      search.decode(target, found.drafter, sample, _DECODING_ENDS, 0)
+      ready.setdefault(sample.length, []).append(found)
   search.report('decoding with the target, interleaved')
-  for index, sample in enumerate(samples.batches * _PASSES):
+  for index, sample in enumerate(samples):
     if index and search.is_late(_DECODING_ENDS):
       break
-    for finalist in finalists[:: 1 if index % 2 == 0 else -1]:
-      _, seconds, generation = search.decode(
-        target, finalist.drafter, sample, _DECODING_ENDS, limit
+    in_turn = ready.get(sample.length, [])
+    for found in in_turn[:: 1 if index % 2 == 0 else -1]:
+      seconds, generation = search.decode(
+        target, found.drafter, sample, _DECODING_ENDS
       )
-      finalist.decodes.append((seconds, generation.stats.new_tokens))
-  for name, rate in trials.measured(tried).items():
-    search.report(f'{name}: {rate:.1f} tokens/s measured')
+      if tokens := generation.stats.new_tokens:
+        found.decodes.append(trials.Decoded(sample.length, seconds, tokens))
 
 
 def make_plan(
@@ -408,10 +430,11 @@ def make_plan(
   try:
     samples = _decode_samples(search, batches)
     costs = _measure_costs(search, samples.batches[0])
+    reading = _measure_reading(search, samples.batches[0])
     _replay_all(search, tried, samples, costs)
-    _decode_finalists(search, tried, samples, costs)
+    _decode_finalists(search, tried, samples.batches, costs)
   except KeyboardInterrupt:
     if len(tried) < 2:
       raise
     report('interrupted; the plan is made from what is known so far')
-  return trials.plan_of(tried, samples, costs, context)
+  return trials.plan_of(tried, samples, costs, reading, context)

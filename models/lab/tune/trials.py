@@ -15,7 +15,9 @@ from models.text import plan as plan_lib
 import specdec
 from specdec import padding
 
-_UNCONFIRMED_MARGIN = 0.15  # by which it must win where nothing was measured
+# The least relative error of a time, and that of a time of one sample, or that
+# is predicted.
+_NOISE, _UNKNOWN = 0.03, 0.15
 
 
 class Sample(NamedTuple):
@@ -29,128 +31,152 @@ class Sample(NamedTuple):
     pairs = zip(self.prompts, self.new, strict=True)
     return [[*prompt, *new] for prompt, new in pairs]
 
-
-class Samples(NamedTuple):
-  """All samples, and what their plain decodes say."""
-
-  batches: list[Sample]
-  limit: int  # The most new tokens of a row.
-  reading: float  # Seconds of reading a batch of prompts, the least measured.
-  ends_per_token: float  # See `plan_lib.Plan`.
-
   @property
-  def longest(self) -> int:
-    """Tokens of the longest prompt."""
-    return max(len(prompt) for one in self.batches for prompt in one.prompts)
+  def length(self) -> int:
+    """The padded length of the prompts."""
+    return padding.padded_length(max(map(len, self.prompts)))
+
+
+class Decoded(NamedTuple):
+  """A decode of a sample, without reading the prompts."""
+
+  length: int  # See `Sample`.
+  seconds: float
+  tokens: int
 
 
 class Tried(NamedTuple):
-  """A candidate that was replayed; `decodes` are seconds and tokens."""
+  """A candidate that was replayed, and its decodes with the target."""
 
   candidate: plan_lib.Candidate
   drafter: specdec.Drafter
   trial: replay.Trial
-  decodes: list[tuple[float, int]]
+  decodes: list[Decoded]
+
+  @property
+  def reads(self) -> int:
+    """How many tokens of a prompt the draft reads at most."""
+    one = self.candidate
+    return (one.drafting.draft_prompt or sys.maxsize) if one.uses_draft else 0
 
 
-def predicted(
+class Samples(NamedTuple):
+  """All samples, the first of the usual length, and what their decodes say."""
+
+  batches: list[Sample]
+  limit: int  # The most new tokens of a row.
+  ends_per_token: float  # See `plan_lib.Plan`.
+
+  @property
+  def usual(self) -> list[Sample]:
+    """The samples of the usual padded length."""
+    return [one for one in self.batches if one.length == self.batches[0].length]
+
+
+def fastest_by_reading(
   tried: Mapping[str, Tried], costs: machine.StepCosts
-) -> dict[str, float]:
-  """Predicted tokens per second, by name, fastest first."""
-  rates = {
-    name: found.trial.tokens_per_second(costs) for name, found in tried.items()
-  }
-  return dict(sorted(rates.items(), key=lambda item: -item[1]))
+) -> list[Tried]:
+  """Plain decoding, and the fastest of those that read as much of a prompt.
 
-
-def measured(tried: Mapping[str, Tried]) -> dict[str, float]:
-  """Tokens per second with the target, by name."""
-  totals = {
-    name: np.sum(found.decodes, axis=0)
-    for name, found in tried.items()
-    if found.decodes
-  }
-  return {n: float(tokens / time) for n, (time, tokens) in totals.items()}
-
-
-def clearly_faster(*accounts: Mapping[str, float], margin: float) -> list[str]:
-  """The candidates that beat plain decoding, fastest first.
-
-  Args:
-    *accounts: tokens per second by name, `PLAIN` included, from independent
-      sources such as measured and predicted. The first ranks its candidates.
-    margin: relative margin by which speculation must beat plain decoding in
-      every account.
+  That is as predicted, and so is their order.
   """
-  first = accounts[0]
-  wins = lambda name: all(
-    rates[name] > (1.0 + margin) * rates[candidate_methods.PLAIN]
-    for rates in accounts
-  )
-  return sorted(filter(wins, first), key=first.__getitem__, reverse=True)
+  first = {-1: tried[candidate_methods.PLAIN]}
+  rate = lambda one: one.trial.tokens_per_second(costs)
+  for found in sorted(tried.values(), key=rate, reverse=True):
+    if found is not first[-1]:
+      first.setdefault(found.reads, found)
+  return [*first.values()]
 
 
-def by_reading(names: Sequence[str], tried: Mapping[str, Tried]) -> list[str]:
-  """The first of the candidates whose drafts read as much of a prompt."""
-  first = dict[int, str]()
-  for name in names:
-    reads = tried[name].candidate.draft_reads(sys.maxsize)
-    first.setdefault(reads, name)
-  return list(first.values())
+def reading_seconds(
+  found: Tried, reading: Mapping[int, tuple[float, float]]
+) -> dict[int, float]:
+  """The time in which target and draft read a prompt, by padded length."""
+  of_draft = {0: 0.0} | {
+    length: draft for length, (_, draft) in reading.items()
+  }
+  return {
+    length: target + plan_lib.seconds_at(of_draft, min(length, found.reads))
+    for length, (target, _) in reading.items()
+  }
 
 
-def draft_token_seconds(tried: Mapping[str, Tried], length: int) -> float:
-  """The time in which a draft reads a token of prompts of a padded length."""
-  plain = tried[candidate_methods.PLAIN].trial.reading
-  found = [
-    (one.trial.reading - plain) / one.candidate.draft_reads(length)
-    for one in tried.values()
-    if one.candidate.uses_draft
-  ]
-  return max(float(np.median(found or [0.0])), 0.0)
+def token_seconds(
+  decodes: Sequence[Decoded], *, careful: bool
+) -> dict[int, float]:
+  """Seconds per token by padded length of the prompt.
+
+  They are those of all samples of a length. If `careful`, their standard error
+  is added, and for prompts of twice the longest length and more they are those
+  of the slowest sample.
+  """
+  found, slowest = dict[int, float](), 0.0
+  for length in sorted({one.length for one in decodes}):
+    own = [one[1:] for one in decodes if one.length == length]
+    seconds, tokens = np.array(own).T
+    mean, count = seconds.sum() / tokens.sum(), len(own)
+    error = _UNKNOWN
+    if count > 1:
+      spread = np.linalg.norm(seconds - mean * tokens) / seconds.sum()
+      error = max(np.sqrt(count / (count - 1)) * spread, _NOISE)
+    found[length] = float(mean * (1 + error * careful))
+    slowest = max(slowest, found[length], *(seconds / tokens).tolist())
+  return found | ({2 * max(found): slowest} if careful and found else {})
+
+
+def _figures(
+  found: Tried, plain: Tried, costs: machine.StepCosts, usual: int
+) -> dict[str, Any]:
+  """What a plan says of a candidate."""
+  trial, plain_step = found.trial, plain.trial.step_seconds(costs)
+  measured = token_seconds(found.decodes, careful=False).get(usual)
+  return {
+    'name': found.candidate.name,
+    'tokens_per_second': trial.tokens_per_second(costs),
+    'measured': measured and 1 / measured,
+    'block_efficiency': trial.block_efficiency,
+    'min_block_efficiency': trial.step_seconds(costs) / plain_step,
+    'drafting_milliseconds': 1e3 * trial.drafting_seconds,
+    'verification_milliseconds': 1e3 * costs.of_nodes(trial.num_nodes),
+  }
 
 
 def plan_of(
   tried: Mapping[str, Tried],
   samples: Samples,
   costs: machine.StepCosts,
+  reading: Mapping[int, tuple[float, float]],
   context: plan_lib.Context,
 ) -> plan_lib.Plan:
   """The plan, from what is known so far; plain decoding must be tried."""
-  rates, known = predicted(tried, costs), measured(tried)
-  accounts, margin = [rates], _UNCONFIRMED_MARGIN
-  if len(known) > 1:
-    accounts, margin = [known, rates], plan_lib.MARGIN
-  plain = tried[candidate_methods.PLAIN].trial.step_seconds(costs)
-  figures: dict[str, dict[str, Any]] = {
-    name: {
-      'name': name,
-      'tokens_per_second': rate,
-      'measured': known.get(name),
-      'block_efficiency': trial.block_efficiency,
-      'min_block_efficiency': trial.step_seconds(costs) / plain,
-      'drafting_milliseconds': 1e3 * trial.drafting_seconds,
-      'verification_milliseconds': 1e3 * costs.of_nodes(trial.num_nodes),
-    }
-    for name, rate in rates.items()
-    for trial in [tried[name].trial]
-  }
-  faster = clearly_faster(*accounts, margin=margin)
-  length = padding.padded_length(samples.longest)
+  usual = samples.batches[0].length
+  plain = tried[candidate_methods.PLAIN]
+  figures = [_figures(one, plain, costs, usual) for one in tried.values()]
+  figures.sort(key=lambda one: one['tokens_per_second'], reverse=True)
+  is_measured = sum(bool(found.decodes) for found in tried.values()) > 1
+  ways = list[plan_lib.Way]()
+  for found in fastest_by_reading(tried, costs):
+    decodes = found.decodes
+    if not is_measured:
+      decodes = [Decoded(usual, 1 / found.trial.tokens_per_second(costs), 1)]
+    seconds = token_seconds(decodes, careful=bool(ways))
+    way = plan_lib.Way(
+      **vars(found.candidate),
+      min_block_efficiency=found.trial.step_seconds(costs)
+      / plain.trial.step_seconds(costs),
+      reading_seconds=reading_seconds(found, reading),
+      new_token_seconds={n: context.batch_size * seconds[n] for n in seconds},
+    )
+    if not ways or any(
+      own < plan_lib.seconds_at(ways[0].new_token_seconds, length)
+      for length, own in way.new_token_seconds.items()
+    ):
+      ways.append(way)
   return plan_lib.Plan(
-    ways=tuple(
-      plan_lib.Way(
-        **vars(tried[name].candidate),
-        min_block_efficiency=figures[name]['min_block_efficiency'],
-        new_token_seconds=context.batch_size / accounts[0][name],
-      )
-      for name in (candidate_methods.PLAIN, *by_reading(faster, tried))
-    ),
+    ways=tuple(ways),
     context=context,
-    prompt_token_seconds=samples.reading / length,
-    draft_token_seconds=draft_token_seconds(tried, length),
     ends_per_token=samples.ends_per_token,
-    prompt_length=samples.longest,
+    prompt_length=max(len(one) for s in samples.usual for one in s.prompts),
     new_tokens=samples.limit,
-    candidates=tuple(figures.values()),
+    candidates=tuple(figures),
   )

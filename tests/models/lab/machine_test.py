@@ -21,9 +21,9 @@ def test_v_is_linear_between_the_measured_sizes():
 
 
 def test_a_prediction_by_hand():
-  counts = {'num_nodes': 4, 'steps': 40, 'seconds': 2.0, 'reading': 9.0}
+  counts = {'num_nodes': 4, 'steps': 40, 'seconds': 2.0}
   trial = replay.Trial(tokens=100, forwards=40, **counts)
-  # 2 s of replay and 40 steps of 0.13 s; prompts were read before.
+  # 2 s of replay and 40 steps of 0.13 s.
   assert trial.tokens_per_second(_COSTS) == pytest.approx(100 / (2 + 5.2))
   assert trial.block_efficiency == 2.5
   # A step: 0.05 s of drafting and 0.13 s of the target.

@@ -1,12 +1,12 @@
 """Plan files: what is written comes back, what is foreign is refused."""
 
-import copy
 import dataclasses
 import functools
 import json
 import shutil
 
 import huggingface_hub
+import numpy as np
 import plans
 import pytest
 
@@ -78,9 +78,9 @@ def test_a_plan_comes_back_as_it_was(tmp_path):
     assert [one.name for one in path.parent.iterdir()] == ['plan.json']
 
 
-def test_only_what_differs_is_written(tmp_path):
+def test_only_what_differs_is_written():
   record = json.loads(_PLAN.to_json())
-  assert record['schema'] == 2
+  assert record['schema'] == 3
   assert record['ways']['staged']['drafting'] == {
     'tree': {'num_nodes': 16, 'width': 4, 'cost_ratio': 0.03},
     **{'inner_tree': {'rounds': 1}, 'lookup': {'confidence': [0.0, 0.5]}},
@@ -89,10 +89,6 @@ def test_only_what_differs_is_written(tmp_path):
   tree = record['ways']['staged']['drafting']['tree']
   assert tree['topology'] == [[0], [1], [0, 0], [0, 2]]
   assert not {'num_nodes', 'rounds', 'capacity'} & tree.keys()
-  # In the old form the calibration stood beside a topology.
-  tree['calibration'] = 1.0
-  drafting = _load(tmp_path, record).ways[1].drafting
-  assert drafting == settings_lib.with_options(_FIXED, {'calibration': 1.0})
 
 
 def _way(**entries):
@@ -111,22 +107,32 @@ _OTHER_MODELS = dataclasses.asdict(_CONTEXT) | {'models': {'target': 't'}}
   ('changes', 'message'),
   [
     *(([], 'must hold a JSON object'), ('{', 'cannot be read')),
-    ({'schema': ...}, 'has schema None, expected 2; make it anew'),
-    ({'schema': 1, 'method': 'plain'}, 'schema 1, expected 2; make it anew'),
+    ({'schema': ...}, 'has schema None, expected 3; make it anew'),
+    ({'schema': 2, 'draft_token_seconds': 1}, 'schema 2, expected 3; make it'),
     ({'ways': ...}, 'it lacks the entry ways; make it anew with scripts/'),
     ({'ways': {}}, 'ways is empty'),
     ({'methods': 'plain'}, 'methods is not known; make it anew'),
-    ({'ends_per_token': 1.5}, 'ends_per_token must be from 0 to 1, got 1.5'),
-    ({'draft_token_seconds': -1}, 'draft_token_seconds must be from 0 to inf'),
+    ({'ends_per_token': 1.5}, 'ends_per_token must be from 0 to 1'),
     (_way(method='plan'), "ways.a.method 'plan' is not known"),
     (_way(method=...), 'it lacks the entry ways.a.method'),
     (_way(name='b'), 'ways.a.name is not known'),
     (_way(min_block_efficiency=0), 'ways.a.min_block_efficiency must be posit'),
-    (_way(new_token_seconds=0), 'ways.a.new_token_seconds must be positive'),
+    *(
+      (
+        _way(new_token_seconds=times),
+        'ways.a.new_token_seconds must have posit',
+      )
+      for times in ({}, {'64': 0}, {'0': 1}, {'long': 1})
+    ),
     ({'context': {'models': {}}}, 'it lacks the entry context.machine'),
     ({'context': _OTHER_MODELS}, 'context.models lacks'),
     (_tree(min_gain=0.1), 'ways.a.drafting.tree.min_gain is not known; make'),
     (_tree(topology=[[0, 0]]), 'not its parent'),
+    # Wrong types, at each depth.
+    ({'new_tokens': 7.5}, 'new_tokens must be an integer'),
+    (_way(reading_seconds=3), 'ways.a.reading_seconds must be'),
+    (_tree(calibration='1'), 'ways.a.drafting.tree.calibration must be a fin'),
+    (_tree(topology=[0]), 'ways.a.drafting.tree.topology must be'),
   ],
 )
 def test_bad_plans_are_refused(changes, message, tmp_path):
@@ -137,41 +143,6 @@ def test_bad_plans_are_refused(changes, message, tmp_path):
   with pytest.raises(ValueError, match=message) as error:
     _load(tmp_path, record)
   assert str(tmp_path / 'plan.json') in str(error.value)
-
-
-_OF_ALL_KINDS = (None, True, 3, 1.5, 'text', [1], {'a': 1})
-_MAY_BE_NULL = ('target', 'draft', 'vocabulary', 'draft_vocab', 'cost_ratio')
-
-
-def _entries(record, place=()):
-  """The places of all entries of an object, and of those in it."""
-  for key, value in record.items():
-    yield (*place, key), value
-    if isinstance(value, dict) and key not in ('machine', 'sampling'):
-      yield from _entries(value, (*place, key))
-
-
-def test_a_wrong_type_is_an_error_that_names_the_key(tmp_path):
-  record = json.loads(_PLAN.to_json())
-  del record['digest']
-  record['context'] |= {'draft_vocab': 7}
-  drafting = record['ways']['staged']['drafting']
-  drafting |= {'ngram': 'x.st', 'num_draft_tokens': 3}
-  drafting['tree'] |= {'topology': [[0]], 'calibration': 1.5}
-  entries = [*_entries(record)]
-  assert len(entries) > 25
-  for place, right in entries:
-    for value in _OF_ALL_KINDS:
-      number = type(right) is float and type(value) is int
-      null = value is None and place[-1] in _MAY_BE_NULL
-      if type(value) is type(right) or number or null:
-        continue
-      changed = copy.deepcopy(record)
-      functools.reduce(dict.get, place[:-1], changed)[place[-1]] = value
-      with pytest.raises(ValueError, match=place[-1]) as error:
-        _load(tmp_path, changed)
-      assert str(tmp_path / 'plan.json') in str(error.value), place
-      assert 'Error' not in str(error.value)
 
 
 def test_plans_for_other_models_are_refused():
@@ -261,18 +232,20 @@ _WAYS = (
   plans.way('plain', 1.0),
   plans.way('chain', 0.25),
   plans.way('chain', 0.5, name='of the end', draft_prompt=256),
-  plans.way('lookup', 0.75),
+  plans.way('lookup', {32: 1.0, 1024: 0.5, 2048: 1.5}),
 )
 
 
 def _seconds(name, length, tokens):
-  """By hand, without the target's: a draft reads a token in 1/8 s."""
-  return {
+  """By hand: a target reads a token in 1/4 s, a draft in 1/8 s."""
+  drafted = {
     'plain': tokens,
     'chain': length / 8 + tokens / 4,
     'of the end': min(length, 256) / 8 + tokens / 2,
-    'lookup': tokens * 3 / 4,
-  }[name]
+    # Gains in documents, and nobody knows of longer ones.
+    'lookup': tokens * (1.5 if length > 1024 else 1 - (length - 32) / 1984),
+  }
+  return length / 4 + drafted[name]
 
 
 def test_a_request_is_decoded_in_the_way_that_takes_the_least_time():
@@ -280,28 +253,14 @@ def test_a_request_is_decoded_in_the_way_that_takes_the_least_time():
   for length in (*range(1, 70), *(2**n for n in range(7, 15))):
     padded = padding.padded_length(length)
     for tokens in (*range(0, 40), *(2**n for n in range(6, 13))):
+      expected = [_seconds(way.name, padded, tokens) for way in _WAYS]
+      for way, seconds in zip(_WAYS, expected, strict=True):
+        found = plan_lib.expected_seconds(plan, way, length, tokens)
+        assert found == pytest.approx(seconds)
       name = plan_lib.choose(plan, length, tokens).name
+      assert name == _WAYS[int(np.argmin(expected))].name, (length, tokens)
       chosen.add(name)
-      seconds = {one.name: _seconds(one.name, padded, tokens) for one in _WAYS}
-      for way in _WAYS:
-        whole = plan_lib.expected_seconds(plan, way, length, tokens)
-        assert whole == padded / 4 + seconds[way.name]
-      least = min(seconds, key=seconds.get)
-      # Within noise of it plain decoding is not left.
-      if seconds['plain'] <= 1.03 * seconds[least]:
-        assert name == 'plain'
-      else:
-        assert name == least, (length, tokens)
   assert chosen == {one.name for one in _WAYS}
-
-
-@pytest.mark.parametrize(
-  ('seconds', 'name'), [(0.98, 'plain'), (0.96, 'lookup')]
-)
-def test_noise_is_measured_by_the_time_in_which_ways_differ(seconds, name):
-  """A way gains 2 % or 4 %; for the prompt the target takes 1,024 s."""
-  plan = _plan(ways=(_WAYS[0], plans.way('lookup', seconds)))
-  assert plan_lib.choose(plan, 4096, 64).name == name
 
 
 @pytest.mark.parametrize(
