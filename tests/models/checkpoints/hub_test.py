@@ -247,6 +247,7 @@ def test_bad_tensor(variant, name, edit, message, tmp_path):
 
 _SHARD = 'model-00002.safetensors'
 _BAD_CONFIGS = ('{"model_type": ', '[]', '"gpt2"', '\x00', '{"a": 1, "a": 1}')
+_BAD_CONFIGS += ('[' * 99_999,)
 _BAD_INDICES = ('{', '{}', '[]', '{"weight_map": null}')
 
 
