@@ -194,9 +194,7 @@ _REFUSED = {
     ({'final_logit_softcapping': -3.0}, 'logit_cap must be positive'),
     ({'hidden_act': 'relu'}, 'hidden_act=.*relu.* contradict'),
   ),
-  'gemma3_text': (
-    (_rope('default'), "must have the keys .* has 'rope_type'"),
-  ),
+  'gemma3_text': ((_rope('default'), "must have the keys .* has 'rope_type'"),),
   'smollm3': (({'no_rope_layers': [1, 0, 1]}, 'no_rope_layers has 3 entri'),),
   'phi3': (
     ({'partial_rotary_factor': 0}, 'partial_rotary_factor must be'),
