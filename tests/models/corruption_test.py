@@ -208,26 +208,14 @@ def test_a_damaged_plan_of_this_machine_is_made_again(tmp_path, monkeypatch):
   usual, context = settings_lib.DraftSettings(), _plan().context
   monkeypatch.setattr(plan_lookup, 'context_of', lambda task: context)
   task = types.SimpleNamespace(models=None, drafting=usual)
-
-  def find():
-    lines = []
+  path, lines = plan_lib.cache_path(context, usual), []
+  path.parent.mkdir(parents=True)
+  path.write_text('{')
+  for _ in range(2):
     plan = plan_lookup.find_plan('auto', list, task, report=lines.append)
     assert plan == _plan()
-    return lines
-
-  find()
-  path = plan_lib.cache_path(context, usual)
-  whole, made = path.read_bytes(), 0
-  for seed in range(60):
-    path.write_bytes(_damaged(whole, random.Random(seed), is_json=True))
-    first, *more = find()
-    if more:
-      assert first.startswith(f'warning: plan {path} cannot be read: '), seed
-      assert more[-1] == f'staged, saved as {path}'
-      assert path.read_bytes() == whole
-      made += 1
-    assert find() == [f'staged, from {path}']
-  assert made > 50
+  assert lines[0].startswith(f'warning: plan {path} cannot be read: ')
+  assert lines[-2:] == [f'staged, saved as {path}', f'staged, from {path}']
 
 
 @pytest.fixture
@@ -276,33 +264,6 @@ def test_a_damaged_program_is_compiled_again(programs, caplog):
     warnings.simplefilter('error')  # JAX would keep no program, and say so.
     compute()
   assert file.exists()
-
-
-def test_results_that_are_whole_are_kept(tmp_path):
-  path, settings = tmp_path / 'rows.jsonl', {'seed': 0, 'stop': ['a']}
-  opened = lambda: run_record.ResumableRows(path, settings, 3)
-  results = opened()
-  for index in range(3):
-    results.add({'index': index, 'text': 'ab' * index})
-  beside = tmp_path / 'rows.jsonl.run.json'
-  contents, refused = {one: one.read_bytes() for one in (path, beside)}, 0
-  for seed in range(60):
-    rng = random.Random(seed)
-    for file, whole in contents.items():
-      file.write_bytes(whole)
-    file = rng.choice([path, path, beside])
-    file.write_bytes(_damaged(contents[file], rng, file == beside))
-    content = path.read_bytes()
-    results, error = _outcome(opened)
-    if error is None:
-      lines = content.split(b'\n')[:-1]
-      assert results.rows == [*map(json.loads, lines)]
-      assert path.read_bytes() == b''.join(line + b'\n' for line in lines)
-    else:
-      assert str(path) in error, seed
-      assert path.read_bytes() == content
-      refused += 1
-  assert 20 < refused < 60
 
 
 # Models: whatever is loaded, it is loaded or refused with the name of its path.
