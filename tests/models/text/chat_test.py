@@ -183,8 +183,6 @@ def test_what_is_no_conversation_is_refused():
     ([_user()], None, 'has no chat template, .* choose an instruct model'),
     ([_user()], _STRICT, 'with the roles user: roles must alternate'),
     ([_user()], "{{ 'a' + 1 }}", 'the chat template .*: TypeError: '),
-    ([_user()], '{{ 1 / 0 }}', 'the chat template .*: ZeroDivisionError: '),
-    ([_user()], '{{ range(10**9) }}', 'the chat template .*: OverflowError: '),
     ([_user()], _RECURSIVE, 'the chat template .*: RecursionError: '),
     ([_user()], '{{ a.b.c }}', "the chat template .*: 'a' is undefined"),
     ([_user()], '{% if %}', 'the chat template of the target refuses'),
@@ -199,7 +197,6 @@ def test_what_is_no_conversation_is_refused():
     (None, _TEMPLATE, 'messages must be a list of dicts, got None'),
     ('Hello', _TEMPLATE, "messages must be a list of dicts, got 'Hello'"),
     ([_user(), 'Hello'], _TEMPLATE, "message 1 must be a dict .* got 'Hello'"),
-    ([_user(3)], _TEMPLATE, 'message 0 must be a dict with the texts role and'),
     ([{'role': 'user'}], _TEMPLATE, 'message 0 must be a dict'),
   ):
     with pytest.raises(ValueError, match=words):

@@ -120,13 +120,6 @@ def test_one_constraint_is_that_of_all_rows():
   assert both.tokens == [_generate().tokens[0]] * 2
 
 
-def test_the_text_of_a_stream_is_that_of_its_result():
-  options = {'regex': _REGEX[2], 'sampling': _SAMPLED, 'seed': [12]}
-  stream = _generator('tree').stream([_PROMPT], max_new_tokens=40, **options)
-  text = ''.join(new[0] for new in stream)
-  assert text == stream.result().text[0] == _generate().text[2]
-
-
 def test_every_answer_of_a_chat_matches():
   options = {'regex': _REGEX[0], 'sampling': _SAMPLED, 'max_new_tokens': 20}
   generator = _generator('tree')
@@ -188,19 +181,15 @@ def test_a_longer_text_takes_no_more_round_trips():
 
 _REFUSED = [
   ({'regex': '('}, r"regex '\(' cannot be used: missing \), unterminated"),
-  ({'regex': 'a(?=b)'}, 'cannot be used: look-around is not supported'),
   ({'regex': '(a|b)*a(a|b){60}'}, 'too large: at most 16,383 states'),
   ({'regex': f'{"(" * 2000}a{")" * 2000}'}, 'is nested too deeply'),
   ({'regex': 'xyz'}, 'no text that the tokens of the target can spell'),
-  ({'regex': '[^\\s\\S]'}, 'no text that the tokens of the target can spell'),
   ({'regex': 3}, 'regex must be text, got 3'),
   ({'regex': 'a\ud83d'}, 'lone surrogate'),
   ({'regex': ['a', 'b']}, r'one per row \(1\), got 2'),
   ({'regex': 'a', 'json_schema': {}}, 'regex or json_schema, not both'),
   ({'json_schema': '{'}, 'json_schema .* cannot be used'),
-  ({'json_schema': {'type': 'nothing'}}, "#/type must be .*, got 'nothing'"),
   ({'json_schema': {'enum': {1}}}, 'json_schema is no JSON'),
-  ({'json_schema': {'enum': [float('nan')]}}, 'json_schema is no JSON'),
   ({'json_schema': '{"enum": [NaN]}'}, 'NaN is no JSON'),
   ({'json_schema': {'minimum': 3}}, '#/minimum is a keyword that is not supp'),
   ({'json_schema': 5}, 'a JSON object, or the text of one, got 5'),

@@ -4,7 +4,6 @@ import functools
 import io
 import itertools
 import json
-import random
 
 import command_lines
 import numpy as np
@@ -245,18 +244,6 @@ def test_a_value_of_a_wrong_type_is_an_error_that_names_its_key(monkeypatch):
   for (key, _), error in zip(unusable, errors[len(wrong) :], strict=True):
     assert f'{key} ' in error
     assert len(error) < 200
-
-
-def test_lines_with_damaged_bytes_end_in_an_error_or_a_result(monkeypatch):
-  line = b'{"prompt": "a prompt of some words", "max_new_tokens": 1, "id": 12}'
-  lines = []
-  for seed in range(60):
-    rng, content = random.Random(seed), bytearray(line)
-    for _ in range(rng.randrange(1, 3)):
-      content[rng.randrange(len(content))] = rng.randrange(33, 150)
-    lines.append(bytes(content))
-  errors = _of_lines(monkeypatch, lines)
-  assert 5 < errors.count(None) < 55
 
 
 def test_an_interrupt_keeps_the_rows_and_is_one_line(tmp_path, monkeypatch):
