@@ -156,16 +156,10 @@ _EXPERTS = 'block_sparse_moe.input_linear.weight'
     ('granite4_0', 'num_local_experts', 0, f'{_EXPERTS} is not part of a'),
     ('granite4_3', 'num_local_experts', 3, 'lacks 20 tensors.*experts.0.down'),
     ('granite4_3', 'shared_intermediate_size', 8, r'linear.weight\[8:\] has'),
-    ('ministral3_0', 'head_dim', 16, 'k_proj.weight has shape .8, 24., exp'),
-    ('phi4_mini_0', 'num_key_value_heads', 2, r'qkv_proj.weight\[24:\] has'),
-    ('minicpm_0', 'tie_word_embeddings', False, 'lacks 1 tensors.*lm_head'),
     ('minicpm_3', 'tie_word_embeddings', True, 'tie_word_embeddings wrong'),
     ('gpt_oss_0', 'num_local_experts', 5, 'down_proj has 4 experts, expected'),
-    ('gpt_oss_0', 'attention_bias', True, 'lacks 8 tensors.*k_proj.bias'),
-    ('gemma4_6', 'num_kv_shared_layers', 0, 'lacks 6 tensors.*k_norm'),
     ('gemma4_3', 'use_double_wide_mlp', False, r'shape .16, 40., exp.*16, 20'),
     ('gemma4_3', 'hidden_size_per_layer_input', 0, '_per_layer.*not part of a'),
-    ('gemma4_3', 'global_head_dim', 16, r'k_norm.weight has shape .14,., exp'),
   ],
 )
 def test_tensors_that_contradict_the_config(
