@@ -128,36 +128,6 @@ def test_every_answer_of_a_chat_matches():
   second = chat.reply('cab').run()
   alone = generator.generate(chat.messages, room_for_new_tokens=48, **options)
   assert second.tokens == alone.tokens
-  assert _matches(second.text[0], _REGEX[0], None)
-
-
-def test_prompts_in_slots_have_constraints_of_their_own():
-  """Also where one needs larger tables than those before it."""
-  larger = ('[a-c]{280}', None)
-  wanted = [*zip(_REGEX, _SCHEMA, strict=True), larger]
-  jobs = [
-    models.Job(
-      prompt=_PROMPT,
-      seed=10 + row,
-      regex=wanted[row][0],
-      json_schema=wanted[row][1],
-    )
-    for row in (3, 0, 1, 2, 4, 0, 5, 1, 3)
-  ]
-  jobs.insert(2, models.Job(prompt=_PROMPT, regex='('))
-  many = _generator('tree').generate_many(
-    jobs,
-    batch_size=3,
-    context=80,
-    max_new_tokens=40,
-    sampling=_SAMPLED,
-    in_order=True,
-  )
-  found, plain = list(many), _generate().tokens
-  assert 'regex' in found.pop(2).error
-  assert found.pop(6).result.finish_reasons == ['length']
-  rows = (3, 0, 1, 2, 4, 0, 1, 3)
-  assert [one.result.tokens[0] for one in found] == [plain[row] for row in rows]
 
 
 def test_a_longer_text_takes_no_more_round_trips():

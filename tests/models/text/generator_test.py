@@ -7,7 +7,6 @@ decoding without any stop strings.
 
 import functools
 import inspect
-import itertools
 import json
 
 import fuzzing
@@ -83,21 +82,6 @@ def test_eos_ids_may_be_texts():
       run(eos_ids=['<end>', text])
   with pytest.raises(ValueError, match='eos_ids has the lone surrogate'):
     run(eos_ids='\ud800')
-
-
-def test_breaking_off():
-  """The part so far, and later the rest; `finish_test` has the tokens."""
-  decoding = _generator('staged').stream(**_arguments())
-  shown = [''] * 3
-  for breaks in (1, 2, 5, LIMIT):
-    for new in itertools.islice(decoding, breaks):
-      shown = list(map(str.__add__, shown, new))
-    result = decoding.result()
-    for row, text in enumerate(result.text):
-      assert text.startswith(shown[row])
-      assert ''.join(result.pieces[row]) == text
-    assert ('cancelled' in result.finish_reasons) == (breaks < LIMIT)
-  assert shown == result.text == _plain().text
 
 
 def test_seeds():
