@@ -2,17 +2,17 @@
 
 import re
 
+import byte_level
 import gguf
 from gguf import TokenType
 import pytest
 import tiny_blocks
-from tokenizers import pre_tokenizers
 
 from models.checkpoints import hub
 from models.checkpoints.gguf_parts import gguf_tokenizer
 from models.text import token_bytes as token_bytes_lib
 
-_ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+_ALPHABET, _spelled = byte_level.ALPHABET, byte_level.spelled
 
 
 @pytest.fixture
@@ -33,11 +33,6 @@ def _write(path, words, *, model='gpt2', kinds=None, **keys):
     add(f'tokenizer.ggml.{key}', value)
   tiny_blocks.finish(writer)
   return path
-
-
-def _spelled(text):
-  split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-  return split.pre_tokenize_str(text)[0][0]
 
 
 # The characters of a text differ, so a whole word is merged from its left.

@@ -9,6 +9,7 @@ import pathlib
 import re
 import tempfile
 
+import byte_level
 from flax import nnx
 import gguf_files
 import jax
@@ -17,8 +18,6 @@ import numpy as np
 import pytest
 import tiny
 import tiny_drafters
-import tokenizers
-import transformers
 import variants
 
 from models.checkpoints import hub
@@ -330,16 +329,10 @@ _SIZE = 300  # So that all tables share their programs.
 @pytest.mark.parametrize('family', _TEMPLATES)
 def test_chat_templates_render_and_answers_stop(family, tmp_path):
   template, expected, ends, answer = _TEMPLATES[family]
-  letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-  words = {letter: index for index, letter in enumerate(letters)}
-  backend = tokenizers.Tokenizer(tokenizers.models.BPE(words, []))
-  backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
-    add_prefix_space=False, use_regex=False
-  )
   special = [*dict.fromkeys(_SPECIAL.findall(expected))]
-  backend.add_special_tokens([*special, *_SPECIAL.findall(ends + answer)])
-  tokenizer = transformers.PreTrainedTokenizerFast(
-    tokenizer_object=backend, bos_token='<s>', chat_template=template
+  tokenizer = byte_level.tokenizer(
+    *(byte_level.ALPHABET, *special, *_SPECIAL.findall(ends + answer)),
+    **{'bos_token': '<s>', 'chat_template': template},
   )
   messages = chat_template.first_messages('U', 'S')
   ids = chat_template.conversation_ids(tokenizer, messages)

@@ -2,6 +2,7 @@
 
 import functools
 
+import byte_level
 import jax
 import numpy as np
 import pytest
@@ -106,22 +107,17 @@ def test_the_caches_keep_the_parts_of_the_path(kind):
 # Two tokenizers whose merges overlap, and which both have bytes of their own.
 
 
-def _tokenizer(tokens, merges, *special, metaspace=False):
+def _metaspace_tokenizer(tokens, merges):
   vocab = {token: id_ for id_, token in enumerate(tokens)}
   backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
-  if metaspace:
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-    backend.decoder = tokenizers.decoders.Sequence(
-      [
-        tokenizers.decoders.Replace('▁', ' '),
-        tokenizers.decoders.ByteFallback(),
-        tokenizers.decoders.Fuse(),
-      ]
-    )
-  else:
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-  backend.add_special_tokens([*special])
+  backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+  backend.decoder = tokenizers.decoders.Sequence(
+    [
+      tokenizers.decoders.Replace('▁', ' '),
+      tokenizers.decoders.ByteFallback(),
+      tokenizers.decoders.Fuse(),
+    ]
+  )
   return transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
@@ -129,10 +125,13 @@ def check_what_is_shared():
   """By bytes, whatever the ids; special tokens by their texts and roles."""
   ours = ['a', 'b', 'ab', 'abab', 'c', 'Ãa', 'Ġa']
   merges = [('a', 'b'), ('ab', 'ab'), ('Ġ', 'a'), ('Ã', 'a')]
-  target = _tokenizer([*ours, 'Ġ', 'Ã'], merges, '<x>', '<y>', '<end>')
+  special = ('<x>', '<y>', '<end>')
+  target = byte_level.tokenizer([*ours, 'Ġ', 'Ã'], *special, merges=merges)
   size, end = 13, 11  # one is padding
   find = functools.partial(shared_tokens.find, target)
-  draft = _tokenizer(['b', 'a', 'ba', 'd'], [('b', 'a')], '<x>', '</s>')
+  draft = byte_level.tokenizer(
+    ['b', 'a', 'ba', 'd'], '<x>', '</s>', merges=[('b', 'a')]
+  )
   found = find(draft, sizes=(size, 6), ends=((end,), (5,)))
   assert found.same.tolist() == [1, 0, *[-1] * 7, 4, -1, 5, -1]
   # 'abab' is 'a', 'ba', 'b', of which two are kept; a byte is left out.
@@ -142,7 +141,7 @@ def check_what_is_shared():
   assert found.share == 0  # of more than a byte
   # This one would put a space before every text, and never says the byte.
   theirs = ['<0x61>', '▁', 'a', 'b', '▁a']
-  draft = _tokenizer(theirs, [('▁', 'a')], metaspace=True)
+  draft = _metaspace_tokenizer(theirs, [('▁', 'a')])
   found = find(draft, sizes=(size, 5), ends=((end,), ()))
   assert found.same.tolist() == [2, 3, *[-1] * 4, 4, 1, *[-1] * 5]
   assert found.parts[:4].tolist() == [[-1, 2], [-1, 3], [2, 3], [2, 3]]

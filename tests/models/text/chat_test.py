@@ -7,12 +7,11 @@ way to be cut into tokens. Models are random, and their answers end early.
 import functools
 import string
 
+import byte_level
 import numpy as np
 import pytest
 import tiny
 import tiny_drafters
-import tokenizers
-import transformers
 
 import models
 from models.checkpoints import hub
@@ -44,16 +43,8 @@ _LIMIT = 5
 
 @functools.cache
 def _tokenizer(template):
-  vocabulary = {letter: index for index, letter in enumerate(_LETTERS)}
-  backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
-  backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
-    add_prefix_space=False, use_regex=False
-  )
-  backend.decoder = tokenizers.decoders.ByteLevel()
-  backend.add_special_tokens(list(_SPECIAL))
-  return transformers.PreTrainedTokenizerFast(
-    tokenizer_object=backend, eos_token='<end>', chat_template=template
-  )
+  options = {'eos_token': '<end>', 'chat_template': template}
+  return byte_level.tokenizer(_LETTERS, *_SPECIAL, **options)
 
 
 @functools.cache

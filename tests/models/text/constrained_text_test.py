@@ -9,6 +9,7 @@ import json
 import re
 from unittest import mock
 
+import byte_level
 import command_lines
 import constraints_of_use
 import jsonschema
@@ -16,8 +17,6 @@ import pytest
 import tiny
 import tiny_demo
 import tiny_drafters
-import tokenizers
-import transformers
 
 import models
 from models.text import generator as generator_lib
@@ -46,20 +45,11 @@ _SCHEMA = [None, _NAMED, None, None, json.dumps({'enum': ['ab', 1, None]})]
 
 @functools.cache
 def _tokenizer():
-  """One token for each piece, whose bytes are written in GPT-2's alphabet."""
-  alphabet = tokenizers.decoders.ByteLevel
-  backend = tokenizers.Tokenizer(tokenizers.models.BPE({}, []))
-  pre = tokenizers.pre_tokenizers.ByteLevel(
-    add_prefix_space=False, use_regex=False
-  )
-  spelled = [pre.pre_tokenize_str(piece)[0][0] for piece in _PIECES]
-  ids = {piece: index for index, piece in enumerate(spelled)}
-  backend = tokenizers.Tokenizer(tokenizers.models.BPE(ids, []))
-  backend.pre_tokenizer, backend.decoder = pre, alphabet()
+  """One token for each piece."""
   fill = [f'<{index}>' for index in range(len(_PIECES), _END)]
-  backend.add_special_tokens([*fill, '<end>', '<taboo>'])
-  return transformers.PreTrainedTokenizerFast(
-    tokenizer_object=backend, eos_token='<end>', chat_template=_TEMPLATE
+  return byte_level.tokenizer(
+    *(map(byte_level.spelled, _PIECES), *fill, '<end>', '<taboo>'),
+    **{'eos_token': '<end>', 'chat_template': _TEMPLATE},
   )
 
 
