@@ -141,7 +141,6 @@ _NESTED = {'full_attention': _LINEAR}
 _TWO_KINDS = {'type': 'linear', 'rope_type': 'yarn'}
 _YARN_OF_4 = {'mscale': 1.0, 'original_max_position_embeddings': 32}
 _NO_CONTEXT = {'factor': None, 'original_max_position_embeddings': None}
-_NO_EXPERTS = {'num_local_experts': 0, 'shared_intermediate_size': 0}
 _SLIDES = {'sliding_window': 8}
 _LAYERS = {'2': {'num_key_value_heads': 2}}
 _OF_OLD = {'rope_theta': 5.0} | _rope('default', rope_theta=7.0)
@@ -158,7 +157,6 @@ _REFUSED = {
     ({'n_ctx': 32}, 'n_ctx=32 and n_positions=.* contradict each other'),
     ({'hidden_size': 32}, 'hidden_size=32 and n_embd=16 contradict'),
     ({'layer_norm_epsilon': float('nan')}, 'layer_norm_epsilon=nan must be'),
-    ({'quantization_config': 3}, 'quantization_config=3'),
     ({'quantization_config': {'quant_method': 'awq'}}, "'awq'} is not supp"),
   ),
   'llama': (
@@ -170,7 +168,6 @@ _REFUSED = {
     (_rope('linear'), 'factor'),
     (_rope('yarn', **_NO_CONTEXT), "'yarn': {'factor'}"),
     (_rope('llama3', factor=8.0, low_freq_factor=None), 'low_freq_factor'),
-    (_rope('linear', factor='a'), "factor='a' must be a finite"),
     (_rope('linear', factor=-1.0), 'got -1.0'),
     ({'rope_theta': 0.5}, 'got 0.5'),
     # transformers ignores this, and others do not.
@@ -183,7 +180,6 @@ _REFUSED = {
     ({'partial_rotary_factor': 0.5}, 'is not supported'),
   ),
   'mistral': (
-    ({'sliding_window': -1}, 'sliding_window must be positive'),
     ({'layer_types': ['full_attention']}, 'layer_types=.* the layers of'),
   ),
   'qwen3': (
@@ -201,22 +197,18 @@ _REFUSED = {
     (_long(short_factor=[1.0] * 3), 'short_factor'),
     (_long(short_factor=[0.0]), 'short_factor must have positive'),
     (_long(long_factor=None), 'long_factor'),
-    (_long(long_factor=['a']), 'must be a list of numbers'),
   ),
   'granitemoehybrid': (
     ({'layer_types': ['attention', 'mamba']}, r"\['linear_attention'\]"),
     ({'layers_block_type': ['mamba', 'mamba']}, 'contradict'),
     ({'num_local_experts': 1}, 'num_experts=1, got 2'),
-    (_NO_EXPERTS, 'inner_width must be positive'),
   ),
   'ministral3': (
     (_grows(max_position_embeddings=32, **_BETA), 'contradict'),
-    (_grows(mscale_all_dim=1.0, **_BETA), 'mscale_all_dim=1.0 is not supp'),
     (_rope('default', factor=2.0, **_BETA), 'factor=2.0 is not supported'),
     (_grows(), 'must have llama_4_scaling_beta'),
   ),
   'minicpm': (
-    ({'scale_depth': 'a'}, "scale_depth='a' must be a finite"),
     ({'dim_model_base': 0}, 'dim_model_base=0: a MiniCPM needs one above 0'),
     ({'scale_emb': -1.0}, 'scale_emb=-1.0: a MiniCPM needs'),
     ({'sparse_config': {'topk': 8}}, "sparse_config={'topk': 8} is not"),
@@ -228,12 +220,10 @@ _REFUSED = {
   'gpt_oss': (
     ({'swiglu_limit': 5.0}, 'swiglu_limit=5.0 is not supported, only 7.0'),
     ({'experts_per_token': 3}, 'experts_per_token=3 and num_experts_per_tok'),
-    ({'num_experts': 5}, 'contradict'),
   ),
   'gemma4_text': (
     ({'num_kv_shared_layers': 3}, '=3: none of the others is of slid'),
     ({'num_kv_shared_layers': 5}, '=5 must lie between 0 an'),
-    ({'num_kv_shared_layers': -1}, '=-1 must lie between'),
     ({'vocab_size_per_layer_input': 63}, '_per_layer_input=63 is not'),
     ({'global_head_dim': 9}, 'head_width must be even, got 9'),
     ({'per_layer_config': _LAYERS}, r"per_layer_config has \['num_key_va"),
