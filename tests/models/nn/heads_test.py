@@ -7,7 +7,6 @@ that reads the whole text anew (`slow_head`).
 
 import dataclasses
 import functools
-import json
 import pathlib
 import tempfile
 
@@ -18,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors import numpy as safetensors_numpy
 import slow_head
 import tiny
 import tiny_drafters
@@ -318,11 +316,7 @@ def test_a_head_rotates_as_its_own_config_says(rope, tmp_path):
   ],
 )
 def test_the_states_that_are_read(keys, reads, tmp_path):
-  folder = tiny_heads.write(tmp_path, 'eagle', {}, keys=keys)
-  config = tiny_heads.CONFIG | keys
-  (folder / 'config.json').write_text(json.dumps(config))
-  values = tiny_heads.tensors('eagle3')
-  safetensors_numpy.save_file(values, folder / 'model.safetensors')
+  folder = _write(tmp_path, 'sglang', keys={'eagle_config': None} | keys)
   deep = dataclasses.replace(tiny_heads.TARGET, num_layers=32)
   assert heads.locate(folder, deep).config.reads == reads
 

@@ -1,8 +1,7 @@
-"""Text in, text out: stop strings, streaming, prompts, seeds, breaking off.
+"""Text in, text out: prompts, seeds, ends and options.
 
 The target is a table of characters of one to four bytes, cut into tokens of
-less and more than that. What is expected follows from the tokens of plain
-decoding without any stop strings.
+less and more than that; `fuzz_test` has random calls of it.
 """
 
 import functools
@@ -41,24 +40,10 @@ def _plain():
   return _generator('plain').generate(**_arguments())
 
 
-def test_the_text_is_worth_it():
-  """Characters split over tokens and tokens of several characters, and more."""
-  plain, text = _plain(), ''.join(_plain().text)
-  table = fuzzing.pair().token_bytes()
-  lengths = {len(table[one]) for row in plain.tokens for one in row}
-  assert {0, 1, 2, 3} <= lengths
-  assert {1, 2, 3, 4} <= {len(one.encode()) for one in text}
-  assert '\ufffd' in text
-  assert {'eos', 'length'} == set(plain.finish_reasons)
-  assert plain.text == [*map(_generator('plain').pair.decode, plain.tokens)]
-  assert any('' in pieces for pieces in plain.pieces)
-  stats = _generator('staged').generate(**_arguments()).stats
-  assert all(count > 4 for count in stats.accepted_histogram[:3])
-
-
 def test_without_eos_ids_special_tokens_end_nothing_and_have_no_text():
   result = _generator('plain').generate(**_arguments(stop=(), eos_ids=()))
   assert result.finish_reasons == ['length'] * 3
+  assert any(0 in tokens for tokens in result.tokens)
   assert '<end>' not in ''.join(result.text)
   assert [*map(len, result.tokens)] == [LIMIT] * 3
 
