@@ -87,19 +87,14 @@ def _generate(kind='plain', rows=range(5), **options):
   return _generator(kind).generate([_PROMPT] * len(rows), **arguments | options)
 
 
-def check_rows(kind):
+def test_rows_match_constraints_of_their_own():
   """The texts match, and are those of plain decoding."""
-  result, plain = _generate(kind), _generate()
+  result, plain = _generate('tree'), _generate()
   assert result.tokens == plain.tokens
   for row, text in enumerate(result.text):
     if row != 3:  # which has no constraint
       assert result.finish_reasons[row] == 'eos'
       assert _matches(text, _REGEX[row], _SCHEMA[row]), text
-  return result
-
-
-def test_rows_match_constraints_of_their_own():
-  result = check_rows('tree')
   free = _generate(regex=None, json_schema=None)
   assert result.tokens[3] == free.tokens[3]
   assert not _matches(free.text[0], _REGEX[0], None)
