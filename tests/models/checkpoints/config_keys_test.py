@@ -208,7 +208,8 @@ _REFUSED = {
     (_rope('default', factor=2.0, **_BETA), 'factor=2.0 is not supported'),
     (_grows(), 'must have llama_4_scaling_beta'),
   ),
-  'minicpm': (
+  'minicpm': (  # It has no class above.
+    ({'scale_depth': 'a'}, "scale_depth='a' must be a finite"),
     ({'dim_model_base': 0}, 'dim_model_base=0: a MiniCPM needs one above 0'),
     ({'scale_emb': -1.0}, 'scale_emb=-1.0: a MiniCPM needs'),
     ({'sparse_config': {'topk': 8}}, "sparse_config={'topk': 8} is not"),
@@ -228,10 +229,7 @@ _REFUSED = {
     ({'global_head_dim': 9}, 'head_width must be even, got 9'),
     ({'per_layer_config': _LAYERS}, r"per_layer_config has \['num_key_va"),
     ({'use_bidirectional_attention': 'all'}, "bidirectional_attention='all'"),
-    (
-      {'hidden_size_per_layer_input': -4},
-      'layer_width must not be below 0: -4',
-    ),
+    ({'hidden_size_per_layer_input': -4}, 'layer_width must not be below 0'),
     ({'model_type': 'gemma4_assistant'}, "Google's drafters of Gemma 4 read"),
   ),
   'gemma3': (({}, 'text_config=None must be an object'),),

@@ -187,22 +187,13 @@ def test_the_script_completes_a_file_and_goes_on_where_it_was(
   assert '--prompt_file and --output are needed' in refused()
 
 
-# Values of each type, and the types that a key may have besides those of null
-# where it may be left out.
-_TYPES = {
-  **{'null': None, 'true': True, 'integer': 3, 'number': 1.5, 'text': 'x'},
-  **{'object': {'a': 1}, 'nulls': [None], 'trues': [True], 'integers': [1]},
-  **{'numbers': [1.5], 'texts': ['x'], 'objects': [{'a': 1}]},
-}
-_MAY_BE = {
-  'prompt': 'text integers objects',
-  'messages': 'objects',
-  **dict.fromkeys(('max_new_tokens', 'seed'), 'null integer'),
-  'eos_ids': 'null text texts integers',
-  'regex': 'null text',
-  'json_schema': 'null text object',
-  **dict.fromkeys(('temperature', 'top_p', 'min_p'), 'integer number'),
-  'top_k': 'integer',
+# By key, values of a wrong type; `text_files_test` has all types.
+_WRONG = {
+  **{'prompt': (5, None, [1.5]), 'messages': ('x', {'a': 1}, [None])},
+  **dict.fromkeys(('max_new_tokens', 'seed'), (True, 1.5, 'x', [1])),
+  **{'eos_ids': (3, [True], [{'a': 1}]), 'top_k': (True, 1.5, None)},
+  **{'regex': (3, ['x']), 'json_schema': (3, ['x'])},
+  **dict.fromkeys(('temperature', 'top_p', 'min_p'), (True, 'x', None)),
 }
 
 
@@ -217,12 +208,7 @@ def _of_lines(monkeypatch, lines):
 
 
 def test_a_value_of_a_wrong_type_is_an_error_that_names_its_key(monkeypatch):
-  wrong = [
-    (key, value)
-    for key, may_be in _MAY_BE.items()
-    for kind, value in _TYPES.items()
-    if kind not in may_be.split()
-  ]
+  wrong = [(key, value) for key in _WRONG for value in _WRONG[key]]
   # These have the right type, and cannot be used.
   unusable = [('messages', []), ('temperature', 10**400), ('seed', 10**30)]
   lines = [
