@@ -32,6 +32,8 @@ _SWAPPED = ('llama', 'granite', 'granitemoe', 'minicpm', 'mistral3', 'smollm3')
 _MULTIPLIED = ('granite', 'granitemoe', 'minicpm')
 # Folders have the experts of these in another layout.
 _OTHERWISE = ('granite', 'granitemoe', 'gpt-oss')
+# Names that the table has not.
+_VECTORS = {'rate': 'ssm_a', 'dt_bias': 'ssm_dt.bias'}
 _EXPERT = re.compile(r'(mlp|block_sparse_moe)\.experts\.\d+')
 
 Tensors = dict[str, tuple[np.ndarray, Kind]]
@@ -177,12 +179,9 @@ def _permuted(array: np.ndarray, num_heads: int) -> np.ndarray:
 
 def _stored_name(name: str, config: Any, arch: str) -> tuple[str, bool]:
   """The name in a file by gguf's own table; whether it is one of experts."""
-  if name.endswith(('.rate', '.dt_bias')):
-    layer, own = name.split('.')[1], name.rsplit('.', 1)[1]
-    return (
-      f'blk.{layer}.{dict(rate="ssm_a", dt_bias="ssm_dt.bias")[own]}',
-      False,
-    )
+  _, *layer, own = name.split('.')
+  if own in _VECTORS:
+    return f'blk.{layer[0]}.{_VECTORS[own]}', False
   if arch == 'qwen35':
     config = dataclasses.replace(config, tiled=False)
   own = families.family_of(config).stored_name(name, config)
