@@ -406,8 +406,6 @@ def test_what_is_not_there(path, monkeypatch):
   with pytest.raises(ValueError, match=r'there is no file .*model\.gguf'):
     hub.load_module(path)
   _write(path, 'gpt2')
-  with pytest.raises(ValueError, match='is not a hub id'):
-    hub.load_module(path, revision='main')
   with pytest.raises(ValueError, match=r'model\.gguf has no tokenizer'):
     pair_lib.load_pair(choice_lib.ModelChoice(str(path), None))
   monkeypatch.setitem(sys.modules, 'gguf', None)
