@@ -129,21 +129,25 @@ def draw(name, shape):
   return (0.3 * rng.standard_normal(shape) + is_scale).astype(np.float32)
 
 
+def layer_shapes(width, inner, rows, kv_rows, inputs):
+  """Shapes of a layer, without norms of its inputs, queries and keys."""
+  return {
+    'self_attn.q_proj.weight': (rows, inputs),
+    'self_attn.k_proj.weight': (kv_rows, inputs),
+    'self_attn.v_proj.weight': (kv_rows, inputs),
+    'self_attn.o_proj.weight': (width, rows),
+    'mlp.gate_proj.weight': (inner, width),
+    'mlp.up_proj.weight': (inner, width),
+    'mlp.down_proj.weight': (width, inner),
+    'post_attention_layernorm.weight': (width,),
+  }
+
+
 def _layer(prefix, *, biased=False):
   rows, kv_rows = HEADS * HEAD_WIDTH, KV_HEADS * HEAD_WIDTH
-  shapes = {
-    'self_attn.q_proj.weight': (rows, WIDTH),
-    'self_attn.k_proj.weight': (kv_rows, WIDTH),
-    'self_attn.v_proj.weight': (kv_rows, WIDTH),
-    'self_attn.o_proj.weight': (WIDTH, rows),
-    'self_attn.q_norm.weight': (HEAD_WIDTH,),
-    'self_attn.k_norm.weight': (HEAD_WIDTH,),
-    'mlp.gate_proj.weight': (INNER, WIDTH),
-    'mlp.up_proj.weight': (INNER, WIDTH),
-    'mlp.down_proj.weight': (WIDTH, INNER),
-    'input_layernorm.weight': (WIDTH,),
-    'post_attention_layernorm.weight': (WIDTH,),
-  }
+  shapes = layer_shapes(WIDTH, INNER, rows, kv_rows, WIDTH)
+  shapes['input_layernorm.weight'] = (WIDTH,)
+  shapes |= {f'self_attn.{one}_norm.weight': (HEAD_WIDTH,) for one in 'qk'}
   if biased:
     shapes |= {
       name.replace('.weight', '.bias'): shape[:1]
@@ -210,15 +214,18 @@ def neighbours(array):
   return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
 
 
+def save(folder, config, tensors, metadata=None):
+  """Writes a folder; tensors that are None lack."""
+  folder.mkdir(parents=True, exist_ok=True)
+  (folder / 'config.json').write_text(json.dumps(config))
+  stored = {name: one for name, one in tensors.items() if one is not None}
+  safetensors_numpy.save_file(stored, folder / 'model.safetensors', metadata)
+  return folder
+
+
 def write(folder, case, *, keys=None, **changed):
   """Writes a folder; `changed` are tensors, None for those that lack."""
-  folder.mkdir(parents=True, exist_ok=True)
-  config = CONFIGS[case] | (keys or {})
-  (folder / 'config.json').write_text(json.dumps(config))
-  stored = tensors(case) | changed
-  stored = {name: one for name, one in stored.items() if one is not None}
-  safetensors_numpy.save_file(stored, folder / 'model.safetensors')
-  return folder
+  return save(folder, CONFIGS[case] | (keys or {}), tensors(case) | changed)
 
 
 def target_tensors():
@@ -232,12 +239,8 @@ def target_tensors():
 
 def write_target(folder):
   """Writes the target, a Qwen 3."""
-  folder.mkdir(parents=True, exist_ok=True)
   config = TARGET | {'architectures': ['Qwen3ForCausalLM']}
-  (folder / 'config.json').write_text(json.dumps(config))
-  path = folder / 'model.safetensors'
-  safetensors_numpy.save_file(target_tensors(), path, {'format': 'pt'})
-  return folder
+  return save(folder, config, target_tensors(), {'format': 'pt'})
 
 
 def states():

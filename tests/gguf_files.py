@@ -4,40 +4,44 @@ Keys and layouts are those of convert_hf_to_gguf.py
 (github.com/ggml-org/llama.cpp); names of tensors are in tables of `gguf`.
 """
 
+import collections
+from collections.abc import Callable
 from collections.abc import Iterator
+import dataclasses
 import json
 import math
 import pathlib
+import re
 from typing import Any
 
 import gguf
+from gguf import GGMLQuantizationType as Kind
 import numpy as np
-from safetensors import numpy as safetensors_numpy
 import tiny_blocks
+import transformers
 
+from models.checkpoints import families
 from models.checkpoints import hub
+from models.nn import adapter
 from models.nn import lfm2 as lfm2_lib
 from models.nn import mixtral as mixtral_lib
 from models.nn import rope as rope_lib
 
 # Architectures whose rows of queries and keys are permuted.
-SWAPPED = ('llama', 'granite', 'granitemoe', 'minicpm', 'mistral3', 'smollm3')
+_SWAPPED = ('llama', 'granite', 'granitemoe', 'minicpm', 'mistral3', 'smollm3')
 _MULTIPLIED = ('granite', 'granitemoe', 'minicpm')
-# Parts of names in folders, and names that are in the tables.
-_RENAMED = {
-  'granite': {
-    'shared_mlp.input_linear': 'mlp.gate_up_proj',
-    'shared_mlp.output_linear': 'mlp.down_proj',
-  },
-  'granitemoe': {
-    'shared_mlp.input_linear': 'mlp.shared_expert.gate_up_proj',
-    'block_sparse_moe.input_linear': 'mlp.experts.gate_up_proj',
-  },
-}
+# Folders have the experts of these in another layout.
+_OTHERWISE = ('granite', 'granitemoe', 'gpt-oss')
+# Names that the table has not.
+_VECTORS = {'rate': 'ssm_a', 'dt_bias': 'ssm_dt.bias'}
+_EXPERT = re.compile(r'(mlp|block_sparse_moe)\.experts\.\d+')
+
+Tensors = dict[str, tuple[np.ndarray, Kind]]
+"""The bytes of each tensor, and their type."""
 
 
 def _rope_keys(
-  writer: gguf.GGUFWriter, rope: rope_lib.Rope, head_width: int
+  writer: gguf.GGUFWriter, rope: rope_lib.Rope, head_width: int, arch: str
 ) -> None:
   scaling = rope.scaling
   writer.add_rope_freq_base(rope.theta)
@@ -46,10 +50,11 @@ def _rope_keys(
     kind = gguf.RopeScalingType(scaling.rope_type)
     writer.add_rope_scaling_type(kind)
     writer.add_rope_scaling_factor(scaling.factor)
-  if isinstance(scaling, rope_lib.YarnScaling | rope_lib.LongRopeScaling):
+  is_long = isinstance(scaling, rope_lib.LongRopeScaling) and arch != 'minicpm'
+  if isinstance(scaling, rope_lib.YarnScaling) or is_long:
     original = scaling.original_max_position_embeddings
     writer.add_rope_scaling_orig_ctx_len(int(original))
-  if isinstance(scaling, rope_lib.LongRopeScaling):
+  if is_long:  # For a MiniCPM it is the whole context, and no factor is known.
     writer.add_rope_scaling_attn_factors(scaling.attention_factor)
   if rope.query_growth:
     writer.add_attn_temperature_scale(rope.query_growth)
@@ -85,7 +90,7 @@ def _gemma4_keys(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_final_logit_softcapping(config.logit_cap)
 
 
-def metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
+def _metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
   """Writes the keys of a shape."""
   writer.add_uint16('split.count', 0)  # As in files that were merged.
   writer.add_context_length(config.num_positions)
@@ -126,7 +131,7 @@ def metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
     add_width(width)
   ropes = [one for one in config.of_layers('rope') if one] or [rope_lib.Rope()]
   scaled = [one for one in ropes if one.scaling]
-  _rope_keys(writer, (scaled or ropes)[0], width)
+  _rope_keys(writer, (scaled or ropes)[0], width, arch)
   if arch == 'gemma4':
     _gemma4_keys(writer, config)
   if arch == 'qwen35':
@@ -139,7 +144,7 @@ def metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
       writer.add_expert_shared_feed_forward_length(config.shared_width)
 
 
-def rope_factors(config: Any) -> dict[str, np.ndarray]:
+def _rope_factors(config: Any) -> dict[str, np.ndarray]:
   """The tensors of a rotation whose frequencies are divided by factors."""
   if getattr(config, 'rope', None) is None:
     return {}
@@ -152,6 +157,12 @@ def rope_factors(config: Any) -> dict[str, np.ndarray]:
       )
       for key in ('short', 'long')
     }
+  if isinstance(scaling, rope_lib.Llama3Scaling):
+    plain, scaled = (
+      one.frequencies(config.head_width)
+      for one in (dataclasses.replace(rope, scaling=None), rope)
+    )
+    return {'rope_freqs.weight': plain / scaled}
   if isinstance(scaling, rope_lib.ProportionalScaling):
     width = config.of_layers('head_width')[-1]
     kept = int(scaling.partial_rotary_factor * width / 2)
@@ -160,60 +171,118 @@ def rope_factors(config: Any) -> dict[str, np.ndarray]:
   return {}
 
 
-def permuted(array: np.ndarray, num_heads: int) -> np.ndarray:
+def _permuted(array: np.ndarray, num_heads: int) -> np.ndarray:
   """Queries and keys of a Llama, whose pairs become neighbours."""
   halves = array.reshape(num_heads, 2, -1, *array.shape[1:])
   return halves.swapaxes(1, 2).reshape(array.shape)
 
 
-def _parts(
-  name: str, array: np.ndarray, arch: str
-) -> Iterator[tuple[str, str, np.ndarray]]:
-  """The tensors that are made of one: names of the table, leaves, arrays."""
-  for theirs, plain in _RENAMED.get(arch, {}).items():
-    name = name.replace(theirs, plain)
-  stem, _, leaf = name.rpartition('.')
-  if leaf not in ('weight', 'bias'):  # gpt-oss has such names.
-    stem, leaf = name.removesuffix('_bias'), 'weight'
-    leaf = 'bias' if stem != name else leaf
-  is_expert = arch == 'gpt-oss' and '.experts.' in stem
-  if is_expert and leaf == 'weight':
-    array = array.swapaxes(1, 2)
-  if not stem.endswith('gate_up_proj') or arch == 'phi3':
-    yield stem, leaf, array
-    return
-  halves = [array[:, at::2] for at in (0, 1)]  # In turn.
-  if not is_expert:
-    halves = np.split(array, 2, axis=-2)
-  for own, half in zip(('gate_proj', 'up_proj'), halves, strict=True):
-    yield stem.replace('gate_up_proj', own), leaf, half
-
-
-def from_folder(folder: pathlib.Path, path: pathlib.Path, arch: str) -> None:
-  """Writes the file of a folder whose model has an architecture."""
-  config = hub.locate(folder).config
-  raw = json.loads((folder / 'config.json').read_text())
-  writer = gguf.GGUFWriter(path, arch)
-  metadata(writer, config, arch)
-  keys = {'context_length': raw['max_position_embeddings']}
-  if raw.get('sliding_window'):
-    keys['attention.sliding_window'] = raw['sliding_window']
-  tiny_blocks.set_keys(writer, arch, keys)
-  if arch == 'minicpm':  # It is the whole context, and no factor is known.
-    for key in ('attn_factor', 'original_context_length'):
-      writer.kv_data[0].pop(f'{arch}.rope.scaling.{key}', None)
+def _stored_name(name: str, config: Any, arch: str) -> tuple[str, bool]:
+  """The name in a file by gguf's own table; whether it is one of experts."""
+  _, *layer, own = name.split('.')
+  if own in _VECTORS:
+    return f'blk.{layer[0]}.{_VECTORS[own]}', False
+  if arch == 'qwen35':
+    config = dataclasses.replace(config, tiled=False)
+  own = families.family_of(config).stored_name(name, config)
+  if arch in _OTHERWISE and name != 'lm_head.weight':
+    own = f'model.{name}'
+  if arch == 'phi3':
+    own = re.sub(r'\b[qkv]_proj', 'qkv_proj', own)
+    own = re.sub(r'\b(gate|up)_proj', 'gate_up_proj', own)
+  own += '.weight' * own.endswith(('sinks', 'layer_scalar'))
+  stem, leaf = own.rsplit('.', 1)
+  stem, is_expert = _EXPERT.subn('mlp.experts', stem)
+  if is_expert:
+    for ours, theirs in (('w1', 'gate'), ('w2', 'down'), ('w3', 'up')):
+      stem = re.sub(rf'\.{ours}$', f'.{theirs}_proj', stem)
   architectures = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
   table = gguf.get_tensor_name_map(architectures[arch], config.num_layers)
-  heads = {'q_proj': config.num_heads, 'k_proj': config.num_kv_heads}
-  stored = safetensors_numpy.load_file(folder / 'model.safetensors')
-  for whole, tensor in stored.items():
-    for stem, leaf, part in _parts(whole, tensor, arch):
-      own = stem.rsplit('.', 1)[-1]
-      if arch in SWAPPED and own in heads:
-        part = permuted(part, heads[own])
-      known = table.get_name(stem)
-      assert known, stem
-      writer.add_tensor(f'{known}.{leaf}', np.ascontiguousarray(part))
-  for name, factors in rope_factors(config).items():
-    writer.add_tensor(name, factors)
+  known = table.get_name(stem)
+  assert known, stem
+  return f'{known}.{leaf}', bool(is_expert)
+
+
+def tensors_of(
+  module: adapter.Module, arch: str
+) -> Iterator[tuple[str, np.ndarray]]:
+  """Names and arrays of a file with this model."""
+  config, stacks = module.config, collections.defaultdict(list)
+  for path, leaf in hub.flat_params(module)[1].items():
+    name = families.parameter_name(path)
+    array = np.asarray(leaf, np.float32)
+    if array.ndim == 3:  # A convolution.
+      array = array[:, 0]
+    if arch in _SWAPPED and '.q_proj.' in name:
+      array = _permuted(array, config.num_heads)
+    if arch in _SWAPPED and '.k_proj.' in name:
+      array = _permuted(array, config.num_kv_heads)
+    stacks[_stored_name(name, config, arch)].append(array)
+  for (name, is_expert), arrays in stacks.items():
+    if '_qkv' in name and arch == 'phi3':  # The module has keys first.
+      arrays = [arrays[1], arrays[0], arrays[2]]
+    yield name, np.stack(arrays) if is_expert else np.concatenate(arrays)
+
+
+def _random_q4_k(
+  rng: np.random.Generator, shape: tuple[int, ...]
+) -> np.ndarray:
+  """Bytes of type Q4_K, which gguf does not write; scales are sensible."""
+  blocks = rng.integers(256, size=(*shape[:-1], shape[-1] // 256, 144))
+  blocks = blocks.astype(np.uint8)
+  blocks[..., :4] = np.frombuffer(np.float16([1e-3, 5e-3]).tobytes(), np.uint8)
+  return blocks.reshape(*shape[:-1], -1)
+
+
+def _add_tokenizer(
+  writer: gguf.GGUFWriter, tokenizer: transformers.PreTrainedTokenizerFast
+) -> None:
+  words = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+  merges = json.loads(tokenizer.backend_tokenizer.to_str())['model']['merges']
+  filling = [f'[PAD{index}]' for index in range(3)]
+  writer.add_tokenizer_model('gpt2')
+  writer.add_tokenizer_pre('gpt-2')
+  writer.add_token_list([*words, *filling])
+  special = {*tokenizer.all_special_tokens}
+  kinds = [3 if word in special else 1 for word in words]
+  writer.add_token_types([*kinds, *(5 for _ in filling)])
+  writer.add_token_merges([' '.join(pair) for pair in merges])
+  writer.add_eos_token_id(tokenizer.eos_token_id)
+  writer.add_eot_token_id(7)
+  writer.add_chat_template('{{ messages }}')
+
+
+def write(
+  path: pathlib.Path,
+  module: adapter.Module,
+  arch: str,
+  kind: Kind = Kind.F32,
+  *,
+  change: Callable[[Tensors], Tensors] = dict,
+  tokenizer: transformers.PreTrainedTokenizerFast | None = None,
+  keys: dict[str, Any] | None = None,
+) -> dict[str, np.ndarray]:
+  """Writes a model; returns the tensors, rounded as in the file.
+
+  The type `kind` is that of the matrices; the rest is float32. The function
+  `change` gets the tensors, and may change them; `keys` are further ones of the
+  architecture, or other values.
+  """
+  config, writer = module.config, gguf.GGUFWriter(path, arch)
+  _metadata(writer, config, arch)
+  tiny_blocks.set_keys(writer, arch, keys or {})
+  if tokenizer is not None:
+    _add_tokenizer(writer, tokenizer)
+  tensors, expected, rng = {}, {}, np.random.default_rng(0)
+  arrays = dict(tensors_of(module, arch)) | _rope_factors(config)
+  for name, array in arrays.items():
+    own = kind if array.ndim > 1 else Kind.F32
+    if own == Kind.Q4_K:
+      data = _random_q4_k(rng, array.shape)
+    else:
+      data = gguf.quantize(array, own)
+    tensors[name], expected[name] = (data, own), gguf.dequantize(data, own)
+  for name, (data, own) in change(tensors).items():
+    writer.add_tensor(name, data, raw_dtype=own)
   tiny_blocks.finish(writer)
+  return expected

@@ -1,12 +1,11 @@
 """Tiny heads with random weights, in folders as those who train heads write."""
 
-import json
 import pathlib
 import tempfile
 
+import block_folders
 import gguf
 import numpy as np
-from safetensors import numpy as safetensors_numpy
 import tiny
 import tiny_blocks
 
@@ -31,20 +30,6 @@ def target() -> specdec.LanguageModel:
   return tiny.gpt2(hidden=(*READS, cache_lib.AFTER_NORM))
 
 
-def _layer(inputs: int) -> dict[str, tuple[int, ...]]:
-  rows, kv_rows = HEADS * HEAD_WIDTH, KV_HEADS * HEAD_WIDTH
-  return {
-    'self_attn.q_proj.weight': (rows, inputs),
-    'self_attn.k_proj.weight': (kv_rows, inputs),
-    'self_attn.v_proj.weight': (kv_rows, inputs),
-    'self_attn.o_proj.weight': (WIDTH, rows),
-    'mlp.gate_proj.weight': (INNER, WIDTH),
-    'mlp.up_proj.weight': (INNER, WIDTH),
-    'mlp.down_proj.weight': (WIDTH, INNER),
-    'post_attention_layernorm.weight': (WIDTH,),
-  }
-
-
 def tensors(kind: str, *, num_layers: int = 1, reduced=False, **flags):
   """Random tensors by the names of `slow_head`."""
   wide = kind == 'eagle3'
@@ -56,7 +41,8 @@ def tensors(kind: str, *, num_layers: int = 1, reduced=False, **flags):
   }
   for layer in range(num_layers):
     inputs = 2 * WIDTH if wide and not layer else WIDTH
-    own = _layer(inputs)
+    rows, kv_rows = HEADS * HEAD_WIDTH, KV_HEADS * HEAD_WIDTH
+    own = block_folders.layer_shapes(WIDTH, INNER, rows, kv_rows, inputs)
     if wide and not layer:
       own['hidden_norm.weight'] = (WIDTH,)
     if layer or kind != 'eagle':
@@ -130,19 +116,13 @@ def write(folder, naming, values, *, reduced=False, keys=None, **changed):
   if reduced:
     stored['d2t'] = IDS - np.arange(len(IDS))
     stored['t2d'] = np.isin(np.arange(tiny.VOCAB_SIZE), IDS)
-  stored |= changed
-  stored = {name: one for name, one in stored.items() if one is not None}
   keys = keys or {}
   if naming == 'speculators':
     layers = {key: keys.get(key, value) for key, value in CONFIG.items()}
     config = {'transformer_layer_config': layers, _AUX: list(READS)}
   else:
     config = dict(CONFIG)
-  config |= own | keys
-  folder.mkdir(exist_ok=True)
-  (folder / 'config.json').write_text(json.dumps(config))
-  safetensors_numpy.save_file(stored, folder / 'model.safetensors')
-  return folder
+  return block_folders.save(folder, config | own | keys, stored | changed)
 
 
 _GGUF = {'self_attn.q_proj': 'attn_q', 'self_attn.k_proj': 'attn_k'}

@@ -14,6 +14,7 @@ import types
 import warnings
 
 import gguf
+import gguf_files
 import jax
 from jax._src import compilation_cache
 import numpy as np
@@ -21,7 +22,6 @@ import plans
 import pytest
 from safetensors import numpy as safetensors_numpy
 import tiny
-import tiny_blocks
 import tiny_heads
 
 from models import kept_programs
@@ -30,6 +30,7 @@ from models.lab.training import run_record
 from models.lab.training import tokenizer as tokenizer_lib
 from models.lab.tune import plan_lookup
 from models.lab.tune import planner
+from models.nn import rope as rope_lib
 from models.text import choice as choice_lib
 from models.text import draft_vocabulary
 from models.text import pair as pair_lib
@@ -208,26 +209,14 @@ def test_a_damaged_plan_of_this_machine_is_made_again(tmp_path, monkeypatch):
   usual, context = settings_lib.DraftSettings(), _plan().context
   monkeypatch.setattr(plan_lookup, 'context_of', lambda task: context)
   task = types.SimpleNamespace(models=None, drafting=usual)
-
-  def find():
-    lines = []
+  path, lines = plan_lib.cache_path(context, usual), []
+  path.parent.mkdir(parents=True)
+  path.write_text('{')
+  for _ in range(2):
     plan = plan_lookup.find_plan('auto', list, task, report=lines.append)
     assert plan == _plan()
-    return lines
-
-  find()
-  path = plan_lib.cache_path(context, usual)
-  whole, made = path.read_bytes(), 0
-  for seed in range(60):
-    path.write_bytes(_damaged(whole, random.Random(seed), is_json=True))
-    first, *more = find()
-    if more:
-      assert first.startswith(f'warning: plan {path} cannot be read: '), seed
-      assert more[-1] == f'staged, saved as {path}'
-      assert path.read_bytes() == whole
-      made += 1
-    assert find() == [f'staged, from {path}']
-  assert made > 50
+  assert lines[0].startswith(f'warning: plan {path} cannot be read: ')
+  assert lines[-2:] == [f'staged, saved as {path}', f'staged, from {path}']
 
 
 @pytest.fixture
@@ -278,33 +267,6 @@ def test_a_damaged_program_is_compiled_again(programs, caplog):
   assert file.exists()
 
 
-def test_results_that_are_whole_are_kept(tmp_path):
-  path, settings = tmp_path / 'rows.jsonl', {'seed': 0, 'stop': ['a']}
-  opened = lambda: run_record.ResumableRows(path, settings, 3)
-  results = opened()
-  for index in range(3):
-    results.add({'index': index, 'text': 'ab' * index})
-  beside = tmp_path / 'rows.jsonl.run.json'
-  contents, refused = {one: one.read_bytes() for one in (path, beside)}, 0
-  for seed in range(60):
-    rng = random.Random(seed)
-    for file, whole in contents.items():
-      file.write_bytes(whole)
-    file = rng.choice([path, path, beside])
-    file.write_bytes(_damaged(contents[file], rng, file == beside))
-    content = path.read_bytes()
-    results, error = _outcome(opened)
-    if error is None:
-      lines = content.split(b'\n')[:-1]
-      assert results.rows == [*map(json.loads, lines)]
-      assert path.read_bytes() == b''.join(line + b'\n' for line in lines)
-    else:
-      assert str(path) in error, seed
-      assert path.read_bytes() == content
-      refused += 1
-  assert 20 < refused < 60
-
-
 # Models: whatever is loaded, it is loaded or refused with the name of its path.
 
 
@@ -346,38 +308,15 @@ def _rounded_folder(path):
 
 
 def _gguf_file(path):
-  tokenizer = _tokenizer()
-  words = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-  model = json.loads(tokenizer.backend_tokenizer.to_str())['model']
-  config = _llama().config
   path.mkdir()
-  writer = gguf.GGUFWriter(path / 'model.gguf', 'llama')
-  writer.add_context_length(config.num_positions)
-  writer.add_embedding_length(32)
-  writer.add_block_count(1)
-  writer.add_head_count(4)
-  writer.add_head_count_kv(2)
-  writer.add_feed_forward_length(32)
-  writer.add_layer_norm_rms_eps(1e-5)
-  writer.add_tokenizer_model('gpt2')
-  writer.add_tokenizer_pre('gpt-2')
-  writer.add_token_list(words)
-  writer.add_token_types([1] * len(words))
-  writer.add_token_merges([' '.join(pair) for pair in model['merges']])
-  writer.add_eos_token_id(tokenizer.eos_token_id)
-  rng = np.random.default_rng(0)
-  matrices = dict.fromkeys(('attn_q', 'attn_output'), (32, 32))
-  matrices |= dict.fromkeys(('attn_k', 'attn_v'), (16, 32))
-  matrices |= dict.fromkeys(('ffn_gate', 'ffn_up', 'ffn_down'), (32, 32))
-  matrices = {f'blk.0.{name}': shape for name, shape in matrices.items()}
-  for name, shape in (matrices | {'token_embd': (len(words), 32)}).items():
-    array = rng.normal(size=shape).astype(np.float32)
-    kind = gguf.GGMLQuantizationType.Q8_0
-    data = gguf.quantize(array, kind)
-    writer.add_tensor(f'{name}.weight', data, raw_dtype=kind)
-  for name in ('output_norm', 'blk.0.attn_norm', 'blk.0.ffn_norm'):
-    writer.add_tensor(f'{name}.weight', np.ones(32, np.float32))
-  tiny_blocks.finish(writer)
+  tokenizer = _tokenizer()
+  shape = {'vocab_size': len(tokenizer) + 3, 'width': 32, 'inner_width': 32}
+  module = tiny.llama_module(
+    'llama', num_layers=1, rope=rope_lib.Rope(), qk_norm=False, **shape
+  )
+  kind = gguf.GGMLQuantizationType.Q8_0
+  file = path / 'model.gguf'
+  gguf_files.write(file, module, 'llama', kind, tokenizer=tokenizer)
 
 
 def _head_folder(path):
@@ -402,7 +341,7 @@ def _load_model(path):
   [
     (_folder, _load_model, 120, [777, 1061]),
     (_rounded_folder, _load_model, 50, [182, 310, 802, 811, 998]),
-    (_gguf_file, _load_model, 80, [1635, 2622]),
+    (_gguf_file, _load_model, 80, [908, 5154]),
     (_head_folder, tiny_heads.load, 50, []),
     (_head_file, tiny_heads.load, 50, [423, 659, 661]),
   ],

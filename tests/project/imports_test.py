@@ -134,21 +134,6 @@ def test_functions_and_classes_are_short():
   assert not long, f'split {sorted(long)}'
 
 
-def test_functions_have_few_parameters():
-  """At most eight; more are a record that has no name yet."""
-  many = set()
-  for name, path in _MODULES.items():
-    for node in ast.walk(ast.parse((_ROOT / path).read_text('utf-8'))):
-      if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-        every = node.args
-        named = [*every.posonlyargs, *every.args, *every.kwonlyargs]
-        more = [every.vararg, every.kwarg]
-        found = [one.arg for one in (*named, *more) if one is not None]
-        if len(set(found) - {'self', 'cls'}) > 8:
-          many.add(f'{name}.{getattr(node, "name", "lambda")}')
-  assert not many, f'give a record to {sorted(many)}'
-
-
 def test_a_file_name_occurs_once():
   names = [path.stem for path in _MODULES.values() if path.stem != '__init__']
   counts = collections.Counter(names)

@@ -204,8 +204,9 @@ def test_files_of_another_class_are_refused(kind, folder):
   (folder / 'tokenizer.json').unlink()
   _write_json(folder, 'tokenizer_config.json', {'tokenizer_class': kind})
   _write_json(folder, 'config.json', {'model_type': 'llama'})
-  message = f'{folder} has no (complete|usable) tok'
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises(
+    ValueError, match=f'{folder} has no (complete|usable) tok'
+  ):
     folder_tokenizer.load_tokenizer(folder)
 
 

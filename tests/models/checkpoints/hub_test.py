@@ -1,6 +1,5 @@
 """Hugging Face folders: what is read, what is written, what is refused."""
 
-import dataclasses
 import functools
 import json
 import pathlib
@@ -16,7 +15,6 @@ from safetensors import numpy as safetensors_numpy
 import tiny
 import variants
 
-from models.checkpoints import families
 from models.checkpoints import hub
 from models.checkpoints import hugging_face
 from models.nn import adapter
@@ -131,26 +129,6 @@ def test_large_tensors_are_read_in_blocks(name, monkeypatch, tmp_path):
     _assert_same(module, whole)
 
 
-def test_a_family_may_convert_values(monkeypatch, tmp_path):
-  """As one whose folders have the scales of norms minus one."""
-  folder = _write(tmp_path, 'gpt2')
-  shift = lambda by: lambda name, rows: rows + by * ('ln_1.weight' in name)
-  plain = hub.load_module(folder)
-  family = families.family_of(plain.config)
-  family = dataclasses.replace(family, convert=shift(1), to_stored=shift(-1))
-  monkeypatch.setattr(families, 'FAMILIES', (family,))
-  module = hub.load_module(folder)
-  expected = tiny.parameters(plain)
-  for name, array in tiny.parameters(module).items():
-    by = 'ln_1' in name and 'scale' in name
-    np.testing.assert_array_equal(array, expected[name] + by, name)
-  hub.save_pretrained(module, tmp_path / 'saved')
-  stored = safetensors_numpy.load_file(folder / WEIGHTS)
-  saved = safetensors_numpy.load_file(tmp_path / 'saved' / WEIGHTS)
-  name = 'transformer.h.0.ln_1.weight'
-  np.testing.assert_allclose(saved[name], stored[name], rtol=0, atol=1e-6)
-
-
 # One of each model_type that is written, and a scaling.
 @pytest.mark.parametrize(
   'name',
@@ -247,6 +225,7 @@ def test_bad_tensor(variant, name, edit, message, tmp_path):
 
 _SHARD = 'model-00002.safetensors'
 _BAD_CONFIGS = ('{"model_type": ', '[]', '"gpt2"', '\x00', '{"a": 1, "a": 1}')
+_BAD_CONFIGS += ('[' * 99_999,)
 _BAD_INDICES = ('{', '{}', '[]', '{"weight_map": null}')
 
 

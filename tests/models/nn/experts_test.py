@@ -40,11 +40,6 @@ def _use_blocks_of(size, monkeypatch):
   monkeypatch.setattr(experts_lib, '_block_size', block_size)
 
 
-def test_blocks_are_about_the_share_of_an_expert():
-  sizes = {1: 1, 40: 16, 80: 32, 256: 64, 4096: 128}
-  assert {size: experts_lib._block_size(size, 2, 8) for size in sizes} == sizes
-
-
 @pytest.mark.parametrize(
   ('num_tokens', 'num_experts', 'count', 'block'),
   [(1, 3, 2, 128), (11, 3, 2, 3), (5, 2, 2, 1), (7, 3, 1, 2)],
@@ -102,15 +97,6 @@ def test_as_many_blocks_are_computed_as_there_are_rows_for(monkeypatch):
   )
   jax.effects_barrier()
   assert blocks == [3] * (3 + 2 + 0 + 2)
-
-
-def test_routing_by_hand():
-  logits = jnp.log(jnp.array([[[0.5, 0.1, 0.4], [0.2, 0.7, 0.1]]]))
-  plain = experts_lib.route(logits, 2, renormalize=False)
-  np.testing.assert_array_equal(plain.experts, [[[0, 2], [1, 0]]])
-  np.testing.assert_allclose(plain.weights, [[[0.5, 0.4], [0.7, 0.2]]], 1e-6)
-  shared = experts_lib.route(logits, 2, renormalize=True).weights
-  np.testing.assert_allclose(shared, [[[5 / 9, 4 / 9], [7 / 9, 2 / 9]]], 1e-6)
 
 
 def test_balance_by_hand():

@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 
-import models
 from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import hub
 from models.nn import matrices as matrices_lib
@@ -75,30 +73,6 @@ def test_what_is_not_finite_stays_so_and_alone(width):
     matrices_lib.quantize(matrix)
 
 
-_is_matrix = lambda leaf: isinstance(leaf, matrices_lib.Int8Matrix)
-
-
-def test_all_matrices_are_in_eight_bits_and_are_counted_so():
-  """But that of positions, which is added."""
-  options = {'method': 'plain', 'dtype': 'int8', 'cpu_kernels': False}
-  target = models.load('demo', None, **options).pair.target
-  leaves = jax.tree.leaves(target.params, is_leaf=_is_matrix)
-  matrices = [leaf for leaf in leaves if _is_matrix(leaf)]
-  assert len(matrices) == 4 * len(target.params['h']) + 1
-  large = [leaf for leaf in leaves if not _is_matrix(leaf) and leaf.ndim > 1]
-  assert large == [target.params['wpe']['embedding']]
-  integers = sum(matrix.values.size for matrix in matrices)
-  assert integers < target.spec.weight_bytes < 1.04 * integers
-  assert target.spec.init_cache(1, 8).keys[0].dtype == jnp.bfloat16
-
-
-def test_target_and_draft_are_quantised_independently():
-  dtypes = {'dtype': 'float32', 'draft_dtype': 'int8', 'cpu_kernels': False}
-  pair = models.load('demo', 'demo', method='chain', **dtypes).pair
-  assert not _is_matrix(pair.target.params['wte']['embedding'])
-  assert _is_matrix(pair.draft.params['wte']['embedding'])
-
-
 def test_default_dtype_of_the_draft():
   small = hub.locate('demo')
   large = types.SimpleNamespace(size=1 << 27, stored_dtypes=['float16'])
@@ -120,10 +94,3 @@ def test_default_dtype_of_the_draft():
       dtype, draft, target_dtype=target_dtype, packed=packed
     )
     assert found == expected
-
-
-def test_eight_bits_are_not_saved(tmp_path):
-  hub.save_pretrained(tiny.module(num_layers=1), tmp_path / 'a')
-  module = hub.load_module(tmp_path / 'a', dtype='int8')
-  with pytest.raises(ValueError, match='dtype=int8 cannot be saved'):
-    hub.save_pretrained(module, tmp_path / 'b')

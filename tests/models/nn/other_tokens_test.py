@@ -1,9 +1,8 @@
 """A draft with another tokenizer: what it reads and proposes, and exactness."""
 
 import functools
-import itertools
 
-import enumeration
+import byte_level
 import jax
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from models.nn import adapter
 from models.nn import other_tokens
 from models.text import shared_tokens
 import specdec
-from specdec import sampling as sampling_lib
 
 # A model that reads every token as one to three of its own, in any order, and
 # has a logit of its own for each: what it says shows what it has read.
@@ -109,22 +107,17 @@ def test_the_caches_keep_the_parts_of_the_path(kind):
 # Two tokenizers whose merges overlap, and which both have bytes of their own.
 
 
-def _tokenizer(tokens, merges, *special, metaspace=False):
+def _metaspace_tokenizer(tokens, merges):
   vocab = {token: id_ for id_, token in enumerate(tokens)}
   backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
-  if metaspace:
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-    backend.decoder = tokenizers.decoders.Sequence(
-      [
-        tokenizers.decoders.Replace('▁', ' '),
-        tokenizers.decoders.ByteFallback(),
-        tokenizers.decoders.Fuse(),
-      ]
-    )
-  else:
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-  backend.add_special_tokens([*special])
+  backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+  backend.decoder = tokenizers.decoders.Sequence(
+    [
+      tokenizers.decoders.Replace('▁', ' '),
+      tokenizers.decoders.ByteFallback(),
+      tokenizers.decoders.Fuse(),
+    ]
+  )
   return transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
@@ -132,10 +125,13 @@ def check_what_is_shared():
   """By bytes, whatever the ids; special tokens by their texts and roles."""
   ours = ['a', 'b', 'ab', 'abab', 'c', 'Ãa', 'Ġa']
   merges = [('a', 'b'), ('ab', 'ab'), ('Ġ', 'a'), ('Ã', 'a')]
-  target = _tokenizer([*ours, 'Ġ', 'Ã'], merges, '<x>', '<y>', '<end>')
+  special = ('<x>', '<y>', '<end>')
+  target = byte_level.tokenizer([*ours, 'Ġ', 'Ã'], *special, merges=merges)
   size, end = 13, 11  # one is padding
   find = functools.partial(shared_tokens.find, target)
-  draft = _tokenizer(['b', 'a', 'ba', 'd'], [('b', 'a')], '<x>', '</s>')
+  draft = byte_level.tokenizer(
+    ['b', 'a', 'ba', 'd'], '<x>', '</s>', merges=[('b', 'a')]
+  )
   found = find(draft, sizes=(size, 6), ends=((end,), (5,)))
   assert found.same.tolist() == [1, 0, *[-1] * 7, 4, -1, 5, -1]
   # 'abab' is 'a', 'ba', 'b', of which two are kept; a byte is left out.
@@ -145,7 +141,7 @@ def check_what_is_shared():
   assert found.share == 0  # of more than a byte
   # This one would put a space before every text, and never says the byte.
   theirs = ['<0x61>', '▁', 'a', 'b', '▁a']
-  draft = _tokenizer(theirs, [('▁', 'a')], metaspace=True)
+  draft = _metaspace_tokenizer(theirs, [('▁', 'a')])
   found = find(draft, sizes=(size, 5), ends=((end,), ()))
   assert found.same.tolist() == [2, 3, *[-1] * 4, 4, 1, *[-1] * 5]
   assert found.parts[:4].tolist() == [[-1, 2], [-1, 3], [2, 3], [2, 3]]
@@ -154,42 +150,6 @@ def check_what_is_shared():
 
 def test_tokens_are_mapped_by_their_bytes():
   check_what_is_shared()
-
-
-def test_sequences_have_the_targets_law(monkeypatch):
-  """In float64 every branch is summed: nothing is left."""
-  target = _tokenizer(['a', 'b', 'ab', 'c'], [('a', 'b')])
-  draft = _tokenizer(['b', 'd', 'a', 'ba'], [('b', 'a')])
-  found = shared_tokens.find(target, draft, sizes=(4, 4), ends=((), ()))
-  assert found.same.tolist() == [2, 0, -1, -1]
-  assert found.parts.tolist() == [[-1, 2], [-1, 0], [2, 0], [-1, 0]]
-  own = adapter.as_model(tiny.module(vocab_size=4, num_positions=16))
-  model = other_tokens.with_other_tokens(own, found.same, found.parts)
-  length, longest = 3, 4
-  contexts = [
-    (enumeration.PROMPT, *one)
-    for size in range(longest + 1)
-    for one in itertools.product(range(4), repeat=size)
-  ]
-  padded = np.array([(*one, *[0] * longest)[: longest + 1] for one in contexts])
-  logits = np.asarray(_logits(model, padded))
-  logits = logits[range(len(contexts)), [len(one) - 1 for one in contexts]]
-  assert (logits[:, 2:] == -np.inf).all()
-  assert np.ptp(logits[:, 0] - logits[:, 1]) > 1  # not of the last token alone
-  monkeypatch.setitem(
-    enumeration._DRAFT_LOGITS, 'other tokens', lambda *_: logits
-  )
-  with jax.enable_x64(True):
-    worlds = enumeration.make_worlds(
-      4, longest, drafts=('other tokens',), dtype=np.float64
-    )
-    expected = worlds.exact_law(length)
-    for children in sampling_lib.CHILDREN:
-      law, emitted = enumeration.tree_law(
-        worlds, enumeration.TOPOLOGIES['ragged tree'], children, length
-      )
-      assert enumeration.distance(law, expected).max() < 1e-12
-      assert emitted.mean() > 1.2
 
 
 _TEXT = 'def add(first, second):\n  return first + second\n' * 20
@@ -212,34 +172,40 @@ def folders(tmp_path_factory):
   return folder
 
 
-def _load(folder, **options):
-  return models.load(
-    str(folder / 'target'), str(folder / 'draft'), dtype='float32', **options
-  )
-
-
 _DECODE = {'max_new_tokens': 24, 'eos_ids': (), 'seed': 5}
 _DECODE |= {'sampling': specdec.Sampling(temperature=0.9, top_p=0.95)}
 
 
 @pytest.mark.parametrize(
-  ('method', 'verify', 'size'),
-  [('staged', 'match', None), ('chain', 'rejection', 262)],
+  ('draft', 'method', 'verify', 'size'),
+  [
+    *(('draft', 'staged', 'match', None), ('draft', 'chain', 'rejection', 262)),
+    *(('target', 'staged', 'match', 60), ('target', 'chain', 'rejection', 60)),
+  ],
 )
-def test_a_pair(folders, method, verify, size, caplog):
-  lm = _load(folders, method=method, draft_vocab=size)
-  (line,) = [one for one in caplog.messages if 'tokenizers of' in one]
-  paths = (folders / 'target', folders / 'draft')
-  assert all(str(path) in line for path in paths)
-  shared = shared_tokens.of_checkpoints(*map(hub.locate, paths))
-  same = shared.same
-  assert f'share {(same >= 0).sum()} tokens' in line
-  assert f'about {100 * shared.share:.0f} %' in line
+def test_tokens_of_the_draft_alone_are_drafted(
+  folders, draft, method, verify, size, caplog
+):
+  """It has another tokenizer, or computes some of its tokens."""
+  paths = folders / 'target', folders / draft
+  load = lambda **options: models.load(
+    *map(str, paths), dtype='float32', **options
+  )
+  lm = load(method=method, draft_vocab=size)
+  lines = [one for one in caplog.messages if 'tokenizers of' in one]
   texts = ['def add(first', 'return']
   found = lm.generate(texts, verify=verify, **_DECODE)
   if verify == 'match':
-    plain = _load(folders, method='plain')
+    plain = load(method='plain')
     assert found.tokens == plain.generate(texts, **_DECODE).tokens
+  same = np.arange(280)
+  if draft == 'draft':
+    shared = shared_tokens.of_checkpoints(*map(hub.locate, paths))
+    same = shared.same
+    (line,) = lines
+    assert all(str(path) in line for path in paths)
+    assert f'share {(same >= 0).sum()} tokens' in line
+    assert f'about {100 * shared.share:.0f} %' in line
   label = found.labels.index('draft')
   proposed = [
     token
@@ -248,7 +214,7 @@ def test_a_pair(folders, method, verify, size, caplog):
     if origin == label
   ]
   assert proposed
-  # The ids of a draft vocabulary are the draft's.
+  # The ids of a draft vocabulary are the draft's; it has all special tokens.
   assert all(0 <= same[one] < (size or 281) for one in proposed)
   (logits,) = jax.jit(lambda draft: draft.logits(np.arange(8)[None]))(
     lm.pair.draft

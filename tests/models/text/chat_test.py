@@ -7,12 +7,11 @@ way to be cut into tokens. Models are random, and their answers end early.
 import functools
 import string
 
+import byte_level
 import numpy as np
 import pytest
 import tiny
 import tiny_drafters
-import tokenizers
-import transformers
 
 import models
 from models.checkpoints import hub
@@ -44,16 +43,8 @@ _LIMIT = 5
 
 @functools.cache
 def _tokenizer(template):
-  vocabulary = {letter: index for index, letter in enumerate(_LETTERS)}
-  backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
-  backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
-    add_prefix_space=False, use_regex=False
-  )
-  backend.decoder = tokenizers.decoders.ByteLevel()
-  backend.add_special_tokens(list(_SPECIAL))
-  return transformers.PreTrainedTokenizerFast(
-    tokenizer_object=backend, eos_token='<end>', chat_template=template
-  )
+  options = {'eos_token': '<end>', 'chat_template': template}
+  return byte_level.tokenizer(_LETTERS, *_SPECIAL, **options)
 
 
 @functools.cache
@@ -183,8 +174,6 @@ def test_what_is_no_conversation_is_refused():
     ([_user()], None, 'has no chat template, .* choose an instruct model'),
     ([_user()], _STRICT, 'with the roles user: roles must alternate'),
     ([_user()], "{{ 'a' + 1 }}", 'the chat template .*: TypeError: '),
-    ([_user()], '{{ 1 / 0 }}', 'the chat template .*: ZeroDivisionError: '),
-    ([_user()], '{{ range(10**9) }}', 'the chat template .*: OverflowError: '),
     ([_user()], _RECURSIVE, 'the chat template .*: RecursionError: '),
     ([_user()], '{{ a.b.c }}', "the chat template .*: 'a' is undefined"),
     ([_user()], '{% if %}', 'the chat template of the target refuses'),
@@ -199,7 +188,6 @@ def test_what_is_no_conversation_is_refused():
     (None, _TEMPLATE, 'messages must be a list of dicts, got None'),
     ('Hello', _TEMPLATE, "messages must be a list of dicts, got 'Hello'"),
     ([_user(), 'Hello'], _TEMPLATE, "message 1 must be a dict .* got 'Hello'"),
-    ([_user(3)], _TEMPLATE, 'message 0 must be a dict with the texts role and'),
     ([{'role': 'user'}], _TEMPLATE, 'message 0 must be a dict'),
   ):
     with pytest.raises(ValueError, match=words):

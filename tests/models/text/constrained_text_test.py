@@ -9,6 +9,7 @@ import json
 import re
 from unittest import mock
 
+import byte_level
 import command_lines
 import constraints_of_use
 import jsonschema
@@ -16,8 +17,6 @@ import pytest
 import tiny
 import tiny_demo
 import tiny_drafters
-import tokenizers
-import transformers
 
 import models
 from models.text import generator as generator_lib
@@ -46,20 +45,11 @@ _SCHEMA = [None, _NAMED, None, None, json.dumps({'enum': ['ab', 1, None]})]
 
 @functools.cache
 def _tokenizer():
-  """One token for each piece, whose bytes are written in GPT-2's alphabet."""
-  alphabet = tokenizers.decoders.ByteLevel
-  backend = tokenizers.Tokenizer(tokenizers.models.BPE({}, []))
-  pre = tokenizers.pre_tokenizers.ByteLevel(
-    add_prefix_space=False, use_regex=False
-  )
-  spelled = [pre.pre_tokenize_str(piece)[0][0] for piece in _PIECES]
-  ids = {piece: index for index, piece in enumerate(spelled)}
-  backend = tokenizers.Tokenizer(tokenizers.models.BPE(ids, []))
-  backend.pre_tokenizer, backend.decoder = pre, alphabet()
+  """One token for each piece."""
   fill = [f'<{index}>' for index in range(len(_PIECES), _END)]
-  backend.add_special_tokens([*fill, '<end>', '<taboo>'])
-  return transformers.PreTrainedTokenizerFast(
-    tokenizer_object=backend, eos_token='<end>', chat_template=_TEMPLATE
+  return byte_level.tokenizer(
+    *(map(byte_level.spelled, _PIECES), *fill, '<end>', '<taboo>'),
+    **{'eos_token': '<end>', 'chat_template': _TEMPLATE},
   )
 
 
@@ -97,19 +87,14 @@ def _generate(kind='plain', rows=range(5), **options):
   return _generator(kind).generate([_PROMPT] * len(rows), **arguments | options)
 
 
-def check_rows(kind):
+def test_rows_match_constraints_of_their_own():
   """The texts match, and are those of plain decoding."""
-  result, plain = _generate(kind), _generate()
+  result, plain = _generate('tree'), _generate()
   assert result.tokens == plain.tokens
   for row, text in enumerate(result.text):
     if row != 3:  # which has no constraint
       assert result.finish_reasons[row] == 'eos'
       assert _matches(text, _REGEX[row], _SCHEMA[row]), text
-  return result
-
-
-def test_rows_match_constraints_of_their_own():
-  result = check_rows('tree')
   free = _generate(regex=None, json_schema=None)
   assert result.tokens[3] == free.tokens[3]
   assert not _matches(free.text[0], _REGEX[0], None)
@@ -120,13 +105,6 @@ def test_one_constraint_is_that_of_all_rows():
   assert both.tokens == [_generate().tokens[0]] * 2
 
 
-def test_the_text_of_a_stream_is_that_of_its_result():
-  options = {'regex': _REGEX[2], 'sampling': _SAMPLED, 'seed': [12]}
-  stream = _generator('tree').stream([_PROMPT], max_new_tokens=40, **options)
-  text = ''.join(new[0] for new in stream)
-  assert text == stream.result().text[0] == _generate().text[2]
-
-
 def test_every_answer_of_a_chat_matches():
   options = {'regex': _REGEX[0], 'sampling': _SAMPLED, 'max_new_tokens': 20}
   generator = _generator('tree')
@@ -135,36 +113,6 @@ def test_every_answer_of_a_chat_matches():
   second = chat.reply('cab').run()
   alone = generator.generate(chat.messages, room_for_new_tokens=48, **options)
   assert second.tokens == alone.tokens
-  assert _matches(second.text[0], _REGEX[0], None)
-
-
-def test_prompts_in_slots_have_constraints_of_their_own():
-  """Also where one needs larger tables than those before it."""
-  larger = ('[a-c]{280}', None)
-  wanted = [*zip(_REGEX, _SCHEMA, strict=True), larger]
-  jobs = [
-    models.Job(
-      prompt=_PROMPT,
-      seed=10 + row,
-      regex=wanted[row][0],
-      json_schema=wanted[row][1],
-    )
-    for row in (3, 0, 1, 2, 4, 0, 5, 1, 3)
-  ]
-  jobs.insert(2, models.Job(prompt=_PROMPT, regex='('))
-  many = _generator('tree').generate_many(
-    jobs,
-    batch_size=3,
-    context=80,
-    max_new_tokens=40,
-    sampling=_SAMPLED,
-    in_order=True,
-  )
-  found, plain = list(many), _generate().tokens
-  assert 'regex' in found.pop(2).error
-  assert found.pop(6).result.finish_reasons == ['length']
-  rows = (3, 0, 1, 2, 4, 0, 1, 3)
-  assert [one.result.tokens[0] for one in found] == [plain[row] for row in rows]
 
 
 def test_a_longer_text_takes_no_more_round_trips():
@@ -188,19 +136,15 @@ def test_a_longer_text_takes_no_more_round_trips():
 
 _REFUSED = [
   ({'regex': '('}, r"regex '\(' cannot be used: missing \), unterminated"),
-  ({'regex': 'a(?=b)'}, 'cannot be used: look-around is not supported'),
   ({'regex': '(a|b)*a(a|b){60}'}, 'too large: at most 16,383 states'),
   ({'regex': f'{"(" * 2000}a{")" * 2000}'}, 'is nested too deeply'),
   ({'regex': 'xyz'}, 'no text that the tokens of the target can spell'),
-  ({'regex': '[^\\s\\S]'}, 'no text that the tokens of the target can spell'),
   ({'regex': 3}, 'regex must be text, got 3'),
   ({'regex': 'a\ud83d'}, 'lone surrogate'),
   ({'regex': ['a', 'b']}, r'one per row \(1\), got 2'),
   ({'regex': 'a', 'json_schema': {}}, 'regex or json_schema, not both'),
   ({'json_schema': '{'}, 'json_schema .* cannot be used'),
-  ({'json_schema': {'type': 'nothing'}}, "#/type must be .*, got 'nothing'"),
   ({'json_schema': {'enum': {1}}}, 'json_schema is no JSON'),
-  ({'json_schema': {'enum': [float('nan')]}}, 'json_schema is no JSON'),
   ({'json_schema': '{"enum": [NaN]}'}, 'NaN is no JSON'),
   ({'json_schema': {'minimum': 3}}, '#/minimum is a keyword that is not supp'),
   ({'json_schema': 5}, 'a JSON object, or the text of one, got 5'),

@@ -5,13 +5,11 @@ import numpy as np
 import pytest
 import tiny
 
-import models
 from models.checkpoints import hub
 from models.lab.training import tokenizer as tokenizer_lib
 from models.nn import adapter
 from models.nn.cpu import build
 from models.text import draft_vocabulary
-import specdec
 
 _TEXT = 'def add(first, second):\n  return first + second\n' * 20
 _V, _N = 280, 60
@@ -54,39 +52,6 @@ def test_logits_are_those_of_the_whole_head(folder, name, packed, dtype):
   saved = whole.spec.parameters - few.spec.parameters
   assert saved == 8 * (_V - len(ids))
   assert few.spec.weight_bytes < whole.spec.weight_bytes
-
-
-@pytest.mark.parametrize(
-  ('method', 'verify'), [('staged', 'match'), ('chain', 'rejection')]
-)
-def test_only_these_are_drafted_and_the_text_is_the_same(
-  folder, method, verify
-):
-  texts = ['def add(first', 'return']
-  options = {'max_new_tokens': 24, 'eos_ids': (), 'verify': verify}
-  options['sampling'] = specdec.Sampling(temperature=0.8, top_p=0.9)
-  load = lambda **changed: models.load(
-    str(folder / 'untied'), str(folder / 'untied'), dtype='float32', **changed
-  )
-  decode = lambda lm: lm.generate(texts, seed=5, **options)
-  lm = load(method=method, draft_vocab=_N)
-  drafted = decode(lm)
-  if verify == 'match':
-    assert drafted.tokens == decode(load(method='plain')).tokens
-  label = drafted.labels.index('draft')
-  pairs = zip(drafted.tokens, drafted.origins, strict=True)
-  proposed = {
-    token
-    for row in pairs
-    for token, origin in zip(*row, strict=True)
-    if origin == label
-  }
-  allowed = draft_vocabulary.tokens_of(
-    _N, hub.locate(folder / 'untied').tokenizer, _V
-  )
-  assert proposed
-  assert proposed <= set(allowed.tolist())
-  np.testing.assert_array_equal(lm.pair.draft.proposed, allowed)
 
 
 def test_special_tokens_and_the_first_ones(folder, tmp_path):

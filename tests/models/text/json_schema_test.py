@@ -99,37 +99,28 @@ def _samples(automaton, number, rng):
     yield text.decode()
 
 
-def check_samples(number):
-  """How many schemas are obeyed; texts of these conform."""
+def test_a_schema_is_obeyed_or_refused():
+  """Texts of those that are obeyed conform."""
   rng, num_obeyed = random.Random(0), 0
   given = [schema for schema, _ in _suite()] + constraints_of_use.schemas(120)
   for schema in given:
     automaton = _automaton(schema)
     num_obeyed += automaton is not None
-    for text in _samples(automaton, number, rng) if automaton else ():
+    for text in _samples(automaton, 6, rng) if automaton else ():
       assert _conforms(schema, text), (schema, text)
-  return num_obeyed
+  assert num_obeyed > 220
 
 
-def test_a_schema_is_obeyed_or_refused():
-  assert check_samples(6) > 220
-
-
-def check_suite():
-  """Accepted texts conform; how many values, and how many conform."""
+def test_values_of_the_suite():
+  """Those that are accepted conform."""
   found = []
   for schema, values in _suite():
     automaton = _automaton(schema)
     for value, conforms in values if automaton else ():
       found.append((_accepts(automaton, value), conforms))
       assert found[-1] != (True, False), (schema, value)
-  return [found.count(one) for one in ((True, True), (False, False))]
-
-
-def test_values_of_the_suite():
-  accepted, refused = check_suite()
-  assert accepted > 180
-  assert refused > 260
+  assert found.count((True, True)) > 180
+  assert found.count((False, False)) > 260
 
 
 # Small schemas: all values, in the layout that `docs/api.md` promises.
@@ -196,6 +187,10 @@ def _strings():
     yield {'type': 'string', 'pattern': pattern}, own
   for least, most in ((0, 1), (1, 2), (2, 2), (3, 1)):
     yield {'type': 'string', 'minLength': least, 'maxLength': most}, texts
+  # Half a character cannot be spelled.
+  yield {'enum': ['\ud800', 'é\x00', '"']}, ['é\x00', '"', 'é', *texts]
+  escaped = {'$defs': {'a/b~c': {'enum': ['a']}}}
+  yield {'$ref': '#/%24defs/a~1b~0c'} | escaped, texts
   years = (1, 4, 100, 1900, 2000, 2023, 9996)
   dates = [
     f'{year:04}-{month:02}-{day:02}'
@@ -226,45 +221,6 @@ def test_all_values_of_small_schemas(kind):
   check_values(kind)
 
 
-def _spelled(schema):
-  """The texts of a schema that has few."""
-  _, accepting, states = _automaton(schema)
-  waiting, found = [(0, b'')], []
-  for state, text in waiting:
-    found += [text.decode()] if accepting[state] else []
-    waiting += [
-      (after, text + bytes([byte]))
-      for byte, after in enumerate(states[state])
-      if after >= 0
-    ]
-  return {*found}
-
-
-_REFERRED = {'a/b~c': {'$defs': {'': {'const': 1}}}, 'd': [{'enum': [2]}]}
-
-
-@pytest.mark.parametrize(
-  ('schema', 'texts'),
-  [
-    ({'enum': [1, 'a"b', True, 1.25]}, ['1', r'"a\"b"', 'true', '1.25']),
-    ({'type': 'integer', 'enum': [1, '2', True, 3.0, 4.5]}, ['1', '3.0']),
-    ({'type': ['string', 'null'], 'const': None}, ['null']),
-    ({'type': 'string', 'const': 3}, []),
-    ({'type': ['null', 'boolean']}, ['null', 'true', 'false']),
-    ({'enum': ['\ud800', 'é\x00']}, ['"é\\u0000"']),
-    ({'const': {'a': [1, {}]}}, ['{"a": [1, {}]}']),
-    ({'anyOf': [{'const': 1}, False, {'allOf': [{'const': 2}]}]}, ['1', '2']),
-    ({'$ref': '#/$defs/a~1b~0c/$defs/', '$defs': _REFERRED}, ['1']),
-    ({'$ref': '#/%24defs/d/0', '$defs': _REFERRED, '$id': 'x:y'}, ['2']),
-    ({'type': 'object', 'properties': {}}, ['{}', '{ }']),
-    ({'properties': {'"': False}}, ['{}', '{ }']),
-    ({'type': 'boolean', 'minLength': 3}, ['true', 'false']),
-  ],
-)
-def test_texts_of_small_schemas(schema, texts):
-  assert _spelled(schema) == {*texts}
-
-
 _NESTED = {'properties': {'a/b': {'items': {'maximum': 3}}}}
 _ELSEWHERE = {'x': {'$id': 'z:', 'y': {}}}
 
@@ -282,15 +238,11 @@ _ELSEWHERE = {'x': {'$id': 'z:', 'y': {}}}
     ({'pattern': 'a', 'maxLength': 3}, '#/maxLength .* beside pattern'),
     ({'minLength': 3, 'format': 'date'}, '#/format .* beside minLength'),
     ({'pattern': 'a(?=b)'}, "#/pattern 'a.*look-around is not supported"),
-    ({'pattern': 3}, '#/pattern must be a string, got 3'),
     ({'type': 'integer', 'format': 'int64'}, "#/format must .* 'int64'"),
-    ({'type': None}, '#/type must be a list, got None'),
     ({'type': [{}]}, '#/type must be one of null, .*, got {}'),
     ({'minItems': 2.5}, '#/minItems must be an integer of at least 0'),
     ({'required': 'a'}, "#/required must be a list, got 'a'"),
-    ({'required': [1]}, '#/required must be a string, got 1'),
     ({'properties': []}, r'#/properties must be an object, got \[\]'),
-    ({'items': 3}, '#/items must be an object, got 3'),
     ({'$ref': 'http://a/b'}, r"#/\$ref must be like #/\$defs/name, got 'http"),
     ({'$ref': '#/$defs/a'}, r"#/\$ref must be a place of this schema, got '#"),
     ({'$ref': '#/$defs/x/y', '$defs': _ELSEWHERE}, 'a place of this schema'),

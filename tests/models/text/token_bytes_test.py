@@ -97,6 +97,9 @@ def test_text_and_streams_are_what_the_pair_decodes(
   assert stream.stopped == any(stop in text for stop in stops)
   assert streamed + stream.flush() == _cut(text, stops)
   assert token_bytes_lib.text_of(table, ids, stops) == _cut(text, stops)
+  # Without stop strings all is shown at once but half a character.
+  shown = _streamed(token_bytes_lib.TextStream(table), ids, sizes)
+  assert shown.rstrip('\ufffd') == text.rstrip('\ufffd')
 
 
 def test_added_tokens_of_a_byte_level_tokenizer():
