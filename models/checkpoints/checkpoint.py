@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
+import contextlib
 import functools
 import pathlib
 from typing import Any
@@ -104,29 +105,37 @@ def named(read: Callable[[Any], _Read]) -> Callable[[Any], _Read]:
 
   @functools.wraps(read)
   def call(stored: StoredTensors) -> _Read:
-    with whole_files.reading(stored.path):
+    with whole_files.reading(stored.path), naming(stored.path):
       return read(stored)
 
   return call
 
 
-def usable_ids(
-  path: pathlib.Path, stated: Sequence[Any], vocab_size: int
-) -> tuple[int, ...]:
+@contextlib.contextmanager
+def naming(path: pathlib.Path) -> Iterator[None]:
+  """Has ValueErrors begin with the folder or file, unless they name it."""
+  try:
+    yield
+  except ValueError as error:
+    if str(path) in str(error):
+      raise
+    raise ValueError(f'{path}: {error}') from error
+
+
+def usable_ids(stated: Sequence[Any], vocab_size: int) -> tuple[int, ...]:
   """The first of several statements of EOS ids that has usable ones.
 
   Ids outside the vocabulary are skipped: published configs of small
   vocabularies often keep GPT-2's 50256.
 
   Args:
-    path: of the checkpoint, for messages.
     stated: ids, lists of ids, and None where nothing is stated.
     vocab_size: of the model.
   """
   for eos in stated:
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if any(type(token) is not int for token in ids):
-      raise ValueError(f'{path}: eos_token_id={eos!r} is no token id')
+      raise ValueError(f'eos_token_id={eos!r} is no token id')
     usable = tuple(token for token in ids if 0 <= token < vocab_size)
     if usable:
       return usable

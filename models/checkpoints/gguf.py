@@ -7,7 +7,6 @@ Names are those that llama.cpp's converters write
 from collections.abc import Iterator
 import dataclasses
 import functools
-import math
 import pathlib
 import re
 
@@ -70,9 +69,8 @@ class GGUFFile:
   @functools.cached_property
   @checkpoint_lib.named
   def config(self) -> adapter.Config:
-    return families.config_from_keys(
-      gguf_keys.config_keys(self.path), self.path
-    )
+    keys = gguf_keys.config_keys(self.path)
+    return families.config_from_keys(keys, self.path)
 
   @functools.cached_property
   @checkpoint_lib.named
@@ -85,7 +83,7 @@ class GGUFFile:
     """The ids of the file, or of the tokenizer."""
     of_tokenizer = getattr(self.tokenizer, 'eos_token_id', None)
     stated = (gguf_tokenizer.eos_ids(self.path), of_tokenizer)
-    return checkpoint_lib.usable_ids(self.path, stated, self.config.vocab_size)
+    return checkpoint_lib.usable_ids(stated, self.config.vocab_size)
 
   @property
   @checkpoint_lib.named
@@ -118,21 +116,18 @@ class GGUFFile:
   def tensors(self) -> Iterator[tuple[str, gguf_tensor.Tensor]]:
     """Yields canonical names and tensors, in the order of the file."""
     header = gguf_header.read_header(self.path)
-    arch = gguf_config.architecture_of(self.path, header)
+    arch = gguf_config.architecture_of(header)
     kind = gguf_config.ARCHITECTURES[arch]
-    keys = gguf_config.own_keys(self.path, header, arch)
-    num_heads = keys.get('attention.head_count')
-    num_kv_heads = keys.get('attention.head_count_kv')
-    family = families.family_of(self.config)
-    heads = {'attn_q': num_heads, 'attn_k': num_kv_heads or num_heads}
-    tensor = functools.partial(gguf_tensor.Tensor, self.path)
+    config, tensor = self.config, gguf_tensor.Tensor
+    family = families.family_of(config)
+    heads = {'attn_q': config.num_heads, 'attn_k': config.num_kv_heads}
     for name, info in header.tensors.items():
       if name in (gguf_config.ROPE_FACTORS, *gguf_config.LONGROPE.values()):
         continue
       canonical = _canonical(name, kind)
       if canonical is None:
         raise ValueError(f'{self.path}: tensor {name} is not part of a {arch}')
-      if family.is_unused(canonical, self.config):
+      if family.is_unused(canonical, config):
         continue
       # A convolution has a weight of one input per channel.
       if canonical.endswith(('.conv.weight', '.conv1d.weight')):
@@ -143,19 +138,8 @@ class GGUFFile:
           part = tensor_parts.Part(expert=expert)
           yield canonical.format(expert), tensor(info, part)
         continue
-      if parts := family.parts(canonical, self.config):
+      if parts := family.parts(canonical, config):
         yield from ((one, tensor(info, parts[one])) for one in parts)
         continue
       rotated = heads.get(name.split('.')[-2]) if kind.swaps_rows else None
       yield canonical, tensor(info, num_heads=rotated)
-
-  def stored_size(self) -> tuple[int, int]:
-    """The number of elements of all tensors, and their bytes."""
-    sizes = gguf_tensor.quants().GGML_QUANT_SIZES
-    elements = total = 0
-    for tensor in gguf_header.read_header(self.path).tensors.values():
-      number = math.prod(tensor.shape)
-      per_block, block_bytes = sizes[tensor.kind]
-      elements += number
-      total += number // per_block * block_bytes
-    return elements, total

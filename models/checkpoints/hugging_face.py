@@ -181,7 +181,7 @@ class HuggingFaceFolder:
       text_files.read_object(path).get('eos_token_id') for path in paths
     ]
     stated.append(getattr(self.tokenizer, 'eos_token_id', None))
-    return checkpoint_lib.usable_ids(self.path, stated, self.config.vocab_size)
+    return checkpoint_lib.usable_ids(stated, self.config.vocab_size)
 
   @property
   @checkpoint_lib.named

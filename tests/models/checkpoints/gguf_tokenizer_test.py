@@ -227,7 +227,7 @@ def test_tokens_that_only_fill_the_vocabulary_up(name, path):
   [
     ({'kinds': [1] * 256}, 'token_type has 256 entries, expected 257'),
     ({'merges': 'e r'}, 'merges has no entries'),
-    ({'pre': ['gpt-2']}, r"must be texts, got \['gpt-2'"),
+    ({'pre': ['gpt-2']}, r"pre=\['gpt-2'\] must be"),
     ({'words': ['er', *_ALPHABET[:-1], 'er']}, "0 and 256 are both 'er'"),
     ({'words': []}, 'tokens has 0 entries'),
     ({'model': 'bert'}, r"'bert' is not supported; choose from \['gemma4'"),
