@@ -35,11 +35,15 @@ class StoredTensor(Protocol):
   def name(self) -> str:
     """The name that the checkpoint has for it."""
 
-  def check(self, expected: tuple[int, ...]) -> None:
-    """Raises ValueError on another shape, or a type that cannot be read."""
+  @property
+  def shape(self) -> tuple[int, ...]: ...
 
   def blocks(self) -> Iterator[blocks_lib.Rows]:
-    """Yields indices of n rows and their values, `[n, in]` or `[n]`."""
+    """Yields indices of n rows and their values, `[n, in]` or `[n]`.
+
+    Raises:
+      ValueError: its type cannot be read, or the file is damaged.
+    """
 
   def in_blocks(self) -> blocks_lib.BlockMatrix | None:
     """The matrix as it is stored, if `models.nn.blocks` has that kind."""

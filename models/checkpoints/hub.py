@@ -253,8 +253,9 @@ class _Array:
   name: str
   array: np.ndarray
 
-  def check(self, expected: tuple[int, ...]) -> None:
-    assert self.array.shape == expected
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return self.array.shape
 
   def blocks(self) -> Iterator[blocks_lib.Rows]:
     yield slice(None), np.asarray(self.array, np.float32)
@@ -354,9 +355,6 @@ def read_parameters(
         ' but are not; is tie_word_embeddings wrong in config.json?'
       )
     del host  # Before the next tensor is read.
-  if missing := sorted(map(families.parameter_name, expected.keys() - loaded)):
-    lacks = f'lacks {len(missing)} tensors, the first is {missing[0]}'
-    raise ValueError(f'{checkpoint.path} {lacks}')
   return loaded
 
 
@@ -385,7 +383,7 @@ def _read(
 
   `heads` are parts of the paths of token embedding, head and the like.
   """
-  expanded = list[str]()
+  expanded, found = list[str](), set[str]()
   paths = {families.parameter_name(path): path for path in expected}
   for key, tensor in waiting.progress(
     checkpoint.tensors(),
@@ -393,13 +391,14 @@ def _read(
     len(paths),
     checkpoint.size,
   ):
+    where = f'{checkpoint.path}: tensor {tensor.name}'
     if key not in paths:
-      raise ValueError(
-        f'{checkpoint.path}: tensor {tensor.name} is not part of a'
-        f' {family.name}'
-      )
+      raise ValueError(f'{where} is not part of a {family.name}')
     leaf = expected[paths[key]]
-    tensor.check(leaf.shape)
+    if tensor.shape != leaf.shape:
+      raise ValueError(
+        f'{where} has shape {tensor.shape}, expected {leaf.shape}'
+      )
     path, make, host = paths[key], form.from_blocks, None
     try:
       if leaf.ndim != 2 or family.stays_float(key):
@@ -412,11 +411,13 @@ def _read(
       if host is None:
         host = make(tensor.blocks(), leaf.shape)
     except ValueError as error:
-      raise ValueError(
-        f'{checkpoint.path}: tensor {tensor.name}: {error}'
-      ) from error
+      raise ValueError(f'{where}: {error}') from error
+    found.add(key)
     yield path, tensor.name, host
     del host  # Before the next tensor is read.
+  if missing := sorted(paths.keys() - found):
+    lacks = f'lacks {len(missing)} tensors, the first is {missing[0]}'
+    raise ValueError(f'{checkpoint.path} {lacks}')
   if expanded:
     logging.warning(
       '%s: %d matrices are in bfloat16, since no kernel computes their types:'
@@ -527,8 +528,4 @@ def save_in_four_bits(name: str, folder: str | pathlib.Path) -> None:
       checkpoint.path, _read(checkpoint, family, expected, form, heads)
     )
   }
-  if missing := sorted(
-    {*map(families.parameter_name, expected)} - parameters.keys()
-  ):
-    raise ValueError(f'{name} lacks the tensor {missing[0]}')
   rounded.save(parameters, checkpoint.path, pathlib.Path(folder))

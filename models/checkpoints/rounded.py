@@ -36,13 +36,6 @@ class _Tensor:
   kind: str
   shape: tuple[int, ...]
 
-  def check(self, expected: tuple[int, ...]) -> None:
-    if self.shape != expected:
-      raise ValueError(
-        f'{self.file}: tensor {self.name} has shape {self.shape}, expected'
-        f' {expected}'
-      )
-
   def _read(self) -> np.ndarray:
     with safetensors.safe_open(self.file, 'numpy') as mapped:
       values = mapped.get_tensor(self.name)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import dataclasses
 import math
 import types
+from typing import Any
 
 import numpy as np
 
@@ -42,49 +43,41 @@ class Tensor:
 
   @property
   def name(self) -> str:
-    return self.info.name
+    return self.part.of(self.info.name)
 
   @property
   def shape(self) -> tuple[int, ...]:
     outputs, *rest = self.info.shape[self.part.expert is not None :]
     return (len(range(outputs)[self.part.rows]), *rest)
 
-  def check(self, expected: tuple[int, ...]) -> None:
-    """Raises ValueError on another shape, or a type that cannot be read."""
-    where = f'{self.info.file}: tensor {self.part.of(self.name)}'
-    if self.shape != expected:
-      raise ValueError(f'{where} has shape {self.shape}, expected {expected}')
-    gguf = quants()
+  @property
+  def _kind(self) -> Any:
+    """Its `gguf.GGMLQuantizationType`."""
     try:
-      kind = gguf.GGMLQuantizationType(self.info.kind)
+      return quants().GGMLQuantizationType(self.info.kind)
     except ValueError as error:
       raise ValueError(
-        f'{where} is of type {self.info.kind}, which gguf does not know'
-      ) from error
-    per_block, _ = gguf.GGML_QUANT_SIZES[kind]
-    if self.shape[-1] % per_block:
-      raise ValueError(
-        f'{where} is of type {kind.name}, in blocks of {per_block} numbers,'
-        f' which do not divide {self.shape[-1]}'
-      )
-    end = self.info.offset + self._row_bytes * math.prod(self.info.shape[:-1])
-    if (size := self.info.file.stat().st_size) < end:
-      raise ValueError(
-        f'{where} would end at byte {end}, but the file has {size}; was it'
-        ' downloaded completely?'
-      )
-    try:
-      self._floats(0, 1)
-    except (AttributeError, NotImplementedError) as error:
-      raise ValueError(
-        f'{where} is of type {kind.name}, which gguf cannot read'
+        f'it is of type {self.info.kind}, which gguf does not know'
       ) from error
 
   @property
   def _row_bytes(self) -> int:
-    """Bytes along the last axis."""
-    per_block, block_bytes = quants().GGML_QUANT_SIZES[self.info.kind]
-    return self.info.shape[-1] // per_block * block_bytes
+    """Bytes along the last axis; ValueError if the file does not have all."""
+    per_block, block_bytes = quants().GGML_QUANT_SIZES[self._kind]
+    blocks, rest = divmod(self.info.shape[-1], per_block)
+    if rest:
+      raise ValueError(
+        f'it is of type {self._kind.name}, in blocks of {per_block} numbers,'
+        f' which do not divide {self.info.shape[-1]}'
+      )
+    row_bytes = blocks * block_bytes
+    end = self.info.offset + row_bytes * math.prod(self.info.shape[:-1])
+    if (size := self.info.file.stat().st_size) < end:
+      raise ValueError(
+        f'it would end at byte {end}, but the file has {size}; was it'
+        ' downloaded completely?'
+      )
+    return row_bytes
 
   def _raw(self, start: int, count: int) -> np.ndarray:
     """Some rows as they are stored, `[count, bytes]`; a vector is a row."""
@@ -102,9 +95,13 @@ class Tensor:
 
   def _floats(self, start: int, count: int) -> np.ndarray:
     """The same rows as float32, their inner axes as one."""
-    gguf = quants()
-    kind = gguf.GGMLQuantizationType(self.info.kind)
-    return gguf.dequantize(self._raw(start, count), kind)
+    raw = self._raw(start, count)
+    try:
+      return quants().dequantize(raw, self._kind)
+    except (AttributeError, NotImplementedError) as error:
+      raise ValueError(
+        f'it is of type {self._kind.name}, which gguf cannot read'
+      ) from error
 
   def _by_rows(
     self, read: Callable[[int, int], np.ndarray]
@@ -119,9 +116,10 @@ class Tensor:
     """Yields indices of n rows and their values, `[n, ...]` float32.
 
     Raises:
-      ValueError: weights in blocks are not finite, because a scale is not.
+      ValueError: its type cannot be read, the file is too short, or weights in
+        blocks are not finite, because a scale is not.
     """
-    per_block, _ = quants().GGML_QUANT_SIZES[self.info.kind]
+    per_block, _ = quants().GGML_QUANT_SIZES[self._kind]
     for index, rows in self._expanded():
       if per_block > 1 and not np.isfinite(rows).all():
         raise ValueError(
@@ -139,7 +137,7 @@ class Tensor:
 
   def in_blocks(self) -> blocks_lib.BlockMatrix | None:
     """See `checkpoint.StoredTensor`."""
-    kind = quants().GGMLQuantizationType(self.info.kind).name
+    kind = self._kind.name
     if kind not in blocks_lib.KINDS:
       return None
     return blocks_lib.from_raw(self._by_rows(self._raw), self.shape, kind)

@@ -77,7 +77,7 @@ class _Ids:
   info: gguf_header.TensorInfo
   name = 'd2t'
 
-  def blocks(self) -> Iterator[blocks_lib.Rows]:
+  def rows(self) -> Iterator[blocks_lib.Rows]:
     """Yields all of them."""
     if self.info.kind not in _INTEGERS:
       raise ValueError(

@@ -183,4 +183,4 @@ def _with_first_layer_0(found: dict[str, Any]) -> dict[str, Any]:
 
 def _values(tensor: Any) -> np.ndarray:
   """All of a stored vector."""
-  return np.concatenate([rows for _, rows in tensor.blocks()])
+  return np.concatenate([rows for _, rows in tensor.rows()])
