@@ -1,13 +1,11 @@
 """Finds models by name; loads and saves them, one tensor at a time."""
 
-from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 import dataclasses
 import functools
 import pathlib
 from typing import Any
-from typing import cast
 
 from absl import logging
 from flax import nnx
@@ -264,43 +262,27 @@ class _Array:
     """There are no blocks of few bits."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Drawn:
-  """Random tensors of a module, as `checkpoint.StoredTensors`.
+def drawn_tensors(shapes: Shapes) -> Iterator[tuple[str, _Array]]:
+  """Yields random tensors of some shapes by their canonical names."""
+  rng = np.random.default_rng(0)
+  for path, leaf in shapes.items():
+    name = families.parameter_name(path)
+    array = 0.02 * rng.standard_normal(leaf.shape, np.float32)
+    yield name, _Array(name, array)
 
-  Its forwards take as long as those of a trained one.
 
-  Attributes:
-    folder: a checkpoint, of which only the shape is read.
-    make: makes the module.
+class DrawnFolder(hugging_face.HuggingFaceFolder):
+  """A folder of which only config.json is read; its weights are random.
+
+  Forwards take as long as those of a trained model.
   """
 
-  folder: Any
-  make: Callable[[], nnx.Module]
   size = 0
 
-  def __getattr__(self, name: str) -> Any:
-    return getattr(self.folder, name)
-
-  def tensors(self) -> Iterator[tuple[str, _Array]]:
-    """Yields tensors by their canonical names."""
-    rng = np.random.default_rng(0)
-    for path, leaf in flat_params(nnx.eval_shape(self.make))[1].items():
-      name = families.parameter_name(path)
-      array = 0.02 * rng.standard_normal(leaf.shape, np.float32)
-      yield name, _Array(name, array)
-
-
-def drawn_module(
-  checkpoint: checkpoint_lib.Checkpoint, **options: Any
-) -> adapter.Module:
-  """A model of random weights; for the arguments see `read_module`."""
-  config = checkpoint.config
-  make = functools.partial(
-    families.family_of(config).module, config, dtype=jnp.bfloat16
-  )
-  drawn = Drawn(checkpoint, lambda: make(rngs=nnx.Rngs(0)))
-  return read_module(cast(Any, drawn), **options)
+  def tensors(self) -> Iterator[tuple[str, Any]]:
+    """Yields canonical names and tensors."""
+    shapes = shape_module(self.config, jnp.dtype(jnp.bfloat16))
+    return drawn_tensors(flat_params(shapes)[1])
 
 
 def read_parameters(

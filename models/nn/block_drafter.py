@@ -16,6 +16,7 @@ module.
 import dataclasses
 import functools
 from typing import Any
+from typing import Unpack
 
 from flax import nnx
 import jax
@@ -91,21 +92,13 @@ class _ConvolvedLayer(nn_llama.Layer):
   self_attn: grouped_query.Attention
 
   def __init__(
-    self,
-    config: BlockDrafterConfig,
-    layer: int,
-    *,
-    dtype: jax.typing.DTypeLike,
-    rngs: nnx.Rngs,
+    self, config: BlockDrafterConfig, layer: int, **new: Unpack[layers.New]
   ):
-    super().__init__(
-      config, layer, nn_llama.FeedForward, dtype=dtype, rngs=rngs
-    )
+    super().__init__(config, layer, **new)
     make = functools.partial(
       convolution.BlockConvolution,
       *(config.width, config.block_size, config.conv_size, config.conv_group),
-      dtype=dtype,
-      rngs=rngs,
+      **new,
     )
     self.attention_conv, self.mlp_conv = make(), make()
 
@@ -136,12 +129,10 @@ class _MarkovHead(nnx.Module):
     self,
     config: BlockDrafterConfig,
     num_outputs: int,
-    *,
-    dtype: jax.typing.DTypeLike,
-    rngs: nnx.Rngs,
+    **new: Unpack[layers.New],
   ):
     width, rank = config.width, config.markov_rank
-    make = functools.partial(layers.Linear, dtype=dtype, rngs=rngs)
+    make = functools.partial(layers.Linear, **new)
     is_edge = config.markov == EDGES
     tokens = config.vocab_size if is_edge else num_outputs
     self.markov_w1 = make(rank, config.vocab_size, use_bias=False)
@@ -192,8 +183,7 @@ class BlockDrafter(nnx.Module):
     self.fc = make(inputs, config.width, use_bias=False)
     norm = functools.partial(layers.RMSNorm, config.width, config.norm_epsilon)
     self.hidden_norm = norm()
-    plain = functools.partial(nn_llama.Layer, feed_forward=nn_llama.FeedForward)
-    layer: Any = _ConvolvedLayer if config.conv_size else plain
+    layer: Any = _ConvolvedLayer if config.conv_size else nn_llama.Layer
     self.layers = nnx.List(
       [
         layer(config, number, dtype=dtype, rngs=rngs)

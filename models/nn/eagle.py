@@ -8,6 +8,7 @@ output matrix may be the target's, so they are not part of the module.
 import dataclasses
 import functools
 from typing import Any
+from typing import Unpack
 
 from flax import nnx
 from flax import traverse_util
@@ -61,22 +62,20 @@ class HeadConfig(llama_config.LlamaConfig):
       )
 
 
-class _WideLayer(nnx.Module):
+class _WideLayer(nn_llama.Layer):
   """First layer of EAGLE-3, whose queries, keys and values see both inputs."""
 
-  def __init__(
-    self, config: HeadConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
-  ):
-    self.config = config
-    norm = functools.partial(layers.RMSNorm, config.width, config.norm_epsilon)
-    self.input_layernorm, self.hidden_norm = norm(), norm()
-    self.self_attn = grouped_query.Attention(
-      config, 0, dtype=dtype, rngs=rngs, input_width=2 * config.width
-    )
-    self.post_attention_layernorm = norm()
-    self.mlp = nn_llama.FeedForward(config, dtype=dtype, rngs=rngs)
+  config: HeadConfig
+  self_attn: grouped_query.Attention
 
-  def __call__(
+  def __init__(self, config: HeadConfig, layer: int, **new: Unpack[layers.New]):
+    attention = functools.partial(
+      grouped_query.Attention, input_width=2 * config.width
+    )
+    super().__init__(config, layer, mixers={'self_attn': attention}, **new)
+    self.hidden_norm = layers.RMSNorm(config.width, config.norm_epsilon)
+
+  def __call__(  # type: ignore[override]
     self,
     embedded: jax.Array,
     x: jax.Array,
@@ -93,13 +92,12 @@ class _WideLayer(nnx.Module):
     return self.mlp(x, self.post_attention_layernorm, x)[0], cache
 
 
-def _bare_layer(
-  config: HeadConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
-) -> nn_llama.Layer:
+class _BareLayer(nn_llama.Layer):
   """First layer of EAGLE-1, which does not normalise its input."""
-  layer = _plain(config, dtype=dtype, rngs=rngs)
-  layer.input_layernorm = None
-  return layer
+
+  def __init__(self, *args: Any, **new: Unpack[layers.New]):
+    super().__init__(*args, **new)
+    self.input_layernorm = None
 
 
 class Head(nnx.Module):
@@ -130,14 +128,13 @@ class Head(nnx.Module):
       rngs=rngs,
       use_bias=config.fc_bias,
     )
-    first: Any = {EAGLE3: _WideLayer, EAGLE: _bare_layer, MTP: _plain}
+    first = {EAGLE3: _WideLayer, EAGLE: _BareLayer, MTP: nn_llama.Layer}
+    kinds: list[Any] = [nn_llama.Layer] * config.num_layers
+    kinds[0] = first[config.kind]
     self.layers = nnx.List(
       [
-        first[config.kind](config, dtype=dtype, rngs=rngs),
-        *(
-          _plain(config, layer, dtype=dtype, rngs=rngs)
-          for layer in range(1, config.num_layers)
-        ),
+        kind(config, layer, dtype=dtype, rngs=rngs)
+        for layer, kind in enumerate(kinds)
       ]
     )
     if wide and config.fc_norm:
@@ -212,18 +209,6 @@ class Head(nnx.Module):
     if self.config.kind != EAGLE3 or self.config.norm_output:
       return states
     return layers.normalize(states, self.norm, kernels=self.fc.is_packed)
-
-
-def _plain(
-  config: HeadConfig,
-  layer: int = 0,
-  *,
-  dtype: jax.typing.DTypeLike,
-  rngs: nnx.Rngs,
-) -> nn_llama.Layer:
-  return nn_llama.Layer(
-    config, layer, nn_llama.FeedForward, dtype=dtype, rngs=rngs
-  )
 
 
 @functools.cache

@@ -8,6 +8,8 @@ What a drafter is follows from its tensors, as for `heads`. Names of tensors:
     DFlash 2  besides, layers.*.{attention,mlp}_conv, candidate_selector.*
 """
 
+from collections.abc import Callable
+from collections.abc import Iterator
 import dataclasses
 import functools
 import pathlib
@@ -161,26 +163,26 @@ def holds(stored: head_tensors.HeadTensors) -> bool:
   return 'hidden_norm.weight' in stored.all
 
 
-class _NoTensors(head_tensors.HeadTensors):
-  """The keys of config.json alone."""
+@dataclasses.dataclass(frozen=True)
+class _DrawnTensors(head_tensors.HeadTensors):
+  """The keys of config.json, and random tensors; see `hub.DrawnFolder`."""
 
-  @functools.cached_property
-  def all(self) -> dict[str, Any]:
-    return {}
+  make: Callable[[], nnx.Module] = nnx.Module
+  size = 0
+  all: Any = dataclasses.field(default_factory=dict, init=False)
+
+  def tensors(self) -> Iterator[tuple[str, Any]]:
+    """Yields canonical names and tensors."""
+    return hub.drawn_tensors(hub.flat_params(nnx.eval_shape(self.make))[1])
 
 
 class DrawnBlockDrafter(StoredBlockDrafter):
   """A block drafter of random weights, of which only config.json is read."""
 
   @functools.cached_property
-  def stored(self) -> Any:
-    """See `hub.Drawn`."""
-    make = lambda: self.make(self.config.vocab_size, jnp.dtype(jnp.bfloat16))
-    return hub.Drawn(self._found, make)
-
-  @functools.cached_property
   def _found(self) -> head_tensors.HeadTensors:
-    return _NoTensors(self.path)
+    make = lambda: self.make(self.config.vocab_size, jnp.dtype(jnp.bfloat16))
+    return _DrawnTensors(self.path, make=make)
 
   @functools.cached_property
   def _facts(self) -> dict[str, Any]:
