@@ -126,22 +126,25 @@ def naming(path: pathlib.Path) -> Iterator[None]:
     raise ValueError(f'{path}: {error}') from error
 
 
-def usable_ids(stated: Sequence[Any], vocab_size: int) -> tuple[int, ...]:
-  """The first of several statements of EOS ids that has usable ones.
+def usable_ids(
+  checkpoint: Checkpoint, stated: Sequence[Any]
+) -> tuple[int, ...]:
+  """The first usable EOS ids that are stated, or those of the tokenizer.
 
   Ids outside the vocabulary are skipped: published configs of small
   vocabularies often keep GPT-2's 50256.
 
   Args:
+    checkpoint: of the model.
     stated: ids, lists of ids, and None where nothing is stated.
-    vocab_size: of the model.
   """
-  for eos in stated:
+  of_tokenizer = getattr(checkpoint.tokenizer, 'eos_token_id', None)
+  for eos in (*stated, of_tokenizer):
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if any(type(token) is not int for token in ids):
       raise ValueError(f'eos_token_id={eos!r} is no token id')
-    usable = tuple(token for token in ids if 0 <= token < vocab_size)
-    if usable:
+    size = checkpoint.config.vocab_size
+    if usable := tuple(token for token in ids if 0 <= token < size):
       return usable
   return ()
 

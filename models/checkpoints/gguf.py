@@ -81,9 +81,8 @@ class GGUFFile:
   @checkpoint_lib.named
   def eos_ids(self) -> tuple[int, ...]:
     """The ids of the file, or of the tokenizer."""
-    of_tokenizer = getattr(self.tokenizer, 'eos_token_id', None)
-    stated = (gguf_tokenizer.eos_ids(self.path), of_tokenizer)
-    return checkpoint_lib.usable_ids(stated, self.config.vocab_size)
+    stated = gguf_tokenizer.eos_ids(self.path)
+    return checkpoint_lib.usable_ids(self, [stated])
 
   @property
   @checkpoint_lib.named

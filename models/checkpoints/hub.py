@@ -94,13 +94,6 @@ def locate(
   return found
 
 
-def load_tokenizer(
-  name: str | pathlib.Path,
-) -> transformers.PreTrainedTokenizerBase | None:
-  """The tokenizer of a model, see `locate` and `Checkpoint.tokenizer`."""
-  return locate(name).tokenizer
-
-
 def _at(path: pathlib.Path) -> checkpoint_lib.Checkpoint | None:
   return next((kind(path) for kind in _CONTAINERS if kind.holds(path)), None)
 
@@ -313,9 +306,7 @@ def read_parameters(
       message names it.
   """
   loaded, origin = dict[Path, matrices_lib.Weight](), dict[Path, str]()
-  # Rows that are looked up cost little, so they have eight bits, too.
-  heads = {*_embeddings(config), *block_drafter.LOOKED_UP}
-  read = _read(checkpoint, family, expected, form, heads)
+  read = _read(checkpoint, family, expected, form, config)
   for path, name, host in whole_files.reading_each(checkpoint.path, read):
     tied = outputs is not None and config.tie_embeddings
     if outputs is not None and path[0] == (
@@ -340,11 +331,6 @@ def read_parameters(
   return loaded
 
 
-def _embeddings(config: adapter.Config) -> set[Any]:
-  """Parts of the paths of embeddings and head."""
-  return {config.embedding, config.looked_up, 'lm_head'}
-
-
 def _held_bytes(expected: Shapes, form: matrices_lib.WeightFormat) -> int:
   """Bytes of the parameters that a device has, of which shapes are given."""
   ratio = form.bytes_per_weight / jnp.dtype(form.float_dtype).itemsize
@@ -359,13 +345,13 @@ def _read(
   family: families.Family,
   expected: Shapes,
   form: matrices_lib.WeightFormat,
-  heads: set[Any],
+  config: adapter.Config,
 ) -> Iterator[tuple[Path, str, Any]]:
-  """Yields paths in the module, stored names, and parameters on the host.
-
-  `heads` are parts of the paths of token embedding, head and the like.
-  """
+  """Yields paths in the module, stored names, and parameters on the host."""
   expanded, found = list[str](), set[str]()
+  # Rows that are looked up cost little, so they have eight bits, too.
+  heads = {config.embedding, config.looked_up, 'lm_head'}
+  heads |= {*block_drafter.LOOKED_UP}
   paths = {families.parameter_name(path): path for path in expected}
   for key, tensor in waiting.progress(
     checkpoint.tensors(),
@@ -502,12 +488,9 @@ def save_in_four_bits(name: str, folder: str | pathlib.Path) -> None:
     raise ValueError(f'{folder} is the folder of the model; give another')
   config, form = checkpoint.config, matrices_lib.FORMATS['int4']
   _, expected = flat_params(shape_module(config, jnp.dtype(form.float_dtype)))
-  heads = _embeddings(config)
-  family = families.family_of(config)
+  read = _read(checkpoint, families.family_of(config), expected, form, config)
   parameters = {
     families.parameter_name(path): host
-    for path, _, host in whole_files.reading_each(
-      checkpoint.path, _read(checkpoint, family, expected, form, heads)
-    )
+    for path, _, host in whole_files.reading_each(checkpoint.path, read)
   }
   rounded.save(parameters, checkpoint.path, pathlib.Path(folder))

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from collections.abc import Iterator
+import contextlib
 import dataclasses
 import functools
 import math
 import pathlib
+from typing import Any
 
 import numpy as np
 import safetensors
@@ -31,6 +33,16 @@ _FLOATS = {
   'BF16': 'bfloat16',
   'F64': 'float64',
 }
+
+
+@contextlib.contextmanager
+def opened(file: pathlib.Path) -> Iterator[Any]:
+  """A safetensors file; ValueError if it is another."""
+  try:
+    with safetensors.safe_open(file, 'numpy') as mapped:
+      yield mapped
+  except safetensors.SafetensorError as error:
+    raise ValueError(f'{file} is not a safetensors file: {error}') from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +94,7 @@ class _Tensor:
     for start in range(0, length, step):
       end = min(start + step, length)
       rows = slice(first + by * start, first + by * (end - 1) + 1, by)
-      with safetensors.safe_open(self.file, 'numpy') as mapped:
+      with opened(self.file) as mapped:
         stored = mapped.get_slice(self.key)
         if self.transposed:
           block = stored[*stack, :, rows].T
@@ -168,8 +180,7 @@ class HuggingFaceFolder:
     stated = [
       text_files.read_object(path).get('eos_token_id') for path in paths
     ]
-    stated.append(getattr(self.tokenizer, 'eos_token_id', None))
-    return checkpoint_lib.usable_ids(stated, self.config.vocab_size)
+    return checkpoint_lib.usable_ids(self, stated)
 
   @property
   @checkpoint_lib.named
@@ -217,17 +228,12 @@ class HuggingFaceFolder:
   def stored(self) -> Iterator[_Tensor]:
     """Yields all tensors by their own names."""
     for file in self._weights():
-      try:
-        with safetensors.safe_open(file, 'numpy') as mapped:
-          described = [
-            _Tensor(file, name, part.get_dtype(), tuple(part.get_shape()))
-            for name in mapped.offset_keys()
-            for part in (mapped.get_slice(name),)
-          ]
-      except safetensors.SafetensorError as error:
-        raise ValueError(
-          f'{file} is not a safetensors file: {error}'
-        ) from error
+      with opened(file) as mapped:
+        described = [
+          _Tensor(file, name, part.get_dtype(), tuple(part.get_shape()))
+          for name in mapped.offset_keys()
+          for part in (mapped.get_slice(name),)
+        ]
       yield from described
 
   def _weights(self) -> list[pathlib.Path]:

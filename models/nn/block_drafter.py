@@ -316,15 +316,13 @@ def _spec(
   graph: nnx.GraphDef[BlockDrafter],
   config: BlockDrafterConfig,
   dtype: jnp.dtype,
-  weight_bytes: int,
-  parameters: int,
-  kernels: bool,
-  num_outputs: int,
   layout: sharding_lib.Layout,
+  amounts: adapter.Amounts,
+  num_outputs: int,
 ) -> block_lib.BlockSpec:
   """The record of a shape; cached, so that loading it again does not recompile.
 
-  The arguments are those of `BlockSpec`, see `models.nn.adapter`.
+  For the arguments see `models.nn.adapter`.
   """
   module: Any = lambda params: nnx.merge(graph, params['drafter'])
 
@@ -352,8 +350,6 @@ def _spec(
     propose=propose,
     edges=edges if config.markov else None,
     confidence=confidence if config.confidence else None,
-    weight_bytes=weight_bytes,
-    parameters=parameters,
     reads=config.reads,
     block_size=config.block_size,
     depth=config.depth,
@@ -364,7 +360,7 @@ def _spec(
     outputs=(
       None if num_outputs == config.vocab_size else lambda params: params['ids']
     ),
-    **adapter.network_facts(config, dtype, layout, kernels=kernels),
+    **adapter.network_facts(config, dtype, layout, amounts),
   )
 
 
@@ -389,11 +385,7 @@ def as_drafter(
   return block_lib.BlockDrafter(
     params=params,
     spec=_spec(
-      graph,
-      module.config,
-      module.dtype,
-      *eagle.amounts(own, lm_head, LOOKED_UP),
-      num_outputs,
-      layout,
+      *(graph, module.config, module.dtype, layout),
+      *(eagle.amounts(own, lm_head, LOOKED_UP), num_outputs),
     ),
   )

@@ -216,14 +216,12 @@ def _spec(
   graph: nnx.GraphDef[Head],
   config: HeadConfig,
   dtype: jnp.dtype,
-  weight_bytes: int,
-  parameters: int,
-  kernels: bool,
   layout: sharding_lib.Layout,
+  amounts: adapter.Amounts,
 ) -> head_lib.HeadSpec:
   """The record of a shape; cached, so that loading it again does not recompile.
 
-  The arguments are those of `HeadSpec`, see `models.nn.adapter`.
+  For the arguments see `models.nn.adapter`.
   """
 
   def apply(
@@ -247,39 +245,26 @@ def _spec(
     apply=apply,
     fuse=lambda params, *states: nnx.merge(graph, params['head']).fuse(*states),
     logits=logits,
-    weight_bytes=weight_bytes,
-    parameters=parameters,
     reads=config.reads,
     target_width=config.target_width,
     width=config.width,
-    **adapter.network_facts(config, dtype, layout, kernels=kernels),
+    **adapter.network_facts(config, dtype, layout, amounts),
   )
 
 
 def amounts(
   own: dict[str, Any], lm_head: Any, looked_up: tuple[str, ...] = ()
-) -> tuple[int, int, bool]:
-  """The amounts that a forward of a head reads, without its embedding.
+) -> adapter.Amounts:
+  """What a forward of a head reads, without its embedding.
 
   Args:
     own: the parameters of the head.
     lm_head: its output matrix.
     looked_up: the names of its matrices of which a few rows are read.
-
-  Returns:
-    The bytes; the parameters that each position is multiplied with; whether
-    the kernels of `models.nn.cpu` compute.
   """
   by_path = traverse_util.flatten_dict(own)
   read = [by_path[path] for path in by_path if not {*path} & {*looked_up}]
-  read.append(matrices_lib.computed(lm_head))
-  leaves = jax.tree.leaves(read)
-  matrices = [leaf for leaf in read if len(leaf.shape) == 2]
-  return (
-    sum(leaf.size * leaf.dtype.itemsize for leaf in leaves),
-    sum(matrix.shape[0] * matrix.shape[1] for matrix in matrices),
-    any(map(matrices_lib.uses_kernels, matrices)),
-  )
+  return adapter.amounts((leaf, 1.0) for leaf in [*read, lm_head])
 
 
 def as_head(
@@ -304,10 +289,6 @@ def as_head(
   return head_lib.Head(
     params=parameters,
     spec=_spec(
-      graph,
-      module.config,
-      module.dtype,
-      *amounts(own, lm_head),
-      layout,
+      *(graph, module.config, module.dtype, layout, amounts(own, lm_head))
     ),
   )

@@ -37,6 +37,7 @@ class GPT2Config:
   )
   gated: ClassVar[bool] = False  # Whether feed-forward layers have a gate.
   num_experts = experts_per_token = 1
+  state_layers: ClassVar[tuple[int, ...]] = ()  # No layer has a state.
 
   vocab_size: int
   num_positions: int  # Longest context.
