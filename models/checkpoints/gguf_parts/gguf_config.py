@@ -387,6 +387,17 @@ def own_keys(
   return found
 
 
+def check_widths(
+  name: str, metadata: Mapping[str, Any], widths: Mapping[str, int]
+) -> None:
+  """Refuses keys that contradict the width of a head."""
+  for key, width in widths.items():
+    if metadata.get(key, width) != width:
+      raise ValueError(
+        f'{name}.{key}={metadata[key]} is not the width of a head, {width}'
+      )
+
+
 def check_keys(name: str, metadata: Mapping[str, Any]) -> None:
   """Refuses a file that lacks keys of its architecture."""
   keys, pattern = ARCHITECTURES[name].keys, ARCHITECTURES[name].pattern

@@ -163,11 +163,7 @@ def _add_heads(
   count, values = 'rope.dimension_count', 'attention.value_length'
   widths = {values: whole} if is_partial else {values: whole, count: whole}
   widths |= {f'{values}_swa': head_width, f'{count}_swa': head_width}
-  for key, width in widths.items():
-    if metadata.get(key, width) != width:
-      raise ValueError(
-        f'{name}.{key}={metadata[key]} is not the width of a head, {width}'
-      )
+  gguf_config.check_widths(name, metadata, widths)
 
 
 def _add_windows(

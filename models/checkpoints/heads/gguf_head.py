@@ -48,8 +48,8 @@ _OWN_KEYS = {
   },
 }
 # Keys that may say one thing only.
-_OTHER_KEYS = {'tensor_data_layout', 'rope.scaling.type'}
-_OTHER_KEYS |= {'attention.value_length', 'rope.dimension_count'}
+_WIDTHS = {'attention.value_length', 'rope.dimension_count'}
+_OTHER_KEYS = {'tensor_data_layout', 'rope.scaling.type', *_WIDTHS}
 _OF_BLOCK = {'target_layers', gguf_config.PATTERN, 'rope.dimension_sections'}
 _NAMES = gguf_config.LLAMA_NAMES | {
   'fc': 'fc',
@@ -119,13 +119,9 @@ class GGUFHead(gguf.GGUFFile):
     stated = {
       theirs: metadata[key] for key, theirs in names.items() if key in metadata
     }
-    head_width = metadata.get('attention.key_length')
-    for key in ('attention.value_length', 'rope.dimension_count'):
-      if head_width and metadata.get(key, head_width) != head_width:
-        raise ValueError(
-          f'{name}.{key}={metadata[key]} is not the width of a head,'
-          f' {head_width}'
-        )
+    if width := metadata.get('attention.key_length'):
+      widths = dict.fromkeys(_WIDTHS, width)
+      gguf_config.check_widths(name, metadata, widths)
     if name == _BLOCK:
       stated |= self._of_block(header, metadata)
     return {'model_type': 'qwen3' if name == _BLOCK else 'llama'} | stated
