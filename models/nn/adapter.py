@@ -126,7 +126,7 @@ def _in_full_rows(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 class Amounts(NamedTuple):
-  """What a forward of one position reads.
+  """The amounts that a forward of one position reads.
 
   Attributes:
     weight_bytes: the bytes of weights.
@@ -170,7 +170,7 @@ def network_facts(
     config: the shape of the network.
     dtype: of its cache.
     layout: where it lies.
-    amounts: what a forward reads.
+    amounts: of a forward.
     hidden: the states that its cache keeps, see `as_model`.
     on_gpu: whether it has the form for a GPU.
   """

@@ -255,7 +255,7 @@ def _spec(
 def amounts(
   own: dict[str, Any], lm_head: Any, looked_up: tuple[str, ...] = ()
 ) -> adapter.Amounts:
-  """What a forward of a head reads, without its embedding.
+  """The amounts that a forward of a head reads, without its embedding.
 
   Args:
     own: the parameters of the head.
