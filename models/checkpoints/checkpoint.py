@@ -102,14 +102,11 @@ class Checkpoint(StoredTensors, Protocol):
 
 
 def named(read: Callable[[Any], _Read]) -> Callable[[Any], _Read]:
-  """Has the errors of a method of `StoredTensors` name the folder or file.
-
-  Whatever the files are, they are ValueErrors; see `whole_files.reading`.
-  """
+  """Has the errors of a method of `StoredTensors` name the folder or file."""
 
   @functools.wraps(read)
   def call(stored: StoredTensors) -> _Read:
-    with whole_files.reading(stored.path), naming(stored.path):
+    with naming(stored.path):
       return read(stored)
 
   return call
@@ -117,13 +114,14 @@ def named(read: Callable[[Any], _Read]) -> Callable[[Any], _Read]:
 
 @contextlib.contextmanager
 def naming(path: pathlib.Path) -> Iterator[None]:
-  """Has ValueErrors begin with the folder or file, unless they name it."""
-  try:
-    yield
-  except ValueError as error:
-    if str(path) in str(error):
-      raise
-    raise ValueError(f'{path}: {error}') from error
+  """Has errors name the folder or file; see `whole_files.reading`."""
+  with whole_files.reading(path):
+    try:
+      yield
+    except ValueError as error:
+      if str(path) in str(error):
+        raise
+      raise ValueError(f'{path}: {error}') from error
 
 
 def usable_ids(

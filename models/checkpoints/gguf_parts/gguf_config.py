@@ -324,7 +324,7 @@ def architecture_of(header: gguf_header.Header) -> str:
     )
   if (parts := header.metadata.get('split.count', 0)) > 1:  # 0: merged.
     raise ValueError(
-      f'is one of {parts} parts of a model; merge them with llama-gguf-split'
+      f'it is one of {parts} parts of a model; merge them with llama-gguf-split'
       ' --merge'
     )
   return found

@@ -38,7 +38,6 @@ from specdec import cache as cache_lib
 from specdec import model as model_lib
 from specdec.draft import block as block_lib
 from specdec.draft import head as head_lib
-from specdec.text import whole_files
 
 _NAMES = {
   eagle.EAGLE3: 'EAGLE-3',
@@ -266,7 +265,7 @@ def locate(name: str | pathlib.Path, target: Any) -> Stored:
   """
   name = 'demo-head' if name == 'demo' else name
   path = hub.locate(name).path
-  with whole_files.reading(path), checkpoint_lib.naming(path):
+  with checkpoint_lib.naming(path):
     kind: Any = StoredHead
     if block_drafters.holds(head_tensors.HeadTensors(path)):
       kind = block_drafters.StoredBlockDrafter
@@ -300,7 +299,7 @@ def load(
       reduced vocabulary of its own.
   """
   form, config = matrices_lib.format_of(dtype), head.config
-  with whole_files.reading(head.path), checkpoint_lib.naming(head.path):
+  with checkpoint_lib.naming(head.path):
     ids = head.stored.vocabulary(config.vocab_size)
     size = config.vocab_size if ids is None else len(ids)
     graph, expected = _shapes(head, jnp.dtype(form.float_dtype), size)
