@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import pathlib
 import re
+from typing import Any
 
 import transformers
 
@@ -23,9 +24,6 @@ from models.checkpoints.keys import tensor_parts
 from models.nn import adapter
 from models.nn import blocks as blocks_lib
 
-# The name that 0.8.0 had.
-config_keys = gguf_keys.config_keys
-
 SUFFIX = '.gguf'
 _NAME = re.compile(r'(?:blk\.(\d+)\.)?(\w+(?:\.\w+)?)\.(weight|bias)')
 _EXPERT_NAMES = {
@@ -33,6 +31,17 @@ _EXPERT_NAMES = {
   'ffn_up_exps': 'up_proj',
   'ffn_down_exps': 'down_proj',
 }
+
+
+def config_keys(path: pathlib.Path) -> dict[str, Any]:
+  """The keys that the `config.json` of the same model would have.
+
+  Raises:
+    ValueError: the architecture or one of its keys is not known, or a key is
+      missing; the message names it.
+  """
+  with checkpoint_lib.naming(path):
+    return gguf_keys.config_keys(gguf_header.read_header(path))
 
 
 def _canonical(name: str, kind: gguf_config.Architecture) -> str | None:
@@ -69,8 +78,7 @@ class GGUFFile:
   @functools.cached_property
   @checkpoint_lib.named
   def config(self) -> adapter.Config:
-    keys = gguf_keys.config_keys(self.path)
-    return families.config_from_keys(keys, self.path)
+    return families.config_from_keys(config_keys(self.path), self.path)
 
   @functools.cached_property
   @checkpoint_lib.named

@@ -155,6 +155,16 @@ def amounts(read: Iterable[tuple[Any, float]]) -> Amounts:
   return Amounts(round(weight_bytes), round(parameters), kernels)
 
 
+def _states(
+  config: Any, batch_size: int, *, kernels: bool
+) -> dict[int, recurrent_lib.Recurrent]:
+  """The layers that have a state in place of keys and values, empty."""
+  return {
+    layer: config.state_of_layer(batch_size, kernels=kernels)
+    for layer in config.state_layers
+  }
+
+
 def network_facts(
   config: Config,
   dtype: jnp.dtype,
@@ -177,15 +187,9 @@ def network_facts(
   cache_ops, kernels = sharding_lib.slot_ops(layout), amounts.kernels
   if kernels:
     cache_ops = cache_ops._replace(write=ops.write_slots)
+  empty = functools.partial(_states, config, kernels=kernels)
   widths = config.cache_widths
   per_slot = 2 * config.num_kv_heads * sum(widths)
-
-  def empty(batch_size: int) -> dict[int, recurrent_lib.Recurrent]:
-    shape: Any = config  # A GPT-2 has no such layers.
-    return {
-      layer: shape.state_of_layer(batch_size, kernels=kernels)
-      for layer in config.state_layers
-    }
 
   def init_cache(batch_size: int, num_slots: int) -> cache_lib.KVCache:
     size = per_slot * batch_size * num_slots * dtype.itemsize

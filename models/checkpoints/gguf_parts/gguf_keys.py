@@ -2,27 +2,20 @@
 
 from collections.abc import Mapping
 import math
-import pathlib
 from typing import Any
 
-from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints.gguf_parts import gguf_config
 from models.checkpoints.gguf_parts import gguf_header
 from models.checkpoints.gguf_parts import gguf_rope
 
 
-def config_keys(path: pathlib.Path) -> dict[str, Any]:
+def config_keys(header: gguf_header.Header) -> dict[str, Any]:
   """Makes the keys that the `config.json` of the same model would have.
 
   Raises:
     ValueError: the architecture or one of its keys is not known, or a key is
       missing; the message names it.
   """
-  with checkpoint_lib.naming(path):
-    return _keys_of(gguf_header.read_header(path))
-
-
-def _keys_of(header: gguf_header.Header) -> dict[str, Any]:
   name = gguf_config.architecture_of(header)
   kind = gguf_config.ARCHITECTURES[name]
   metadata = gguf_config.own_keys(header, name)
