@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
+import contextlib
 import functools
 import pathlib
 from typing import Any
@@ -34,11 +35,15 @@ class StoredTensor(Protocol):
   def name(self) -> str:
     """The name that the checkpoint has for it."""
 
-  def check(self, expected: tuple[int, ...]) -> None:
-    """Raises ValueError on another shape, or a type that cannot be read."""
+  @property
+  def shape(self) -> tuple[int, ...]: ...
 
   def blocks(self) -> Iterator[blocks_lib.Rows]:
-    """Yields indices of n rows and their values, `[n, in]` or `[n]`."""
+    """Yields indices of n rows and their values, `[n, in]` or `[n]`.
+
+    Raises:
+      ValueError: its type cannot be read, or the file is damaged.
+    """
 
   def in_blocks(self) -> blocks_lib.BlockMatrix | None:
     """The matrix as it is stored, if `models.nn.blocks` has that kind."""
@@ -97,38 +102,47 @@ class Checkpoint(StoredTensors, Protocol):
 
 
 def named(read: Callable[[Any], _Read]) -> Callable[[Any], _Read]:
-  """Has the errors of a method of `StoredTensors` name the folder or file.
-
-  Whatever the files are, they are ValueErrors; see `whole_files.reading`.
-  """
+  """Has the errors of a method of `StoredTensors` name the folder or file."""
 
   @functools.wraps(read)
   def call(stored: StoredTensors) -> _Read:
-    with whole_files.reading(stored.path):
+    with naming(stored.path):
       return read(stored)
 
   return call
 
 
+@contextlib.contextmanager
+def naming(path: pathlib.Path) -> Iterator[None]:
+  """Has errors name the folder or file; see `whole_files.reading`."""
+  with whole_files.reading(path):
+    try:
+      yield
+    except ValueError as error:
+      if str(path) in str(error):
+        raise
+      raise ValueError(f'{path}: {error}') from error
+
+
 def usable_ids(
-  path: pathlib.Path, stated: Sequence[Any], vocab_size: int
+  checkpoint: Checkpoint, stated: Sequence[Any]
 ) -> tuple[int, ...]:
-  """The first of several statements of EOS ids that has usable ones.
+  """The first usable EOS ids that are stated, or those of the tokenizer.
 
   Ids outside the vocabulary are skipped: published configs of small
   vocabularies often keep GPT-2's 50256.
 
   Args:
-    path: of the checkpoint, for messages.
+    checkpoint: of the model.
     stated: ids, lists of ids, and None where nothing is stated.
-    vocab_size: of the model.
   """
-  for eos in stated:
+  of_tokenizer = getattr(checkpoint.tokenizer, 'eos_token_id', None)
+  for eos in (*stated, of_tokenizer):
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if any(type(token) is not int for token in ids):
-      raise ValueError(f'{path}: eos_token_id={eos!r} is no token id')
-    usable = tuple(token for token in ids if 0 <= token < vocab_size)
-    if usable:
+      raise ValueError(f'eos_token_id={eos!r} is no token id')
+    size = checkpoint.config.vocab_size
+    if usable := tuple(token for token in ids if 0 <= token < size):
       return usable
   return ()
 

@@ -92,6 +92,17 @@ LLAMA = Family(
   stored_name=tensor_names.stored_name,
 )
 
+
+def _related(
+  name: str, config: type[llama_config.LlamaConfig], **others: Any
+) -> Family:
+  """A family of Llama's kind; for the other fields see `Family`."""
+  types = checkpoints_llama.types_of(config)
+  return dataclasses.replace(
+    LLAMA, name=name, config=config, model_types=types, **others
+  )
+
+
 FAMILIES = (
   Family(
     name='GPT-2',
@@ -106,58 +117,46 @@ FAMILIES = (
     stays_float=lambda name: name == 'wpe.weight',
   ),
   LLAMA,
-  dataclasses.replace(
-    LLAMA,
-    name='Mixtral',
-    model_types=checkpoints_llama.types_of(mixtral_lib.MixtralConfig),
+  _related(
+    'Mixtral',
+    mixtral_lib.MixtralConfig,
     module=mixtral_lib.Mixtral,
-    config=mixtral_lib.MixtralConfig,
     # A router in eight bits would route tokens to other experts.
     stays_float=lambda name: 'gate.' in name,
   ),
-  dataclasses.replace(
-    LLAMA,
-    name='gpt-oss',
-    model_types=checkpoints_llama.types_of(mixtral_lib.GptOssConfig),
+  _related(
+    'gpt-oss',
+    mixtral_lib.GptOssConfig,
     module=mixtral_lib.Mixtral,
-    config=mixtral_lib.GptOssConfig,
     canonical_name=checkpoints_gpt_oss.canonical_name,
     parts=checkpoints_gpt_oss.parts,
     stored_name=checkpoints_gpt_oss.stored_name,
     is_transposed=checkpoints_gpt_oss.is_transposed,
     stays_float=lambda name: 'gate.' in name,
   ),
-  dataclasses.replace(
-    LLAMA,
-    name='Gemma',
-    model_types=checkpoints_llama.types_of(gemma_lib.GemmaConfig),
-    config=gemma_lib.GemmaConfig,
+  _related(
+    'Gemma',
+    gemma_lib.GemmaConfig,
     convert=functools.partial(tensor_names.shift_norms, 1.0),
     to_stored=functools.partial(tensor_names.shift_norms, -1.0),
   ),
-  dataclasses.replace(
-    LLAMA,
-    name='Gemma 4',
-    model_types=checkpoints_llama.types_of(gemma_lib.Gemma4Config),
+  _related(
+    'Gemma 4',
+    gemma_lib.Gemma4Config,
     module=gemma_lib.Gemma4,
-    config=gemma_lib.Gemma4Config,
     parts=lambda name, config: {},
     is_unused=tensor_names.reads_another,
   ),
-  dataclasses.replace(
-    LLAMA,
-    name='LFM2',
-    model_types=checkpoints_llama.types_of(lfm2_lib.Lfm2Config),
+  _related(
+    'LFM2',
+    lfm2_lib.Lfm2Config,
     module=lfm2_lib.Lfm2,
-    config=lfm2_lib.Lfm2Config,
     canonical_name=functools.partial(tensor_names.renamed, 'lfm2'),
   ),
-  dataclasses.replace(
-    LLAMA,
-    name='Qwen3.5',
-    model_types=checkpoints_llama.types_of(delta_lib.DeltaConfig),
+  _related(
+    'Qwen3.5',
+    delta_lib.DeltaConfig,
     module=delta_lib.Delta,
-    config=delta_lib.DeltaConfig,
     canonical_name=tensor_names.delta_name,
     convert=tensor_names.to_rates,
     to_stored=tensor_names.from_rates,

@@ -7,9 +7,9 @@ Names are those that llama.cpp's converters write
 from collections.abc import Iterator
 import dataclasses
 import functools
-import math
 import pathlib
 import re
+from typing import Any
 
 import transformers
 
@@ -24,9 +24,6 @@ from models.checkpoints.keys import tensor_parts
 from models.nn import adapter
 from models.nn import blocks as blocks_lib
 
-# The name that 0.8.0 had.
-config_keys = gguf_keys.config_keys
-
 SUFFIX = '.gguf'
 _NAME = re.compile(r'(?:blk\.(\d+)\.)?(\w+(?:\.\w+)?)\.(weight|bias)')
 _EXPERT_NAMES = {
@@ -34,6 +31,17 @@ _EXPERT_NAMES = {
   'ffn_up_exps': 'up_proj',
   'ffn_down_exps': 'down_proj',
 }
+
+
+def config_keys(path: pathlib.Path) -> dict[str, Any]:
+  """The keys that the `config.json` of the same model would have.
+
+  Raises:
+    ValueError: the architecture or one of its keys is not known, or a key is
+      missing; the message names it.
+  """
+  with checkpoint_lib.naming(path):
+    return gguf_keys.config_keys(gguf_header.read_header(path))
 
 
 def _canonical(name: str, kind: gguf_config.Architecture) -> str | None:
@@ -70,9 +78,7 @@ class GGUFFile:
   @functools.cached_property
   @checkpoint_lib.named
   def config(self) -> adapter.Config:
-    return families.config_from_keys(
-      gguf_keys.config_keys(self.path), self.path
-    )
+    return families.config_from_keys(config_keys(self.path), self.path)
 
   @functools.cached_property
   @checkpoint_lib.named
@@ -83,9 +89,8 @@ class GGUFFile:
   @checkpoint_lib.named
   def eos_ids(self) -> tuple[int, ...]:
     """The ids of the file, or of the tokenizer."""
-    of_tokenizer = getattr(self.tokenizer, 'eos_token_id', None)
-    stated = (gguf_tokenizer.eos_ids(self.path), of_tokenizer)
-    return checkpoint_lib.usable_ids(self.path, stated, self.config.vocab_size)
+    stated = gguf_tokenizer.eos_ids(self.path)
+    return checkpoint_lib.usable_ids(self, [stated])
 
   @property
   @checkpoint_lib.named
@@ -118,21 +123,18 @@ class GGUFFile:
   def tensors(self) -> Iterator[tuple[str, gguf_tensor.Tensor]]:
     """Yields canonical names and tensors, in the order of the file."""
     header = gguf_header.read_header(self.path)
-    arch = gguf_config.architecture_of(self.path, header)
+    arch = gguf_config.architecture_of(header)
     kind = gguf_config.ARCHITECTURES[arch]
-    keys = gguf_config.own_keys(self.path, header, arch)
-    num_heads = keys.get('attention.head_count')
-    num_kv_heads = keys.get('attention.head_count_kv')
-    family = families.family_of(self.config)
-    heads = {'attn_q': num_heads, 'attn_k': num_kv_heads or num_heads}
-    tensor = functools.partial(gguf_tensor.Tensor, self.path)
+    config, tensor = self.config, gguf_tensor.Tensor
+    family = families.family_of(config)
+    heads = {'attn_q': config.num_heads, 'attn_k': config.num_kv_heads}
     for name, info in header.tensors.items():
       if name in (gguf_config.ROPE_FACTORS, *gguf_config.LONGROPE.values()):
         continue
       canonical = _canonical(name, kind)
       if canonical is None:
         raise ValueError(f'{self.path}: tensor {name} is not part of a {arch}')
-      if family.is_unused(canonical, self.config):
+      if family.is_unused(canonical, config):
         continue
       # A convolution has a weight of one input per channel.
       if canonical.endswith(('.conv.weight', '.conv1d.weight')):
@@ -143,19 +145,8 @@ class GGUFFile:
           part = tensor_parts.Part(expert=expert)
           yield canonical.format(expert), tensor(info, part)
         continue
-      if parts := family.parts(canonical, self.config):
+      if parts := family.parts(canonical, config):
         yield from ((one, tensor(info, parts[one])) for one in parts)
         continue
       rotated = heads.get(name.split('.')[-2]) if kind.swaps_rows else None
       yield canonical, tensor(info, num_heads=rotated)
-
-  def stored_size(self) -> tuple[int, int]:
-    """The number of elements of all tensors, and their bytes."""
-    sizes = gguf_tensor.quants().GGML_QUANT_SIZES
-    elements = total = 0
-    for tensor in gguf_header.read_header(self.path).tensors.values():
-      number = math.prod(tensor.shape)
-      per_block, block_bytes = sizes[tensor.kind]
-      elements += number
-      total += number // per_block * block_bytes
-    return elements, total

@@ -1,13 +1,11 @@
 """Finds models by name; loads and saves them, one tensor at a time."""
 
-from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 import dataclasses
 import functools
 import pathlib
 from typing import Any
-from typing import cast
 
 from absl import logging
 from flax import nnx
@@ -94,13 +92,6 @@ def locate(
   found = _at(_download(name, revision))
   assert found is not None
   return found
-
-
-def load_tokenizer(
-  name: str | pathlib.Path,
-) -> transformers.PreTrainedTokenizerBase | None:
-  """The tokenizer of a model, see `locate` and `Checkpoint.tokenizer`."""
-  return locate(name).tokenizer
 
 
 def _at(path: pathlib.Path) -> checkpoint_lib.Checkpoint | None:
@@ -253,8 +244,9 @@ class _Array:
   name: str
   array: np.ndarray
 
-  def check(self, expected: tuple[int, ...]) -> None:
-    assert self.array.shape == expected
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return self.array.shape
 
   def blocks(self) -> Iterator[blocks_lib.Rows]:
     yield slice(None), np.asarray(self.array, np.float32)
@@ -263,43 +255,27 @@ class _Array:
     """There are no blocks of few bits."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Drawn:
-  """Random tensors of a module, as `checkpoint.StoredTensors`.
+def drawn_tensors(shapes: Shapes) -> Iterator[tuple[str, _Array]]:
+  """Yields random tensors of some shapes by their canonical names."""
+  rng = np.random.default_rng(0)
+  for path, leaf in shapes.items():
+    name = families.parameter_name(path)
+    array = 0.02 * rng.standard_normal(leaf.shape, np.float32)
+    yield name, _Array(name, array)
 
-  Its forwards take as long as those of a trained one.
 
-  Attributes:
-    folder: a checkpoint, of which only the shape is read.
-    make: makes the module.
+class DrawnFolder(hugging_face.HuggingFaceFolder):
+  """A folder of which only config.json is read; its weights are random.
+
+  Forwards take as long as those of a trained model.
   """
 
-  folder: Any
-  make: Callable[[], nnx.Module]
   size = 0
 
-  def __getattr__(self, name: str) -> Any:
-    return getattr(self.folder, name)
-
-  def tensors(self) -> Iterator[tuple[str, _Array]]:
-    """Yields tensors by their canonical names."""
-    rng = np.random.default_rng(0)
-    for path, leaf in flat_params(nnx.eval_shape(self.make))[1].items():
-      name = families.parameter_name(path)
-      array = 0.02 * rng.standard_normal(leaf.shape, np.float32)
-      yield name, _Array(name, array)
-
-
-def drawn_module(
-  checkpoint: checkpoint_lib.Checkpoint, **options: Any
-) -> adapter.Module:
-  """A model of random weights; for the arguments see `read_module`."""
-  config = checkpoint.config
-  make = functools.partial(
-    families.family_of(config).module, config, dtype=jnp.bfloat16
-  )
-  drawn = Drawn(checkpoint, lambda: make(rngs=nnx.Rngs(0)))
-  return read_module(cast(Any, drawn), **options)
+  def tensors(self) -> Iterator[tuple[str, Any]]:
+    """Yields canonical names and tensors."""
+    shapes = shape_module(self.config, jnp.dtype(jnp.bfloat16))
+    return drawn_tensors(flat_params(shapes)[1])
 
 
 def read_parameters(
@@ -330,9 +306,7 @@ def read_parameters(
       message names it.
   """
   loaded, origin = dict[Path, matrices_lib.Weight](), dict[Path, str]()
-  # Rows that are looked up cost little, so they have eight bits, too.
-  heads = {*_embeddings(config), *block_drafter.LOOKED_UP}
-  read = _read(checkpoint, family, expected, form, heads)
+  read = _read(checkpoint, family, expected, form, config)
   for path, name, host in whole_files.reading_each(checkpoint.path, read):
     tied = outputs is not None and config.tie_embeddings
     if outputs is not None and path[0] == (
@@ -354,15 +328,7 @@ def read_parameters(
         ' but are not; is tie_word_embeddings wrong in config.json?'
       )
     del host  # Before the next tensor is read.
-  if missing := sorted(map(families.parameter_name, expected.keys() - loaded)):
-    lacks = f'lacks {len(missing)} tensors, the first is {missing[0]}'
-    raise ValueError(f'{checkpoint.path} {lacks}')
   return loaded
-
-
-def _embeddings(config: adapter.Config) -> set[Any]:
-  """Parts of the paths of embeddings and head."""
-  return {config.embedding, config.looked_up, 'lm_head'}
 
 
 def _held_bytes(expected: Shapes, form: matrices_lib.WeightFormat) -> int:
@@ -379,13 +345,13 @@ def _read(
   family: families.Family,
   expected: Shapes,
   form: matrices_lib.WeightFormat,
-  heads: set[Any],
+  config: adapter.Config,
 ) -> Iterator[tuple[Path, str, Any]]:
-  """Yields paths in the module, stored names, and parameters on the host.
-
-  `heads` are parts of the paths of token embedding, head and the like.
-  """
-  expanded = list[str]()
+  """Yields paths in the module, stored names, and parameters on the host."""
+  expanded, found = list[str](), set[str]()
+  # Rows that are looked up cost little, so they have eight bits, too.
+  heads = {config.embedding, config.looked_up, 'lm_head'}
+  heads |= {*block_drafter.LOOKED_UP}
   paths = {families.parameter_name(path): path for path in expected}
   for key, tensor in waiting.progress(
     checkpoint.tensors(),
@@ -393,13 +359,14 @@ def _read(
     len(paths),
     checkpoint.size,
   ):
+    where = f'{checkpoint.path}: tensor {tensor.name}'
     if key not in paths:
-      raise ValueError(
-        f'{checkpoint.path}: tensor {tensor.name} is not part of a'
-        f' {family.name}'
-      )
+      raise ValueError(f'{where} is not part of a {family.name}')
     leaf = expected[paths[key]]
-    tensor.check(leaf.shape)
+    if tensor.shape != leaf.shape:
+      raise ValueError(
+        f'{where} has shape {tensor.shape}, expected {leaf.shape}'
+      )
     path, make, host = paths[key], form.from_blocks, None
     try:
       if leaf.ndim != 2 or family.stays_float(key):
@@ -412,11 +379,13 @@ def _read(
       if host is None:
         host = make(tensor.blocks(), leaf.shape)
     except ValueError as error:
-      raise ValueError(
-        f'{checkpoint.path}: tensor {tensor.name}: {error}'
-      ) from error
+      raise ValueError(f'{where}: {error}') from error
+    found.add(key)
     yield path, tensor.name, host
     del host  # Before the next tensor is read.
+  if missing := sorted(paths.keys() - found):
+    lacks = f'lacks {len(missing)} tensors, the first is {missing[0]}'
+    raise ValueError(f'{checkpoint.path} {lacks}')
   if expanded:
     logging.warning(
       '%s: %d matrices are in bfloat16, since no kernel computes their types:'
@@ -519,16 +488,9 @@ def save_in_four_bits(name: str, folder: str | pathlib.Path) -> None:
     raise ValueError(f'{folder} is the folder of the model; give another')
   config, form = checkpoint.config, matrices_lib.FORMATS['int4']
   _, expected = flat_params(shape_module(config, jnp.dtype(form.float_dtype)))
-  heads = _embeddings(config)
-  family = families.family_of(config)
+  read = _read(checkpoint, families.family_of(config), expected, form, config)
   parameters = {
     families.parameter_name(path): host
-    for path, _, host in whole_files.reading_each(
-      checkpoint.path, _read(checkpoint, family, expected, form, heads)
-    )
+    for path, _, host in whole_files.reading_each(checkpoint.path, read)
   }
-  if missing := sorted(
-    {*map(families.parameter_name, expected)} - parameters.keys()
-  ):
-    raise ValueError(f'{name} lacks the tensor {missing[0]}')
   rounded.save(parameters, checkpoint.path, pathlib.Path(folder))

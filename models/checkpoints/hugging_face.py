@@ -1,12 +1,13 @@
 """Folders of models as Hugging Face has them: JSON and safetensors."""
 
 from collections.abc import Callable
-from collections.abc import Collection
 from collections.abc import Iterator
+import contextlib
 import dataclasses
 import functools
 import math
 import pathlib
+from typing import Any
 
 import numpy as np
 import safetensors
@@ -34,12 +35,22 @@ _FLOATS = {
 }
 
 
+@contextlib.contextmanager
+def opened(file: pathlib.Path) -> Iterator[Any]:
+  """A safetensors file; ValueError if it is another."""
+  try:
+    with safetensors.safe_open(file, 'numpy') as mapped:
+      yield mapped
+  except safetensors.SafetensorError as error:
+    raise ValueError(f'{file} is not a safetensors file: {error}') from error
+
+
 @dataclasses.dataclass(frozen=True)
 class _Tensor:
   """Location and type of a stored tensor."""
 
   file: pathlib.Path
-  name: str
+  key: str  # The name in the file.
   dtype: str
   stored_shape: tuple[int, ...]
   part: tensor_parts.Part = tensor_parts.Part()
@@ -48,39 +59,34 @@ class _Tensor:
   num_heads: int | None = None  # See `rope.order_of_rows`.
 
   @property
-  def shape(self) -> tuple[int, ...]:
-    """The shape, as it is stored."""
-    shape = self.stored_shape[self.part.expert is not None :]
-    *rest, outputs = shape if self.transposed else shape[::-1]
-    own = (*rest, len(range(outputs)[self.part.rows]))
-    return own if self.transposed else own[::-1]
+  def name(self) -> str:
+    return self.part.of(self.key)
 
-  def check(
-    self,
-    expected: tuple[int, ...],
-    dtypes: Collection[str] = frozenset(_FLOATS),
-  ) -> None:
-    where = f'{self.file.parent}: tensor {self.part.of(self.name)}'
-    expected = expected[::-1] if self.transposed else expected
-    if self.shape != expected:
-      raise ValueError(f'{where} has shape {self.shape}, expected {expected}')
-    if self.part.expert == 0 and self.stored_shape[0] != self.part.experts:
-      raise ValueError(
-        f'{where} has {self.stored_shape[0]} experts, expected'
-        f' {self.part.experts}'
-      )
-    if self.dtype not in dtypes:
-      raise ValueError(
-        f'{where} has dtype {self.dtype}, expected one of {sorted(dtypes)}'
-      )
+  @property
+  def shape(self) -> tuple[int, ...]:
+    shape = self.stored_shape[self.part.expert is not None :]
+    outputs, *rest = shape[::-1] if self.transposed else shape
+    return (len(range(outputs)[self.part.rows]), *rest)
 
   def blocks(self) -> Iterator[blocks_lib.Rows]:
-    """Yields indices of n rows and their values, `[n, in]` or `[n]`.
+    """Yields indices of n rows and their values, `[n, in]` or `[n]`."""
+    if self.dtype not in _FLOATS:
+      raise ValueError(
+        f'it has dtype {self.dtype}, expected one of {sorted(_FLOATS)}'
+      )
+    return self.rows()
+
+  def rows(self) -> Iterator[blocks_lib.Rows]:
+    """The same, whatever its type is.
 
     The file is mapped anew for every block: pages of a mapping that were
     touched stay resident until it is closed, and would double the peak memory.
     """
-    length = self.shape[-1 if self.transposed else 0]
+    if self.part.expert == 0 and self.stored_shape[0] != self.part.experts:
+      raise ValueError(
+        f'it has {self.stored_shape[0]} experts, expected {self.part.experts}'
+      )
+    length = self.shape[0]
     row_bytes = 4 * math.prod(self.shape) // max(length, 1)
     step = max(1, _BLOCK_BYTES // max(row_bytes, 1))
     first, by = self.part.rows.start or 0, self.part.rows.step or 1
@@ -88,8 +94,8 @@ class _Tensor:
     for start in range(0, length, step):
       end = min(start + step, length)
       rows = slice(first + by * start, first + by * (end - 1) + 1, by)
-      with safetensors.safe_open(self.file, 'numpy') as mapped:
-        stored = mapped.get_slice(self.name)
+      with opened(self.file) as mapped:
+        stored = mapped.get_slice(self.key)
         if self.transposed:
           block = stored[*stack, :, rows].T
         else:
@@ -120,21 +126,15 @@ class _Blocks:
 
   @property
   def shape(self) -> tuple[int, ...]:
-    outputs, groups = self.exponents.shape
+    outputs, groups, _ = self.blocks_of.shape
     return outputs, 32 * groups
 
-  def check(self, expected: tuple[int, ...]) -> None:
-    outputs, inputs = expected
-    if inputs % 32:
-      raise ValueError(
-        f'{self.blocks_of.file.parent}: tensor {self.name} has blocks of 32'
-        f' inputs, which do not divide {inputs}'
-      )
-    self.blocks_of.check((outputs, inputs // 32, 16), ('U8',))
-    self.exponents.check((outputs, inputs // 32), ('U8',))
-
   def in_blocks(self) -> blocks_lib.BlockMatrix:
-    read = lambda one: np.concatenate([rows for _, rows in one.blocks()])
+    if (found := self.exponents.shape) != self.blocks_of.shape[:-1]:
+      raise ValueError(f'{self.exponents.name} has shape {found}')
+    if {self.blocks_of.dtype, self.exponents.dtype} != {'U8'}:
+      raise ValueError('its bytes have another dtype than U8')
+    read = lambda one: np.concatenate([rows for _, rows in one.rows()])
     pairs = read(self.blocks_of)
     codes = np.stack([pairs & 15, pairs >> 4], axis=-1)
     low, high = np.split(codes.reshape(*pairs.shape[:-1], 32), 2, axis=-1)
@@ -180,8 +180,7 @@ class HuggingFaceFolder:
     stated = [
       text_files.read_object(path).get('eos_token_id') for path in paths
     ]
-    stated.append(getattr(self.tokenizer, 'eos_token_id', None))
-    return checkpoint_lib.usable_ids(self.path, stated, self.config.vocab_size)
+    return checkpoint_lib.usable_ids(self, stated)
 
   @property
   @checkpoint_lib.named
@@ -229,17 +228,12 @@ class HuggingFaceFolder:
   def stored(self) -> Iterator[_Tensor]:
     """Yields all tensors by their own names."""
     for file in self._weights():
-      try:
-        with safetensors.safe_open(file, 'numpy') as mapped:
-          described = [
-            _Tensor(file, name, part.get_dtype(), tuple(part.get_shape()))
-            for name in mapped.offset_keys()
-            for part in (mapped.get_slice(name),)
-          ]
-      except safetensors.SafetensorError as error:
-        raise ValueError(
-          f'{file} is not a safetensors file: {error}'
-        ) from error
+      with opened(file) as mapped:
+        described = [
+          _Tensor(file, name, part.get_dtype(), tuple(part.get_shape()))
+          for name in mapped.offset_keys()
+          for part in (mapped.get_slice(name),)
+        ]
       yield from described
 
   def _weights(self) -> list[pathlib.Path]:

@@ -1,5 +1,6 @@
 """Config keys of Llama, related models and mixtures."""
 
+from collections.abc import Collection
 from collections.abc import Mapping
 import dataclasses
 import functools
@@ -21,6 +22,18 @@ from models.nn import mixtral as mixtral_lib
 _MINICPM = ('scale_emb', 'scale_depth', 'dim_model_base')
 
 
+def _layer_types(config: Any, known: Collection[str]) -> list[str]:
+  """The kind of each layer; ValueError if there are others than are known."""
+  types, number = config.layer_types, config.num_hidden_layers
+  if unknown := {*types} - {*known}:
+    raise ValueError(f'layer_types has {sorted(unknown)}, not supported')
+  if len(types) != number:
+    raise ValueError(
+      f'layer_types has {len(types)} entries for {number} layers'
+    )
+  return types
+
+
 def _read_windows(
   config: Any, kind: model_type.ModelType
 ) -> tuple[int | None, ...]:
@@ -31,15 +44,9 @@ def _read_windows(
     return (None,) * number
   if kind.windows == 'all':
     return (window,) * number
-  kinds = config.layer_types
   slides = {model_type.SLIDING} if hasattr(config, 'sliding_window') else set()
-  if unknown := {*kinds} - {model_type.FULL, *slides}:
-    raise ValueError(f'layer_types has {sorted(unknown)}, not supported')
-  if len(kinds) != number:
-    raise ValueError(
-      f'layer_types has {len(kinds)} entries for {number} layers'
-    )
-  return tuple(window if kind == model_type.SLIDING else None for kind in kinds)
+  types = _layer_types(config, {model_type.FULL, *slides})
+  return tuple(window if one == model_type.SLIDING else None for one in types)
 
 
 def _check_windows(
@@ -70,13 +77,7 @@ def _check_windows(
 
 def _read_mixers(config: Any, kind: model_type.ModelType) -> tuple[str, ...]:
   """The mixer of each layer, see `LlamaConfig.mixers`."""
-  types, number = config.layer_types, config.num_hidden_layers
-  if len(types) != number:
-    raise ValueError(
-      f'layer_types has {len(types)} entries for {number} layers'
-    )
-  if unknown := {*types} - {*kind.mixers}:
-    raise ValueError(f'layer_types has {sorted(unknown)}, not supported')
+  types = _layer_types(config, kind.mixers)
   stated = getattr(config, 'full_attn_idxs', None)
   with_attention = [
     at for at, one in enumerate(types) if one == model_type.FULL
@@ -299,7 +300,6 @@ def _to_keys(
     'max_position_embeddings': config.num_positions,
     'head_dim': config.head_width,
     **_layer_keys(config, kind),
-    **kind.written,
     **kind.to_keys(config),
   }
 

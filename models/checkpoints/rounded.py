@@ -8,7 +8,6 @@ import shutil
 from typing import Any
 
 import numpy as np
-import safetensors
 
 from models.checkpoints import hugging_face
 from models.nn import blocks as blocks_lib
@@ -36,15 +35,8 @@ class _Tensor:
   kind: str
   shape: tuple[int, ...]
 
-  def check(self, expected: tuple[int, ...]) -> None:
-    if self.shape != expected:
-      raise ValueError(
-        f'{self.file}: tensor {self.name} has shape {self.shape}, expected'
-        f' {expected}'
-      )
-
   def _read(self) -> np.ndarray:
-    with safetensors.safe_open(self.file, 'numpy') as mapped:
+    with hugging_face.opened(self.file) as mapped:
       values = mapped.get_tensor(self.name)
     if self.kind:
       blocks_lib.check_finite(values, self.kind)
@@ -84,15 +76,12 @@ class RoundedFolder(hugging_face.HuggingFaceFolder):
   def tensors(self) -> Iterator[tuple[str, Any]]:
     """Yields canonical names and tensors."""
     (file,) = self._weights()
-    try:
-      with safetensors.safe_open(file, 'numpy') as mapped:
-        kinds = mapped.metadata() or {}
-        shapes = {
-          name: tuple(mapped.get_slice(name).get_shape())
-          for name in mapped.offset_keys()
-        }
-    except safetensors.SafetensorError as error:
-      raise ValueError(f'{file} is not a safetensors file: {error}') from error
+    with hugging_face.opened(file) as mapped:
+      kinds = mapped.metadata() or {}
+      shapes = {
+        name: tuple(mapped.get_slice(name).get_shape())
+        for name in mapped.offset_keys()
+      }
     for name, shape in shapes.items():
       kind, _, width = kinds.get(name, '').partition(' ')
       shape = (shape[0], int(width)) if kind else shape

@@ -18,7 +18,10 @@ _PREFIX = 'model.'
 _BUFFERS = re.compile(r'layers\.\d+\.self_attn\.rotary_emb\.inv_freq')
 
 # Names of the parts of a perceptron, and what Mixtral calls them.
-_MIXTRAL_NAMES = {'gate_proj': 'w1', 'up_proj': 'w3', 'down_proj': 'w2'}
+_MIXTRAL_NAMES = {
+  **{'mlp': 'block_sparse_moe', 'gate_proj': 'w1'},
+  **{'up_proj': 'w3', 'down_proj': 'w2'},
+}
 # Matrices that Phi-3 stores as one, whose rows lie one after the other.
 _FUSED = {
   'qkv_proj': ('q_proj', 'k_proj', 'v_proj'),
@@ -42,6 +45,18 @@ _VISION = re.compile(
 _LANGUAGE = re.compile(r'(model\.)?language_model\.')
 
 
+def _with_parts(name: str, renames: Mapping[str, str]) -> str:
+  """A name whose parts, between dots, are called otherwise."""
+  name = f'.{name}.'
+  for old, new in renames.items():
+    name = name.replace(f'.{old}.', f'.{new}.')
+  return name[1:-1]
+
+
+def _inverse(renames: Mapping[str, str]) -> dict[str, str]:
+  return {new: old for old, new in renames.items()}
+
+
 def canonical_name(stored: str, config: llama_config.LlamaConfig) -> str | None:
   """The canonical name of a stored tensor, or None for a known buffer.
 
@@ -55,14 +70,11 @@ def canonical_name(stored: str, config: llama_config.LlamaConfig) -> str | None:
     return None
   if name == 'lm_head.weight' and config.tie_embeddings:
     return 'embed_tokens.weight'
-  for theirs, ours in _GRANITE_NAMES.items():
-    name = name.replace(f'.{theirs}.', f'.{ours}.')
+  name = _with_parts(name, _GRANITE_NAMES)
   if not isinstance(config, mixtral_lib.MixtralConfig):
     name = name.replace('.shared_expert.', '.')
   if '.block_sparse_moe.' in name:
-    name = name.replace('.block_sparse_moe.', '.mlp.')
-    for ours, theirs in _MIXTRAL_NAMES.items():
-      name = name.replace(f'.{theirs}.', f'.{ours}.')
+    name = _with_parts(name, _inverse(_MIXTRAL_NAMES))
   return name
 
 
@@ -73,22 +85,12 @@ def reads_another(name: str, config: llama_config.LlamaConfig) -> bool:
   return layer < len(sources) and sources[layer] is not None
 
 
-def _with_parts(name: str, renames: Mapping[str, str]) -> str:
-  """A name whose parts are called otherwise."""
-  name = f'.{name}.'
-  for old, new in renames.items():
-    name = name.replace(f'.{old}.', f'.{new}.')
-  return name[1:-1]
-
-
 def renamed(
   kind: str, stored: str, config: llama_config.LlamaConfig
 ) -> str | None:
   """The same as `canonical_name`, where a `model_type` has other names."""
   name = canonical_name(stored, config)
-  ours = {
-    theirs: one for one, theirs in model_types.MODEL_TYPES[kind].renames.items()
-  }
+  ours = _inverse(model_types.MODEL_TYPES[kind].renames)
   return name and _with_parts(name, ours)
 
 
@@ -166,21 +168,16 @@ def stored_name(name: str, config: llama_config.LlamaConfig) -> str:
   kind, _ = checkpoints_llama.type_of(config)
   name = _with_parts(name, model_types.MODEL_TYPES[kind].renames)
   if kind == 'mixtral':
-    name = name.replace('.mlp.', '.block_sparse_moe.')
-    for ours, theirs in _MIXTRAL_NAMES.items():
-      name = name.replace(f'.{ours}.', f'.{theirs}.')
+    name = _with_parts(name, _MIXTRAL_NAMES)
   if kind == 'granitemoehybrid':
     name = re.sub(r'\.experts\.\d+\.', '.experts.', name)
     if not isinstance(config, mixtral_lib.MixtralConfig):
       name = name.replace('.mlp.', '.mlp.shared_expert.')
-    for one in _FUSED['gate_up_proj']:
-      name = name.replace(f'.{one}.', '.gate_up_proj.')
-    for theirs, ours in _GRANITE_NAMES.items():
-      name = name.replace(f'.{ours}.', f'.{theirs}.')
+    fused = dict.fromkeys(_FUSED['gate_up_proj'], 'gate_up_proj')
+    name = _with_parts(name, fused | _inverse(_GRANITE_NAMES))
   if kind == 'phi3':
-    for fused, names in _FUSED.items():
-      for one in names:
-        name = name.replace(f'.{one}.', f'.{fused}.')
+    own = {one: fused for fused, names in _FUSED.items() for one in names}
+    name = _with_parts(name, own)
   return _PREFIX + name
 
 

@@ -1,10 +1,12 @@
 """Adapter from NNX modules to the pure functions that decoding calls."""
 
+from collections.abc import Iterable
 import dataclasses
 import functools
 import math
 from typing import Any
 from typing import cast
+from typing import NamedTuple
 
 from flax import nnx
 from flax import traverse_util
@@ -123,12 +125,40 @@ def _in_full_rows(*arrays: jax.Array) -> tuple[jax.Array, ...]:
   )
 
 
+class Amounts(NamedTuple):
+  """The amounts that a forward of one position reads.
+
+  Attributes:
+    weight_bytes: the bytes of weights.
+    parameters: the weights that each position is multiplied with.
+    kernels: whether the kernels of `models.nn.cpu` compute.
+  """
+
+  weight_bytes: int
+  parameters: int
+  kernels: bool
+
+
+def amounts(read: Iterable[tuple[Any, float]]) -> Amounts:
+  """The amounts of matrices and vectors, each with the share that is read."""
+  weight_bytes = parameters = 0.0
+  kernels = False
+  for leaf, share in read:
+    leaf = matrices_lib.computed(leaf)
+    kernels |= matrices_lib.uses_kernels(leaf)
+    # Shapes have no `nbytes`.
+    weight_bytes += share * sum(
+      part.size * part.dtype.itemsize for part in jax.tree.leaves(leaf)
+    )
+    if len(leaf.shape) == 2:
+      parameters += share * math.prod(leaf.shape)
+  return Amounts(round(weight_bytes), round(parameters), kernels)
+
+
 def _states(
-  config: Config, batch_size: int, *, kernels: bool
+  config: Any, batch_size: int, *, kernels: bool
 ) -> dict[int, recurrent_lib.Recurrent]:
   """The layers that have a state in place of keys and values, empty."""
-  if isinstance(config, nn_gpt2.GPT2Config):
-    return {}
   return {
     layer: config.state_of_layer(batch_size, kernels=kernels)
     for layer in config.state_layers
@@ -139,8 +169,8 @@ def network_facts(
   config: Config,
   dtype: jnp.dtype,
   layout: sharding_lib.Layout,
+  amounts: Amounts,
   *,
-  kernels: bool,
   hidden: tuple[int, ...] = (),
   on_gpu: bool = False,
 ) -> dict[str, Any]:
@@ -150,11 +180,11 @@ def network_facts(
     config: the shape of the network.
     dtype: of its cache.
     layout: where it lies.
-    kernels: whether those of `models.nn.cpu` compute.
+    amounts: of a forward.
     hidden: the states that its cache keeps, see `as_model`.
     on_gpu: whether it has the form for a GPU.
   """
-  cache_ops = sharding_lib.slot_ops(layout)
+  cache_ops, kernels = sharding_lib.slot_ops(layout), amounts.kernels
   if kernels:
     cache_ops = cache_ops._replace(write=ops.write_slots)
   empty = functools.partial(_states, config, kernels=kernels)
@@ -179,6 +209,8 @@ def network_facts(
 
   head_parts = layout.parts('kv_heads')
   return {
+    'weight_bytes': amounts.weight_bytes,
+    'parameters': amounts.parameters,
     'init_cache': init_cache,
     'vocab_size': config.vocab_size,
     'max_positions': config.num_positions,
@@ -196,15 +228,13 @@ def _spec(
   graph: nnx.GraphDef[Module],
   config: Config,
   dtype: jnp.dtype,
-  amounts: tuple[int, int],
-  kernels: bool,
   layout: sharding_lib.Layout,
+  amounts: Amounts,
   hidden: tuple[int, ...],
   on_gpu: bool,
 ) -> model_lib.ModelSpec:
   """The record of a shape; cached, so that loading it again does not recompile.
 
-  `amounts` are the fields `weight_bytes` and `parameters` of `ModelSpec`, and
   `graph` is the module's; for the others see `network_facts`.
   """
 
@@ -230,16 +260,9 @@ def _spec(
 
   return model_lib.ModelSpec(
     apply=apply,
-    weight_bytes=amounts[0],
-    parameters=amounts[1],
     hidden=hidden,
     **network_facts(
-      config,
-      dtype,
-      layout,
-      kernels=kernels,
-      hidden=hidden,
-      on_gpu=on_gpu,
+      *(config, dtype, layout, amounts), hidden=hidden, on_gpu=on_gpu
     ),
   )
 
@@ -270,28 +293,11 @@ def as_model(
   params = nnx.to_pure_dict(variables)
   if on_gpu:
     params = _for_gpu(params, config)
-  weight_bytes = parameters = 0.0
-  kernels = False
-  for path, leaf in traverse_util.flatten_dict(params).items():
-    share = _share_read(path, config)
-    leaf = matrices_lib.computed(leaf)
-    kernels |= matrices_lib.uses_kernels(leaf)
-    # Shapes have no `nbytes`.
-    weight_bytes += share * sum(
-      part.size * part.dtype.itemsize for part in jax.tree.leaves(leaf)
-    )
-    if len(leaf.shape) == 2:
-      parameters += share * math.prod(leaf.shape)
+  by_path = traverse_util.flatten_dict(params)
+  read = [(by_path[path], _share_read(path, config)) for path in by_path]
   return model_lib.LanguageModel(
     params=params,
     spec=_spec(
-      graph,
-      config,
-      module.dtype,
-      (round(weight_bytes), round(parameters)),
-      kernels,
-      layout,
-      hidden,
-      on_gpu,
+      *(graph, config, module.dtype, layout, amounts(read), hidden, on_gpu)
     ),
   )

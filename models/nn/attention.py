@@ -6,6 +6,7 @@ chain, a token tree and training.
 
 import functools
 from typing import Any
+from typing import NamedTuple
 
 import jax
 from jax import lax
@@ -48,16 +49,30 @@ def within_window(mask: jax.Array, window: int | None) -> jax.Array:
   return mask & (counted <= window)
 
 
+class _Operands(NamedTuple):
+  """The operands of `attend`."""
+
+  query: jax.Array
+  key: jax.Array
+  value: jax.Array
+  mask: jax.Array
+  sinks: jax.Array | None = None
+
+
+def _grouped(operands: _Operands) -> _Operands:
+  """Query heads as further queries of their key head, which is read once."""
+  query, key, value, mask, sinks = operands
+  rows = query.reshape(*key.shape[:2], -1, query.shape[3])
+  mask = jnp.tile(mask, (1, query.shape[1] // key.shape[1], 1))
+  if sinks is not None:
+    sinks = jnp.repeat(sinks, query.shape[2])
+  return _Operands(rows, key, value, mask, sinks)
+
+
 def _attend(
-  query: jax.Array,
-  key: jax.Array,
-  value: jax.Array,
-  mask: jax.Array,
-  *,
-  scale: float,
-  cap: float | None = None,
-  sinks: jax.Array | None = None,
+  operands: _Operands, *, scale: float, cap: float | None = None
 ) -> jax.Array:
+  query, key, value, mask, sinks = operands
   scores = layers.soft_cap(scale * _batched_matmul(query, key, 3), cap)
   scores = jnp.where(mask[:, None], scores, _MASKED_SCORE)
   if sinks is None:
@@ -71,13 +86,11 @@ def _attend(
   return _batched_matmul(probs.astype(value.dtype), value, 2)
 
 
-def _attend_padded(
-  num_queries: int, query: jax.Array, *operands: jax.Array, **options: Any
-) -> jax.Array:
-  """Attention of a single query, computed as `num_queries` equal ones."""
-  padded = (*query.shape[:2], num_queries, query.shape[3])
-  query = jnp.broadcast_to(query, padded)
-  return _attend(query, *operands, **options)[:, :, :1]
+def _attend_padded(operands: _Operands, **options: Any) -> jax.Array:
+  """Attention of a single query, computed as two equal ones."""
+  query = operands.query
+  query = jnp.broadcast_to(query, (*query.shape[:2], 2, query.shape[3]))
+  return _attend(operands._replace(query=query), **options)[:, :, :1]
 
 
 def attend(
@@ -102,65 +115,40 @@ def attend(
     sinks: `[Hq]` float32, for each head the score of a slot without a value,
       which every query sees (gpt-oss).
   """
-  group = query.shape[1] // key.shape[1]
-  if group > 1:
-    # Query heads become further queries of their key head, so that the keys are
-    # read once.
-    rows = query.reshape(*key.shape[:2], -1, query.shape[3])
-    mask = jnp.tile(mask, (1, group, 1))
-    if sinks is not None:
-      sinks = jnp.repeat(sinks, query.shape[2])
-    out = attend(rows, key, value, mask, scale=scale, cap=cap, sinks=sinks)
-    return out.reshape(query.shape)
-  options: dict[str, Any] = {'scale': scale, 'cap': cap, 'sinks': sinks}
-  if query.shape[2] > 1 or value.dtype == jnp.float32:
-    return _attend(query, key, value, mask, **options)
+  operands = _Operands(query, key, value, mask, sinks)
+  if query.shape[1] > key.shape[1]:
+    operands = _grouped(operands)
+  plain = functools.partial(_attend, scale=scale, cap=cap)
+  if operands.query.shape[2] > 1 or value.dtype == jnp.float32:
+    return plain(operands).reshape(query.shape)
   # A bfloat16 product of a single row misses the fast CPU kernel
   # (187 ms, against 12.5 ms with two rows, AMD EPYC Zen 5).
-  return lax.platform_dependent(
-    query,
-    key,
-    value,
-    mask,
-    cpu=functools.partial(_attend_padded, 2, **options),
-    default=functools.partial(_attend, **options),
-  )
+  padded = functools.partial(_attend_padded, scale=scale, cap=cap)
+  out = lax.platform_dependent(operands, cpu=padded, default=plain)
+  return out.reshape(query.shape)
 
 
 def _attend_by_sums(
-  query: jax.Array,
-  key: jax.Array,
-  value: jax.Array,
-  mask: jax.Array,
-  *,
-  scale: float,
-  cap: float | None = None,
+  operands: _Operands, *, scale: float, cap: float | None
 ) -> jax.Array:
   """Attention of few queries: two kernels of a GPU, which read slots in place.
 
   Products would need copies of the slots of a layer.
   """
-  query, key, value32 = (one.astype(jnp.float32) for one in (query, key, value))
+  query, key, value = (one.astype(jnp.float32) for one in operands[:3])
   scores = jnp.sum(query[:, :, :, None] * key[:, :, None], axis=-1)
   scores = layers.soft_cap(scale * scores, cap)
-  scores = jnp.where(mask[:, None], scores, _MASKED_SCORE)
-  probs = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-  return jnp.sum(probs.astype(jnp.float32)[..., None] * value32[:, :, None], 3)
+  scores = jnp.where(operands.mask[:, None], scores, _MASKED_SCORE)
+  probs = jax.nn.softmax(scores, axis=-1).astype(operands.value.dtype)
+  return jnp.sum(probs.astype(jnp.float32)[..., None] * value[:, :, None], 3)
 
 
-def _attend_by_library(
-  query: jax.Array,
-  key: jax.Array,
-  value: jax.Array,
-  mask: jax.Array,
-  *,
-  scale: float,
-) -> jax.Array:
+def _attend_by_library(operands: _Operands, scale: float) -> jax.Array:
   """Attention by cuDNN, in one call."""
-  query, key, value = (one.swapaxes(1, 2) for one in (query, key, value))
+  query, key, value = (one.swapaxes(1, 2) for one in operands[:3])
   out = jax.nn.dot_product_attention(
     *(query, key, value),
-    mask=mask[:, None],
+    mask=operands.mask[:, None],
     scale=scale,
     implementation='cudnn',
   )
@@ -192,16 +180,14 @@ def _attend_for_gpu(
   sinks: jax.Array | None = None,
 ) -> jax.Array:
   """`attend` to slots that lie among those of other layers."""
-  group = query.shape[1] // key.shape[1]
+  operands = _Operands(query, key, value, mask, sinks)
   if sinks is None and query.size * key.shape[2] <= _MOST_SUMS:
-    rows = query.reshape(*key.shape[:2], -1, query.shape[3])
-    mask = jnp.tile(mask, (1, group, 1))
-    out = _attend_by_sums(rows, key, value, mask, scale=scale, cap=cap)
+    out = _attend_by_sums(_grouped(operands), scale=scale, cap=cap)
     return out.reshape(query.shape)
   takes = cap is None and sinks is None and key.shape[2] % 8 == 0
   if takes and _library_takes(key.shape[3], key.dtype):
-    return _attend_by_library(query, key, value, mask, scale=scale)
-  return attend(query, key, value, mask, scale=scale, cap=cap, sinks=sinks)
+    return _attend_by_library(operands, scale)
+  return attend(*operands[:4], scale=scale, cap=cap, sinks=sinks)
 
 
 def self_attention(

@@ -16,6 +16,7 @@ module.
 import dataclasses
 import functools
 from typing import Any
+from typing import Unpack
 
 from flax import nnx
 import jax
@@ -91,21 +92,13 @@ class _ConvolvedLayer(nn_llama.Layer):
   self_attn: grouped_query.Attention
 
   def __init__(
-    self,
-    config: BlockDrafterConfig,
-    layer: int,
-    *,
-    dtype: jax.typing.DTypeLike,
-    rngs: nnx.Rngs,
+    self, config: BlockDrafterConfig, layer: int, **new: Unpack[layers.New]
   ):
-    super().__init__(
-      config, layer, nn_llama.FeedForward, dtype=dtype, rngs=rngs
-    )
+    super().__init__(config, layer, **new)
     make = functools.partial(
       convolution.BlockConvolution,
       *(config.width, config.block_size, config.conv_size, config.conv_group),
-      dtype=dtype,
-      rngs=rngs,
+      **new,
     )
     self.attention_conv, self.mlp_conv = make(), make()
 
@@ -136,12 +129,10 @@ class _MarkovHead(nnx.Module):
     self,
     config: BlockDrafterConfig,
     num_outputs: int,
-    *,
-    dtype: jax.typing.DTypeLike,
-    rngs: nnx.Rngs,
+    **new: Unpack[layers.New],
   ):
     width, rank = config.width, config.markov_rank
-    make = functools.partial(layers.Linear, dtype=dtype, rngs=rngs)
+    make = functools.partial(layers.Linear, **new)
     is_edge = config.markov == EDGES
     tokens = config.vocab_size if is_edge else num_outputs
     self.markov_w1 = make(rank, config.vocab_size, use_bias=False)
@@ -192,8 +183,7 @@ class BlockDrafter(nnx.Module):
     self.fc = make(inputs, config.width, use_bias=False)
     norm = functools.partial(layers.RMSNorm, config.width, config.norm_epsilon)
     self.hidden_norm = norm()
-    plain = functools.partial(nn_llama.Layer, feed_forward=nn_llama.FeedForward)
-    layer: Any = _ConvolvedLayer if config.conv_size else plain
+    layer: Any = _ConvolvedLayer if config.conv_size else nn_llama.Layer
     self.layers = nnx.List(
       [
         layer(config, number, dtype=dtype, rngs=rngs)
@@ -326,15 +316,13 @@ def _spec(
   graph: nnx.GraphDef[BlockDrafter],
   config: BlockDrafterConfig,
   dtype: jnp.dtype,
-  weight_bytes: int,
-  parameters: int,
-  kernels: bool,
-  num_outputs: int,
   layout: sharding_lib.Layout,
+  amounts: adapter.Amounts,
+  num_outputs: int,
 ) -> block_lib.BlockSpec:
   """The record of a shape; cached, so that loading it again does not recompile.
 
-  The arguments are those of `BlockSpec`, see `models.nn.adapter`.
+  For the arguments see `models.nn.adapter`.
   """
   module: Any = lambda params: nnx.merge(graph, params['drafter'])
 
@@ -362,8 +350,6 @@ def _spec(
     propose=propose,
     edges=edges if config.markov else None,
     confidence=confidence if config.confidence else None,
-    weight_bytes=weight_bytes,
-    parameters=parameters,
     reads=config.reads,
     block_size=config.block_size,
     depth=config.depth,
@@ -374,7 +360,7 @@ def _spec(
     outputs=(
       None if num_outputs == config.vocab_size else lambda params: params['ids']
     ),
-    **adapter.network_facts(config, dtype, layout, kernels=kernels),
+    **adapter.network_facts(config, dtype, layout, amounts),
   )
 
 
@@ -399,11 +385,7 @@ def as_drafter(
   return block_lib.BlockDrafter(
     params=params,
     spec=_spec(
-      graph,
-      module.config,
-      module.dtype,
-      *eagle.amounts(own, lm_head, LOOKED_UP),
-      num_outputs,
-      layout,
+      *(graph, module.config, module.dtype, layout),
+      *(eagle.amounts(own, lm_head, LOOKED_UP), num_outputs),
     ),
   )

@@ -8,6 +8,7 @@ output matrix may be the target's, so they are not part of the module.
 import dataclasses
 import functools
 from typing import Any
+from typing import Unpack
 
 from flax import nnx
 from flax import traverse_util
@@ -61,22 +62,20 @@ class HeadConfig(llama_config.LlamaConfig):
       )
 
 
-class _WideLayer(nnx.Module):
+class _WideLayer(nn_llama.Layer):
   """First layer of EAGLE-3, whose queries, keys and values see both inputs."""
 
-  def __init__(
-    self, config: HeadConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
-  ):
-    self.config = config
-    norm = functools.partial(layers.RMSNorm, config.width, config.norm_epsilon)
-    self.input_layernorm, self.hidden_norm = norm(), norm()
-    self.self_attn = grouped_query.Attention(
-      config, 0, dtype=dtype, rngs=rngs, input_width=2 * config.width
-    )
-    self.post_attention_layernorm = norm()
-    self.mlp = nn_llama.FeedForward(config, dtype=dtype, rngs=rngs)
+  config: HeadConfig
+  self_attn: grouped_query.Attention
 
-  def __call__(
+  def __init__(self, config: HeadConfig, layer: int, **new: Unpack[layers.New]):
+    attention = functools.partial(
+      grouped_query.Attention, input_width=2 * config.width
+    )
+    super().__init__(config, layer, mixers={'self_attn': attention}, **new)
+    self.hidden_norm = layers.RMSNorm(config.width, config.norm_epsilon)
+
+  def __call__(  # type: ignore[override]
     self,
     embedded: jax.Array,
     x: jax.Array,
@@ -93,13 +92,12 @@ class _WideLayer(nnx.Module):
     return self.mlp(x, self.post_attention_layernorm, x)[0], cache
 
 
-def _bare_layer(
-  config: HeadConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
-) -> nn_llama.Layer:
+class _BareLayer(nn_llama.Layer):
   """First layer of EAGLE-1, which does not normalise its input."""
-  layer = _plain(config, dtype=dtype, rngs=rngs)
-  layer.input_layernorm = None
-  return layer
+
+  def __init__(self, *args: Any, **new: Unpack[layers.New]):
+    super().__init__(*args, **new)
+    self.input_layernorm = None
 
 
 class Head(nnx.Module):
@@ -130,14 +128,13 @@ class Head(nnx.Module):
       rngs=rngs,
       use_bias=config.fc_bias,
     )
-    first: Any = {EAGLE3: _WideLayer, EAGLE: _bare_layer, MTP: _plain}
+    first = {EAGLE3: _WideLayer, EAGLE: _BareLayer, MTP: nn_llama.Layer}
+    kinds: list[Any] = [nn_llama.Layer] * config.num_layers
+    kinds[0] = first[config.kind]
     self.layers = nnx.List(
       [
-        first[config.kind](config, dtype=dtype, rngs=rngs),
-        *(
-          _plain(config, layer, dtype=dtype, rngs=rngs)
-          for layer in range(1, config.num_layers)
-        ),
+        kind(config, layer, dtype=dtype, rngs=rngs)
+        for layer, kind in enumerate(kinds)
       ]
     )
     if wide and config.fc_norm:
@@ -214,31 +211,17 @@ class Head(nnx.Module):
     return layers.normalize(states, self.norm, kernels=self.fc.is_packed)
 
 
-def _plain(
-  config: HeadConfig,
-  layer: int = 0,
-  *,
-  dtype: jax.typing.DTypeLike,
-  rngs: nnx.Rngs,
-) -> nn_llama.Layer:
-  return nn_llama.Layer(
-    config, layer, nn_llama.FeedForward, dtype=dtype, rngs=rngs
-  )
-
-
 @functools.cache
 def _spec(
   graph: nnx.GraphDef[Head],
   config: HeadConfig,
   dtype: jnp.dtype,
-  weight_bytes: int,
-  parameters: int,
-  kernels: bool,
   layout: sharding_lib.Layout,
+  amounts: adapter.Amounts,
 ) -> head_lib.HeadSpec:
   """The record of a shape; cached, so that loading it again does not recompile.
 
-  The arguments are those of `HeadSpec`, see `models.nn.adapter`.
+  For the arguments see `models.nn.adapter`.
   """
 
   def apply(
@@ -262,39 +245,26 @@ def _spec(
     apply=apply,
     fuse=lambda params, *states: nnx.merge(graph, params['head']).fuse(*states),
     logits=logits,
-    weight_bytes=weight_bytes,
-    parameters=parameters,
     reads=config.reads,
     target_width=config.target_width,
     width=config.width,
-    **adapter.network_facts(config, dtype, layout, kernels=kernels),
+    **adapter.network_facts(config, dtype, layout, amounts),
   )
 
 
 def amounts(
   own: dict[str, Any], lm_head: Any, looked_up: tuple[str, ...] = ()
-) -> tuple[int, int, bool]:
+) -> adapter.Amounts:
   """The amounts that a forward of a head reads, without its embedding.
 
   Args:
     own: the parameters of the head.
     lm_head: its output matrix.
     looked_up: the names of its matrices of which a few rows are read.
-
-  Returns:
-    The bytes; the parameters that each position is multiplied with; whether
-    the kernels of `models.nn.cpu` compute.
   """
   by_path = traverse_util.flatten_dict(own)
   read = [by_path[path] for path in by_path if not {*path} & {*looked_up}]
-  read.append(matrices_lib.computed(lm_head))
-  leaves = jax.tree.leaves(read)
-  matrices = [leaf for leaf in read if len(leaf.shape) == 2]
-  return (
-    sum(leaf.size * leaf.dtype.itemsize for leaf in leaves),
-    sum(matrix.shape[0] * matrix.shape[1] for matrix in matrices),
-    any(map(matrices_lib.uses_kernels, matrices)),
-  )
+  return adapter.amounts((leaf, 1.0) for leaf in [*read, lm_head])
 
 
 def as_head(
@@ -319,10 +289,6 @@ def as_head(
   return head_lib.Head(
     params=parameters,
     spec=_spec(
-      graph,
-      module.config,
-      module.dtype,
-      *amounts(own, lm_head),
-      layout,
+      *(graph, module.config, module.dtype, layout, amounts(own, lm_head))
     ),
   )

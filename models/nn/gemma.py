@@ -6,12 +6,14 @@ values of others. What is here are the embeddings that layers have of their own
 (github.com/huggingface/transformers, models/gemma4).
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
 import math
 from typing import Any
 from typing import ClassVar
+from typing import Unpack
 
 from flax import nnx
 import jax
@@ -59,16 +61,13 @@ class Layer(nn_llama.Layer):
     self,
     config: Gemma4Config,
     *args: Any,
-    dtype: jax.typing.DTypeLike,
-    rngs: nnx.Rngs,
-    **options: Any,
+    mixers: Mapping[str, Any],
+    **new: Unpack[layers.New],
   ):
-    super().__init__(config, *args, dtype=dtype, rngs=rngs, **options)
+    super().__init__(config, *args, mixers=mixers, **new)
     self.layer_scalar = nnx.Param(jnp.ones(1, jnp.float32))
     if config.layer_width:
-      make = functools.partial(
-        layers.Linear, dtype=dtype, rngs=rngs, use_bias=False
-      )
+      make = functools.partial(layers.Linear, use_bias=False, **new)
       self.per_layer_input_gate = make(config.width, config.layer_width)
       self.per_layer_projection = make(config.layer_width, config.width)
       self.post_per_layer_input_norm = layers.RMSNorm(

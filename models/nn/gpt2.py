@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 from typing import ClassVar
+from typing import Unpack
 
 from flax import nnx
 import jax
@@ -36,6 +37,7 @@ class GPT2Config:
   )
   gated: ClassVar[bool] = False  # Whether feed-forward layers have a gate.
   num_experts = experts_per_token = 1
+  state_layers: ClassVar[tuple[int, ...]] = ()  # No layer has a state.
 
   vocab_size: int
   num_positions: int  # Longest context.
@@ -73,25 +75,16 @@ class GPT2Config:
 class Attention(nnx.Module):
   """Multi-head self-attention of one block."""
 
-  def __init__(
-    self,
-    config: GPT2Config,
-    layer: int,
-    *,
-    dtype: jax.typing.DTypeLike,
-    rngs: nnx.Rngs,
-  ):
+  def __init__(self, config: GPT2Config, layer: int, **new: Unpack[layers.New]):
     self.config = config
     self.layer = layer
-    self.dtype = dtype
+    self.dtype = new['dtype']
     self.scale = 1.0
     if config.scale_attention:
       self.scale /= math.sqrt(config.head_width)
     if config.scale_attention_by_layer:
       self.scale /= layer + 1
-    make = functools.partial(
-      layers.Linear, config.width, dtype=dtype, rngs=rngs
-    )
+    make = functools.partial(layers.Linear, config.width, **new)
     self.c_attn = make(3 * config.width)
     self.c_proj = make(
       config.width, stddev=layers.residual_stddev(config.num_layers)
@@ -128,13 +121,11 @@ class Attention(nnx.Module):
 class FeedForward(nnx.Module):
   """Two-layer perceptron of one block."""
 
-  def __init__(
-    self, config: GPT2Config, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
-  ):
+  def __init__(self, config: GPT2Config, **new: Unpack[layers.New]):
     self.activation = config.activation
     width, inner = config.width, config.inner_width or 4 * config.width
     stddev = layers.residual_stddev(config.num_layers)
-    make = functools.partial(layers.Linear, dtype=dtype, rngs=rngs)
+    make = functools.partial(layers.Linear, **new)
     self.c_fc = make(width, inner)
     self.c_proj = make(inner, width, stddev=stddev)
 
@@ -148,18 +139,11 @@ class FeedForward(nnx.Module):
 class Layer(nnx.Module):
   """Pre-norm transformer block."""
 
-  def __init__(
-    self,
-    config: GPT2Config,
-    layer: int,
-    *,
-    dtype: jax.typing.DTypeLike,
-    rngs: nnx.Rngs,
-  ):
+  def __init__(self, config: GPT2Config, layer: int, **new: Unpack[layers.New]):
     self.ln_1 = layers.LayerNorm(config.width, config.norm_epsilon)
-    self.attn = Attention(config, layer, dtype=dtype, rngs=rngs)
+    self.attn = Attention(config, layer, **new)
     self.ln_2 = layers.LayerNorm(config.width, config.norm_epsilon)
-    self.mlp = FeedForward(config, dtype=dtype, rngs=rngs)
+    self.mlp = FeedForward(config, **new)
 
   def __call__(
     self, x: jax.Array, mask: jax.Array, cache: _Cache

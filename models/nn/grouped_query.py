@@ -3,6 +3,7 @@
 import functools
 import math
 from typing import cast
+from typing import Unpack
 
 from flax import nnx
 import jax
@@ -16,7 +17,6 @@ from models.nn.cpu import ops
 from specdec import cache as cache_lib
 
 _Cache = cache_lib.KVCache | None
-_Attended = tuple[jax.Array, _Cache]
 
 
 class Attention(nnx.Module):
@@ -27,19 +27,18 @@ class Attention(nnx.Module):
     config: llama_config.LlamaConfig,
     layer: int,
     *,
-    dtype: jax.typing.DTypeLike,
-    rngs: nnx.Rngs,
     input_width: int | None = None,  # None: that of the residual stream.
+    **new: Unpack[layers.New],
   ):
     self.config = config
     source = config.of_layers('kv_source')[layer]
     self.writes = source is None
     # Counted among those that have keys and values.
     self.layer = config.attention_layers.index(layer if self.writes else source)
-    self.dtype = dtype
+    self.dtype = new['dtype']
     self.head_width = config.of_layers('head_width')[layer]
     self.scale = config.attention_scale or 1 / math.sqrt(self.head_width)
-    make = functools.partial(layers.Linear, dtype=dtype, rngs=rngs)
+    make = functools.partial(layers.Linear, **new)
     width = input_width or config.width
     make_head = functools.partial(make, width, use_bias=config.qkv_bias)
     self.q_proj = make_head(config.num_heads * self.head_width)
@@ -79,38 +78,29 @@ class Attention(nnx.Module):
     mask: jax.Array,
     cache: _Cache,
     residual: jax.Array | None,
-  ) -> _Attended:
+  ) -> tuple[jax.Array, _Cache]:
     # No kernel caps scores or has sinks.
     plain = self.config.score_cap is None and not self.config.sinks
     fused = self.o_proj.is_packed and plain
+    if fused:
+      others = (self.k_proj, self.v_proj) if self.writes else ()
+      linears = [one.parameters for one in (self.q_proj, *others)]
+      rows = layers.project(x, linears, norm=norm)
+    else:
+      rows = layers.normalize(x, norm, kernels=self.o_proj.is_packed)
     attend = self._fused if fused else self._composed
-    out, cache = attend(x, norm, rotation, mask, cache)
+    out, cache = attend(rows, rotation, mask, cache)
     out = layers.project(out, [self.o_proj.parameters], residual=residual)
     return out, cache
 
   def _fused(
     self,
-    x: jax.Array,
-    norm: layers.Norm | None,
-    rotation: rope_lib.Rotation | None,
-    mask: jax.Array,
-    cache: _Cache,
-  ) -> _Attended:
-    """With the kernels of `models.nn.cpu`, in two calls."""
-    others = (self.k_proj, self.v_proj) if self.writes else ()
-    linears = self.q_proj, *others
-    projections = layers.project(
-      x, [one.parameters for one in linears], norm=norm
-    )
-    return self._attend_projections(projections, rotation, mask, cache)
-
-  def _attend_projections(
-    self,
     projections: jax.Array,
     rotation: rope_lib.Rotation | None,
     mask: jax.Array,
     cache: _Cache,
-  ) -> _Attended:
+  ) -> tuple[jax.Array, _Cache]:
+    """With the kernels of `models.nn.cpu`."""
     config = self.config
     norms: tuple[ops.Norm | None, ...] = ()
     if rotation is not None and rotation.query_scale is not None:
@@ -154,13 +144,11 @@ class Attention(nnx.Module):
 
   def _composed(
     self,
-    x: jax.Array,
-    norm: layers.Norm | None,
+    rows: jax.Array,
     rotation: rope_lib.Rotation | None,
     mask: jax.Array,
     cache: _Cache,
-  ) -> _Attended:
-    rows = layers.normalize(x, norm, kernels=self.o_proj.is_packed)
+  ) -> tuple[jax.Array, _Cache]:
     query = self._normalized_heads(self.q_proj(rows), 'q_norm')
     query = rope_lib.rotate(query, rotation)
     if rotation is not None and rotation.query_scale is not None:
@@ -178,7 +166,7 @@ class Attention(nnx.Module):
       cap=self.config.score_cap,
       sinks=self.sinks[...] if self.config.sinks else None,
     )
-    return out.swapaxes(1, 2).reshape(*x.shape[:-1], -1), cache
+    return out.swapaxes(1, 2).reshape(*rows.shape[:-1], -1), cache
 
   def _entries(
     self, rows: jax.Array, rotation: rope_lib.Rotation | None
@@ -209,7 +197,7 @@ class Attention(nnx.Module):
     queries = jnp.zeros((*rows.shape[:-1], width))
     projections = [queries, layers.project(rows, linears)]
     mask = jnp.zeros((*rows.shape[:-1], cache.num_slots), bool)
-    _, written = self._attend_projections(
+    _, written = self._fused(
       jnp.concatenate(projections, axis=-1), rotation, mask, cache
     )
     return cast(cache_lib.KVCache, written)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from typing import Any
+from typing import TypedDict
 
 from flax import nnx
 import jax
@@ -91,6 +92,18 @@ def residual_stddev(num_layers: int) -> float:
 
 # A weight `[out, in]`, and a bias `[out]` or None.
 Parameters = tuple[matrices_lib.Weight, jax.Array | None]
+
+
+class New(TypedDict):
+  """How the parameters of a module are made.
+
+  Attributes:
+    dtype: of the matrices.
+    rngs: random streams of the initial weights.
+  """
+
+  dtype: jax.typing.DTypeLike
+  rngs: nnx.Rngs
 
 
 class Linear(nnx.Module):

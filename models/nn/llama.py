@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import types
 from typing import Any
+from typing import Unpack
 
 from flax import nnx
 import jax
@@ -28,23 +29,18 @@ from specdec import cache as cache_lib
 LlamaConfig = llama_config.LlamaConfig  # The name that 0.8.0 had.
 
 _Cache = cache_lib.KVCache | None
+_ATTENTION = types.MappingProxyType({'self_attn': grouped_query.Attention})
 
 
 class FeedForward(nnx.Module):
   """Gated perceptron (SwiGLU, arXiv 2002.05202) of one block."""
 
   def __init__(
-    self,
-    config: llama_config.LlamaConfig,
-    *,
-    dtype: jax.typing.DTypeLike,
-    rngs: nnx.Rngs,
+    self, config: llama_config.LlamaConfig, **new: Unpack[layers.New]
   ):
     self.activation = config.activation
     width, inner = config.width, config.of_layers('inner_width')[0]
-    make = functools.partial(
-      layers.Linear, dtype=dtype, rngs=rngs, use_bias=config.mlp_bias
-    )
+    make = functools.partial(layers.Linear, use_bias=config.mlp_bias, **new)
     self.gate_proj = make(width, inner)
     self.up_proj = make(width, inner)
     self.down_proj = make(
@@ -69,13 +65,10 @@ class Layer(nnx.Module):
     self,
     config: llama_config.LlamaConfig,
     layer: int,
-    feed_forward: Any,
+    feed_forward: Any = FeedForward,
     *,
-    dtype: jax.typing.DTypeLike,
-    rngs: nnx.Rngs,
-    mixers: Mapping[str, Any] = types.MappingProxyType(
-      {'self_attn': grouped_query.Attention}
-    ),
+    mixers: Mapping[str, Any] = _ATTENTION,
+    **new: Unpack[layers.New],
   ):
     self.config = config
     norm = lambda wanted: (
@@ -84,7 +77,7 @@ class Layer(nnx.Module):
     both = config.pre_norm and config.post_norm
     self.input_layernorm = norm(config.pre_norm)
     self.mixer = config.of_layers('mixers')[layer]
-    mixer = mixers[self.mixer](config, layer, dtype=dtype, rngs=rngs)
+    mixer = mixers[self.mixer](config, layer, **new)
     setattr(self, self.mixer, mixer)
     # Before the perceptron where nothing is normalised behind attention.
     self.post_attention_layernorm = norm(True)
@@ -92,7 +85,7 @@ class Layer(nnx.Module):
     shape = dataclasses.replace(
       config, inner_width=config.of_layers('inner_width')[layer]
     )
-    self.mlp = feed_forward(shape, dtype=dtype, rngs=rngs)
+    self.mlp = feed_forward(shape, **new)
     self.post_feedforward_layernorm = norm(config.post_norm)
 
   def __call__(
@@ -170,9 +163,7 @@ class Llama(nnx.Module):
   layer: Any = Layer  # Class of the layers.
   feed_forward: Any = FeedForward  # Class of what is behind attention in them.
   #: Classes of what mixes positions, by `LlamaConfig.mixers`.
-  mixers: Mapping[str, Any] = types.MappingProxyType(
-    {'self_attn': grouped_query.Attention}
-  )
+  mixers: Mapping[str, Any] = _ATTENTION
 
   def __init__(
     self,
@@ -194,12 +185,10 @@ class Llama(nnx.Module):
     self.layers = nnx.List(
       [
         self.layer(
-          config,
-          layer,
-          self.feed_forward,
+          *(config, layer, self.feed_forward),
+          mixers=self.mixers,
           dtype=dtype,
           rngs=rngs,
-          mixers=self.mixers,
         )
         for layer in range(config.num_layers)
       ]

@@ -8,6 +8,7 @@ Granite's. A forward computes only the experts that its tokens are routed to
 from collections.abc import Iterable
 import dataclasses
 import functools
+from typing import Unpack
 
 from flax import nnx
 import jax
@@ -63,27 +64,19 @@ def _swiglu(
 class Experts(nnx.Module):
   """Router and experts of one block."""
 
-  def __init__(
-    self, config: MixtralConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
-  ):
+  def __init__(self, config: MixtralConfig, **new: Unpack[layers.New]):
     self.config = config
     width, count = config.width, config.num_experts
-    self.gate = layers.Linear(
-      width, count, dtype=dtype, rngs=rngs, use_bias=config.mlp_bias
-    )
+    make = functools.partial(layers.Linear, width, **new)
+    self.gate = make(count, use_bias=config.mlp_bias)
     self.experts = nnx.List(
-      [
-        nn_llama.FeedForward(config, dtype=dtype, rngs=rngs)
-        for _ in range(count)
-      ]
+      [nn_llama.FeedForward(config, **new) for _ in range(count)]
     )
     if config.shared_width:
       shape = dataclasses.replace(config, inner_width=config.shared_width)
-      self.shared_expert = nn_llama.FeedForward(shape, dtype=dtype, rngs=rngs)
+      self.shared_expert = nn_llama.FeedForward(shape, **new)
       if config.shared_gate:
-        self.shared_expert_gate = layers.Linear(
-          width, 1, dtype=dtype, rngs=rngs, use_bias=False
-        )
+        self.shared_expert_gate = make(1, use_bias=False)
 
   def __call__(
     self, x: jax.Array, norm: layers.Norm | None, residual: jax.Array | None

@@ -10,6 +10,8 @@ All values are float32, in the order of operations of transformers.
 
 import dataclasses
 import math
+from typing import Any
+from typing import ClassVar
 from typing import NamedTuple
 
 import jax
@@ -17,8 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 
 
-class _Scaling:
-  """Base of the scalings: checks that every field is a positive number."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scaling:
+  """A scaling of frequencies; every field is a positive number."""
+
+  rope_type: ClassVar[str]
+  attention_factor = 1.0  # Factor of queries and keys.
 
   def __post_init__(self) -> None:
     for name, value in vars(self).items():
@@ -26,23 +32,25 @@ class _Scaling:
       if not (is_number and (value > 0 or isinstance(value, bool))):
         raise ValueError(f'{name} must be a positive number, got {value!r}')
 
+  def scale(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+    """The frequencies `[Dh / 2]` of a base, scaled."""
+    raise NotImplementedError
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LinearScaling(_Scaling):
+class LinearScaling(Scaling):
   """Position interpolation (Chen et al. 2023, arXiv 2306.15595)."""
 
   factor: float  # Divisor of every frequency.
   rope_type = 'linear'
-  attention_factor = 1.0
 
   def scale(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
-    """The frequencies `[Dh / 2]`, scaled."""
     del theta
     return frequencies / np.float32(self.factor)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Llama3Scaling(_Scaling):
+class Llama3Scaling(Scaling):
   """Llama 3.1 scaling: divides the low frequencies only (arXiv 2407.21783).
 
   Attributes:
@@ -59,7 +67,6 @@ class Llama3Scaling(_Scaling):
   high_freq_factor: float
   original_max_position_embeddings: int
   rope_type = 'llama3'
-  attention_factor = 1.0
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -70,7 +77,6 @@ class Llama3Scaling(_Scaling):
       )
 
   def scale(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
-    """The frequencies `[Dh / 2]`, scaled."""
     del theta
     context = self.original_max_position_embeddings
     low, high = self.low_freq_factor, self.high_freq_factor
@@ -86,7 +92,7 @@ class Llama3Scaling(_Scaling):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class YarnScaling(_Scaling):
+class YarnScaling(Scaling):
   """YaRN (Peng et al. 2023, arXiv 2309.00071, sections 3.2 to 3.4).
 
   Attributes:
@@ -103,7 +109,7 @@ class YarnScaling(_Scaling):
   original_max_position_embeddings: int
   beta_fast: float = 32.0
   beta_slow: float = 1.0
-  attention_factor: float | None = None
+  attention_factor: Any = None
   truncate: bool = True
   rope_type = 'yarn'
 
@@ -115,7 +121,6 @@ class YarnScaling(_Scaling):
     super().__post_init__()
 
   def scale(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
-    """The frequencies `[Dh / 2]`, scaled."""
     pairs = len(frequencies)
 
     def pair_with_turns(turns: float) -> float:
@@ -135,7 +140,7 @@ class YarnScaling(_Scaling):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LongRopeScaling:
+class LongRopeScaling(Scaling):
   """LongRoPE (arXiv 2402.13753) of texts within the context of the training.
 
   A longer text divides the frequencies of all its positions by other factors,
@@ -160,7 +165,6 @@ class LongRopeScaling:
         raise ValueError(f'{name} must have positive numbers only')
 
   def scale(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
-    """The frequencies `[Dh / 2]`, scaled."""
     del theta
     if len(self.short_factor) != len(frequencies):
       raise ValueError(
@@ -171,7 +175,7 @@ class LongRopeScaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ProportionalScaling(_Scaling):
+class ProportionalScaling(Scaling):
   """Rotates the fastest pairs only, and by the frequencies of all (Gemma 4).
 
   Attributes:
@@ -182,28 +186,19 @@ class ProportionalScaling(_Scaling):
   partial_rotary_factor: float = 1.0
   factor: float = 1.0
   rope_type = 'proportional'
-  attention_factor = 1.0
 
   def scale(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
-    """The frequencies `[Dh / 2]`, scaled."""
     del theta
     pairs = len(frequencies)
     rotated = np.arange(pairs) < int(self.partial_rotary_factor * pairs)
     return np.where(rotated, frequencies / np.float32(self.factor), 0)
 
 
-_KINDS = (
+_KINDS: tuple[type[Scaling], ...] = (
   *(LinearScaling, Llama3Scaling, YarnScaling, LongRopeScaling),
   ProportionalScaling,
 )
-Scaling = (
-  LinearScaling
-  | Llama3Scaling
-  | YarnScaling
-  | LongRopeScaling
-  | ProportionalScaling
-)
-SCALINGS: dict[str, type[Scaling]] = {kind.rope_type: kind for kind in _KINDS}
+SCALINGS = {kind.rope_type: kind for kind in _KINDS}
 """Scalings by `rope_type`; fields as in transformers' `rope_parameters`."""
 
 
@@ -263,9 +258,7 @@ class Rope:
     frequencies = jnp.asarray(self.frequencies(head_width))
     angles = positions[:, None, :, None].astype(jnp.float32)
     angles = angles * frequencies[None, None, None]
-    factor = 1.0
-    if self.scaling is not None and self.scaling.attention_factor is not None:
-      factor = self.scaling.attention_factor
+    factor = 1.0 if self.scaling is None else self.scaling.attention_factor
     scale = None
     if self.query_growth and isinstance(self.scaling, YarnScaling):
       context = self.scaling.original_max_position_embeddings

@@ -254,11 +254,7 @@ class Generator:
     """
     largest = self.pair.target.spec.max_positions
     size = min(largest, chat_lib.MAX_CONTEXT) if context is None else context
-    if not (arguments_lib.is_integer(size) and 1 <= size <= largest):
-      raise ValueError(
-        f'context must be an integer from 1 to {largest}, the context of the'
-        f' target; got {context!r}'
-      )
+    arguments_lib.check_count('context', size, largest)
     begin = functools.partial(self.stream, room_for_new_tokens=size, **options)
     return chat_lib.Chat(
       begin, self.pair, messages, context=size, max_new_tokens=max_new_tokens

@@ -198,7 +198,9 @@ def drawn_pair(choice: choice_lib.ModelChoice) -> Pair:
     stored = block_drafters.DrawnBlockDrafter(
       hub.locate(choice.head).path, checkpoint.config
     )
-  module = hub.drawn_module(checkpoint, dtype=choice.dtype, packed=packed)
+  module = hub.read_module(
+    hub.DrawnFolder(checkpoint.path), dtype=choice.dtype, packed=packed
+  )
   hidden = () if stored is None else stored.config.reads
   target = adapter.as_model(module, hidden=hidden)
   if stored is not None:

@@ -57,27 +57,22 @@ def _byte_fallback(token: str) -> bytes:
   return bytes.fromhex(match[1]) if match else token.encode()
 
 
-def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-  """The steps of a decoder as a flat list."""
-  if decoder is None or decoder['type'] != 'Sequence':
-    return [] if decoder is None else [decoder]
-  return [step for inner in decoder['decoders'] for step in _steps(inner)]
+def _flat(decoder: dict[str, Any]) -> list[dict[str, Any]]:
+  if decoder['type'] != 'Sequence':
+    return [decoder]
+  return [step for inner in decoder['decoders'] for step in _flat(inner)]
 
 
-def _is_byte_level(steps: list[dict[str, Any]]) -> bool:
-  return [step['type'] for step in steps] == ['ByteLevel']
+def _steps(tokenizer: transformers.PreTrainedTokenizerBase) -> list[Any]:
+  """The steps of a decoder, as entries of tokenizer.json; [] without one."""
+  backend = getattr(tokenizer, 'backend_tokenizer', None)
+  decoder = getattr(backend, 'decoder', None)
+  return [] if decoder is None else _flat(json.loads(decoder.__getstate__()))
 
 
 def is_byte_level(tokenizer: transformers.PreTrainedTokenizerBase) -> bool:
   """Whether the decoder is that of byte-level vocabularies, such as GPT-2's."""
-  backend = getattr(tokenizer, 'backend_tokenizer', None)
-  decoder = getattr(backend, 'decoder', None)
-  return decoder is not None and _is_byte_level(_steps(_state(decoder)))
-
-
-def _state(decoder: Any) -> dict[str, Any]:
-  """The entry of tokenizer.json for a decoder."""
-  return json.loads(decoder.__getstate__())
+  return [step['type'] for step in _steps(tokenizer)] == ['ByteLevel']
 
 
 def _sentencepiece(
@@ -115,24 +110,6 @@ def _sentencepiece(
   return read if steps else None
 
 
-def _token_reader(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
-  """A function from a token to its bytes, by a decoder of tokenizer.json.
-
-  Raises:
-    ValueError: the decoder is not known to give each token its own bytes.
-  """
-  steps = _steps(decoder)
-  read = _byte_level if _is_byte_level(steps) else _sentencepiece(steps)
-  if read is None:
-    raise ValueError(
-      'stop strings and streaming need a tokenizer whose tokens have bytes of'
-      " their own: one with the decoder ByteLevel, as GPT-2's, or Metaspace or"
-      " a sequence of Replace, ByteFallback, Fuse and Strip, as Llama's; this"
-      f' one has the decoder {json.dumps(decoder, ensure_ascii=False)}'
-    )
-  return read
-
-
 def token_bytes(
   tokenizer: transformers.PreTrainedTokenizerBase, vocab_size: int
 ) -> tuple[bytes, ...]:
@@ -158,10 +135,18 @@ def token_bytes(
   known = _cache.setdefault(tokenizer, {})
   key = (vocab_size, len(tokenizer), special)
   if key not in known:
-    decoder = backend.decoder
-    read = _token_reader(None if decoder is None else _state(decoder))
+    steps, byte_level = _steps(tokenizer), is_byte_level(tokenizer)
+    read = _byte_level if byte_level else _sentencepiece(steps)
+    if read is None:
+      decoder = backend.decoder
+      stated = b'null' if decoder is None else decoder.__getstate__()
+      raise ValueError(
+        'stop strings and streaming need a tokenizer whose tokens have bytes of'
+        " their own: one with the decoder ByteLevel, as GPT-2's, or Metaspace"
+        " or a sequence of Replace, ByteFallback, Fuse and Strip, as Llama's;"
+        f' this one has the decoder {stated.decode()}'
+      )
     # They are matched in texts as they are, not spelled in the byte alphabet.
-    byte_level = read is _byte_level
     plain = {token.content for token in added} if byte_level else set()
     tokens = map(backend.id_to_token, range(vocab_size))
     known[key] = tuple(

@@ -6,7 +6,6 @@ Names of keys and tensors are those that llama.cpp's converters write
 
 from collections.abc import Collection
 from collections.abc import Mapping
-import pathlib
 import re
 import types
 from typing import Any
@@ -26,7 +25,7 @@ _GPT2_KEYS = {
   'feed_forward_length': 'n_inner',
   'attention.layer_norm_epsilon': 'layer_norm_epsilon',
 }
-_LLAMA_KEYS = {
+LLAMA_KEYS = {
   'context_length': 'max_position_embeddings',
   'embedding_length': 'hidden_size',
   'block_count': 'num_hidden_layers',
@@ -40,18 +39,18 @@ _LLAMA_KEYS = {
   'expert_used_count': 'num_experts_per_tok',
   'expert_feed_forward_length': 'moe_intermediate_size',
 }
-_CAPPED_KEYS = _LLAMA_KEYS | {
+_CAPPED_KEYS = LLAMA_KEYS | {
   'attn_logit_softcapping': 'attn_logit_softcapping',
   'final_logit_softcapping': 'final_logit_softcapping',
 }
-_GEMMA4_KEYS = _LLAMA_KEYS | {
+_GEMMA4_KEYS = LLAMA_KEYS | {
   'attention.key_length': 'global_head_dim',
   'attention.key_length_swa': 'head_dim',
   'attention.shared_kv_layers': 'num_kv_shared_layers',
   'embedding_length_per_layer_input': 'hidden_size_per_layer_input',
   'final_logit_softcapping': 'final_logit_softcapping',
 }
-_GRANITE_KEYS = _LLAMA_KEYS | {
+_GRANITE_KEYS = LLAMA_KEYS | {
   'attention.scale': 'attention_multiplier',
   'embedding_scale': 'embedding_multiplier',
   'logit_scale': 'logits_scaling',
@@ -61,11 +60,11 @@ _MINICPM_KEYS = {
   key: name for key, name in _GRANITE_KEYS.items() if key != 'attention.scale'
 }
 _SHARED = 'expert_shared_feed_forward_length'
-_LFM2_KEYS = _LLAMA_KEYS | {
+_LFM2_KEYS = LLAMA_KEYS | {
   'attention.layer_norm_rms_epsilon': 'norm_eps',
   'shortconv.l_cache': 'conv_L_cache',
 }
-_DELTA_KEYS = _LLAMA_KEYS | {
+_DELTA_KEYS = LLAMA_KEYS | {
   'full_attention_interval': 'full_attention_interval',
   'ssm.conv_kernel': 'linear_conv_kernel_dim',
   'ssm.state_size': 'linear_key_head_dim',
@@ -109,16 +108,15 @@ _OTHER_KEYS = {
 }
 
 # Types of keys that are no integers; those of which a part is here are numbers.
-_LISTS = (
-  *(PATTERN, 'extract_layers', 'target_layers'),
-  'rope.dimension_sections',
-)
-_TYPES: dict[str, Any] = {
-  **{PATTERN: int | list[bool] | list[int], 'extract_layers': list[int]},
+_LISTS: dict[str, Any] = {
+  PATTERN: int | list[bool] | list[int],
+  'extract_layers': list[int],
   'rope.dimension_sections': list[int],
+  'target_layers': list[int],
+}
+_TYPES = _LISTS | {
   **{'rope.scaling.type': str, 'tensor_data_layout': str},
   **{'rope.scaling.finetuned': bool, 'norm_before_residual': bool},
-  **{'target_layers': list[int], 'rope.dimension_sections': list[int]},
   **{'attention.causal': bool, 'sample_from_anchor': bool},
   'rope_is_neox_style': bool,
 }
@@ -143,7 +141,7 @@ _GPT2_NAMES = {
   'ffn_up': 'mlp.c_fc',
   'ffn_down': 'mlp.c_proj',
 }
-_LLAMA_NAMES = {
+LLAMA_NAMES = {
   'token_embd': 'embed_tokens',
   'output_norm': 'norm',
   'output': 'lm_head',
@@ -160,31 +158,31 @@ _LLAMA_NAMES = {
   'ffn_down': 'mlp.down_proj',
   'ffn_gate_inp': 'mlp.gate',
 }
-_SHARED_NAMES = _LLAMA_NAMES | {
+_SHARED_NAMES = LLAMA_NAMES | {
   'ffn_gate_shexp': 'mlp.shared_expert.gate_proj',
   'ffn_up_shexp': 'mlp.shared_expert.up_proj',
   'ffn_down_shexp': 'mlp.shared_expert.down_proj',
 }
-_GPT_OSS_NAMES = _LLAMA_NAMES | {
+_GPT_OSS_NAMES = LLAMA_NAMES | {
   'attn_sinks': 'self_attn.sinks',
   'post_attention_norm': 'post_attention_layernorm',
 }
 # Several matrices as one, see `models.checkpoints.tensor_names`.
-_FUSED_NAMES = _LLAMA_NAMES | {
+_FUSED_NAMES = LLAMA_NAMES | {
   'attn_qkv': 'self_attn.qkv_proj',
   'ffn_up': 'mlp.gate_up_proj',
 }
-_BEHIND_NAMES = _LLAMA_NAMES | {
+_BEHIND_NAMES = LLAMA_NAMES | {
   'post_attention_norm': 'post_attention_layernorm',
   'post_ffw_norm': 'post_feedforward_layernorm',
 }
-_LFM2_NAMES = _LLAMA_NAMES | {
+_LFM2_NAMES = LLAMA_NAMES | {
   'token_embd_norm': 'norm',
   'shortconv.conv': 'conv.conv',
   'shortconv.in_proj': 'conv.in_proj',
   'shortconv.out_proj': 'conv.o_proj',
 }
-_DELTA_NAMES = _LLAMA_NAMES | {
+_DELTA_NAMES = LLAMA_NAMES | {
   'attn_qkv': 'linear_attn.in_proj_qkv',
   'attn_gate': 'linear_attn.in_proj_z',
   'ssm_beta': 'linear_attn.in_proj_b',
@@ -236,8 +234,8 @@ class Architecture(NamedTuple):
 
   plain: str | None
   mixture: str | None = None
-  keys: Mapping[str, str] = _LLAMA_KEYS
-  names: Mapping[str, str] = _LLAMA_NAMES
+  keys: Mapping[str, str] = LLAMA_KEYS
+  names: Mapping[str, str] = LLAMA_NAMES
   layers: str = 'layers'
   rotates: bool = True
   swaps_rows: bool = False
@@ -316,18 +314,18 @@ ARCHITECTURES = {
 }
 
 
-def architecture_of(path: pathlib.Path, header: gguf_header.Header) -> str:
+def architecture_of(header: gguf_header.Header) -> str:
   """The name of the architecture; ValueError if it is not known."""
   found = header.metadata.get('general.architecture')
   if found not in ARCHITECTURES:
     raise ValueError(
-      f'{path}: architecture {found!r} is not known; choose from'
+      f'architecture {found!r} is not known; choose from'
       f' {sorted(ARCHITECTURES)}'
     )
-  if header.metadata.get('split.count', 0) > 1:  # 0 in merged files.
+  if (parts := header.metadata.get('split.count', 0)) > 1:  # 0: merged.
     raise ValueError(
-      f'{path} is one of {header.metadata["split.count"]} parts of a model;'
-      ' merge them with llama-gguf-split --merge'
+      f'it is one of {parts} parts of a model; merge them with llama-gguf-split'
+      ' --merge'
     )
   return found
 
@@ -338,10 +336,7 @@ def _shortest(value: Any) -> Any:
 
 
 def own_keys(
-  path: pathlib.Path,
-  header: gguf_header.Header,
-  name: str,
-  known: Collection[str] = (),
+  header: gguf_header.Header, name: str, known: Collection[str] = ()
 ) -> dict[str, Any]:
   """The keys of an architecture, without its name before them.
 
@@ -349,7 +344,6 @@ def own_keys(
   layers have windows may differ between them.
 
   Args:
-    path: of the file.
     header: of the file.
     name: of the architecture.
     known: its keys, if it is none of `ARCHITECTURES`.
@@ -358,11 +352,10 @@ def own_keys(
     ValueError: a key is not known, a value has another type, or those of a list
       differ or are not as many as there are layers.
   """
-  lists: tuple[str, ...] = ()
+  architecture = ARCHITECTURES.get(name, Architecture(None))
   if name in ARCHITECTURES:
-    known = {*ARCHITECTURES[name].keys, *_OTHER_KEYS}
-    lists = ARCHITECTURES[name].lists
-  prefix = f'{name}.'
+    known = {*architecture.keys, *_OTHER_KEYS}
+  lists, prefix = architecture.lists, f'{name}.'
   number = header.metadata.get(f'{prefix}block_count')
   found = {}
   for full, value in header.metadata.items():
@@ -370,38 +363,45 @@ def own_keys(
       continue
     key = full.removeprefix(prefix)
     if key not in known:
-      raise ValueError(f'{path}: {full} is not supported')
-    has_states = name in ARCHITECTURES and ARCHITECTURES[name].state_layers
-    if key == KV_HEADS and has_states and isinstance(value, list):
+      raise ValueError(f'{full} is not supported')
+    if (
+      key == KV_HEADS and architecture.state_layers and isinstance(value, list)
+    ):
       # The layers with a state have no heads.
       value = [one or max(value) for one in value]
     if isinstance(value, list) and key not in _LISTS:
       differs = not value or any(one != value[0] for one in value)
       if differs and key not in lists:
         raise ValueError(
-          f'{path}: {full} differs between layers; this is not supported'
+          f'{full} differs between layers; this is not supported'
         )
       if len(value) != number:
         raise ValueError(
-          f'{path}: {full} has {len(value)} values for block_count={number!r}'
+          f'{full} has {len(value)} values for block_count={number!r}'
         )
       value = value if differs else value[0]
     kind: Any = int | list[int] if key in lists else int
     kind = _TYPES.get(key, float if _NUMBERS.search(key) else kind)
-    try:
-      config_keys.check_type(full, value, kind)
-    except ValueError as error:
-      raise ValueError(f'{path}: {error}') from error
+    config_keys.check_type(full, value, kind)
     found[key] = _shortest(value)
   return found
 
 
-def check_keys(
-  path: pathlib.Path, name: str, metadata: Mapping[str, Any]
+def check_widths(
+  name: str, metadata: Mapping[str, Any], widths: Mapping[str, int]
 ) -> None:
+  """Refuses keys that contradict the width of a head."""
+  for key, width in widths.items():
+    if metadata.get(key, width) != width:
+      raise ValueError(
+        f'{name}.{key}={metadata[key]} is not the width of a head, {width}'
+      )
+
+
+def check_keys(name: str, metadata: Mapping[str, Any]) -> None:
   """Refuses a file that lacks keys of its architecture."""
   keys, pattern = ARCHITECTURES[name].keys, ARCHITECTURES[name].pattern
   optional = {key for key in keys if key.startswith('expert_')}
   optional |= _OPTIONAL_KEYS - {'attention.sliding_window' if pattern else ''}
   if missing := sorted(keys.keys() - metadata.keys() - optional):
-    raise ValueError(f'{path} lacks the key {name}.{missing[0]}')
+    raise ValueError(f'lacks the key {name}.{missing[0]}')

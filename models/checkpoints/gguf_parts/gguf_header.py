@@ -32,6 +32,7 @@ _STRING, _ARRAY = 8, 9
 class TensorInfo:
   """Location and type of a stored tensor."""
 
+  file: pathlib.Path
   name: str
   shape: tuple[int, ...]  # The last axis is contiguous, as in numpy.
   kind: int  # Number of its `gguf.GGMLQuantizationType`.
@@ -81,7 +82,7 @@ class _Reader:
     return self.scalar(_SCALARS[kind])
 
 
-def _parse(reader: _Reader) -> Header:
+def _parse(reader: _Reader, path: pathlib.Path) -> Header:
   version = reader.scalar('<I')
   if version & 0xFFFF == 0:
     raise ValueError(
@@ -103,7 +104,7 @@ def _parse(reader: _Reader) -> Header:
     kind, offset = reader.scalar('<I'), reader.scalar('<Q')
     if name in tensors:
       raise ValueError(f'tensor {name} is there twice')
-    tensors[name] = TensorInfo(name, tuple(reversed(shape)), kind, offset)
+    tensors[name] = TensorInfo(path, name, tuple(shape[::-1]), kind, offset)
     # No type stores more than 8 numbers in a byte. Readers ask for memory.
     if math.prod(shape) > 8 * len(reader.buffer):
       raise ValueError(f'tensor {name} of shape {shape} does not fit into it')
@@ -128,7 +129,7 @@ def _read(path: pathlib.Path, size: int, modified: int) -> Header:
       reader = _Reader(buffer)
       reader.offset = len(_MAGIC)
       try:
-        return _parse(reader)
+        return _parse(reader, path)
       except (
         *(ArithmeticError, MemoryError, RecursionError, TypeError),
         *(ValueError, struct.error),

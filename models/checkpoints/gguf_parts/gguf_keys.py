@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 import math
-import pathlib
 from typing import Any
 
 from models.checkpoints.gguf_parts import gguf_config
@@ -10,26 +9,23 @@ from models.checkpoints.gguf_parts import gguf_header
 from models.checkpoints.gguf_parts import gguf_rope
 
 
-def config_keys(path: pathlib.Path) -> dict[str, Any]:
+def config_keys(header: gguf_header.Header) -> dict[str, Any]:
   """Makes the keys that the `config.json` of the same model would have.
 
   Raises:
     ValueError: the architecture or one of its keys is not known, or a key is
       missing; the message names it.
   """
-  header = gguf_header.read_header(path)
-  name = gguf_config.architecture_of(path, header)
+  name = gguf_config.architecture_of(header)
   kind = gguf_config.ARCHITECTURES[name]
-  metadata = gguf_config.own_keys(path, header, name)
+  metadata = gguf_config.own_keys(header, name)
   num_experts = metadata.get('expert_count', 0)
   model_type = kind.mixture if num_experts > 0 else kind.plain
   if model_type is None:
-    raise ValueError(
-      f'{path}: {name} with {num_experts} experts is not supported'
-    )
-  gguf_config.check_keys(path, name, metadata)
+    raise ValueError(f'{name} with {num_experts} experts is not supported')
+  gguf_config.check_keys(name, metadata)
   if 'token_embd.weight' not in header.tensors:
-    raise ValueError(f'{path} lacks the tensor token_embd.weight')
+    raise ValueError('lacks the tensor token_embd.weight')
   found = {
     theirs: metadata[key]
     for key, theirs in kind.keys.items()
@@ -38,7 +34,7 @@ def config_keys(path: pathlib.Path) -> dict[str, Any]:
   vocab_size = header.tensors['token_embd.weight'].shape[0]
   if metadata.get('vocab_size', vocab_size) != vocab_size:
     raise ValueError(
-      f'{path}: {name}.vocab_size={metadata["vocab_size"]} contradicts the'
+      f'{name}.vocab_size={metadata["vocab_size"]} contradicts the'
       f' {vocab_size} rows of token_embd.weight'
     )
   found |= {
@@ -48,7 +44,7 @@ def config_keys(path: pathlib.Path) -> dict[str, Any]:
   }
   found |= kind.fixed
   if kind.state_layers:
-    found['layer_types'] = _layer_types(path, name, header)
+    found['layer_types'] = _layer_types(name, header)
   if name == 'qwen35':
     inner, heads = (
       metadata.get(key, 0) for key in ('ssm.inner_size', 'ssm.time_step_rank')
@@ -59,13 +55,13 @@ def config_keys(path: pathlib.Path) -> dict[str, Any]:
   if kind.rotates:
     # Classes of transformers have other defaults.
     found.setdefault('num_key_value_heads', found['num_attention_heads'])
-    found['rope_parameters'] = gguf_rope.rope_parameters(path, metadata, header)
+    found['rope_parameters'] = gguf_rope.rope_parameters(metadata, header)
     found['attention_bias'] = 'blk.0.attn_q.bias' in header.tensors
-    _add_heads(path, name, metadata, found)
-    _add_windows(path, name, metadata, found)
+    _add_heads(name, metadata, found)
+    _add_windows(name, metadata, found)
     _add_own(name, metadata, found)
   if name == 'gemma4':
-    _add_layers(path, found)
+    _add_layers(found)
   return found
 
 
@@ -86,7 +82,7 @@ def _add_own(
     _add_rotation(metadata, found)
 
 
-def _add_layers(path: pathlib.Path, found: dict[str, Any]) -> None:
+def _add_layers(found: dict[str, Any]) -> None:
   """Adds what differs between the layers of a Gemma 4.
 
   Raises:
@@ -95,13 +91,13 @@ def _add_layers(path: pathlib.Path, found: dict[str, Any]) -> None:
   """
   rope = found['rope_parameters'].get('full_attention', {})
   if rope.get('rope_type') != 'proportional':
-    raise ValueError(f'{path} lacks the tensor {gguf_config.ROPE_FACTORS}')
+    raise ValueError(f'lacks the tensor {gguf_config.ROPE_FACTORS}')
   sizes, shared = found['intermediate_size'], found['num_kv_shared_layers']
   if isinstance(sizes, list):
     first = len(sizes) - shared
     if sizes != [sizes[0]] * first + [2 * sizes[0]] * shared:
       raise ValueError(
-        f'{path}: gemma4.{gguf_config.INNER}={sizes!r:.60} is not supported,'
+        f'gemma4.{gguf_config.INNER}={sizes!r:.60} is not supported,'
         f' only one size, and twice that in the last {shared} layers'
       )
     found |= {'intermediate_size': sizes[0], 'use_double_wide_mlp': True}
@@ -124,9 +120,7 @@ def _add_rotation(metadata: Mapping[str, Any], found: dict[str, Any]) -> None:
   }
 
 
-def _layer_types(
-  path: pathlib.Path, name: str, header: gguf_header.Header
-) -> list[str]:
+def _layer_types(name: str, header: gguf_header.Header) -> list[str]:
   """Which layers have a state in place of keys and values."""
   key = f'{name}.{gguf_config.KV_HEADS}'
   heads, number = (
@@ -135,7 +129,7 @@ def _layer_types(
   )
   if not isinstance(heads, list) or len(heads) != number:
     raise ValueError(
-      f'{path}: {key} must say for each of {number} layers how many heads it'
+      f'{key} must say for each of {number} layers how many heads it'
       f' has, got {heads!r:.60}'
     )
   states = str(gguf_config.ARCHITECTURES[name].state_layers)
@@ -143,10 +137,7 @@ def _layer_types(
 
 
 def _add_heads(
-  path: pathlib.Path,
-  name: str,
-  metadata: Mapping[str, Any],
-  found: dict[str, Any],
+  name: str, metadata: Mapping[str, Any], found: dict[str, Any]
 ) -> None:
   """Adds the width of a head, and what its scores are divided by."""
   from_width = found['hidden_size'] // max(found['num_attention_heads'], 1)
@@ -165,19 +156,11 @@ def _add_heads(
   count, values = 'rope.dimension_count', 'attention.value_length'
   widths = {values: whole} if is_partial else {values: whole, count: whole}
   widths |= {f'{values}_swa': head_width, f'{count}_swa': head_width}
-  for key, width in widths.items():
-    if metadata.get(key, width) != width:
-      raise ValueError(
-        f'{path}: {name}.{key}={metadata[key]} is not the width of a head,'
-        f' {width}'
-      )
+  gguf_config.check_widths(name, metadata, widths)
 
 
 def _add_windows(
-  path: pathlib.Path,
-  name: str,
-  metadata: Mapping[str, Any],
-  found: dict[str, Any],
+  name: str, metadata: Mapping[str, Any], found: dict[str, Any]
 ) -> None:
   """Adds which layers have the window, and how those rotate."""
   kind, number = gguf_config.ARCHITECTURES[name], found['num_hidden_layers']
@@ -185,7 +168,7 @@ def _add_windows(
   base = found['rope_parameters']['rope_theta']
   if not kind.local_rope and metadata.get(theta, base) != base:
     raise ValueError(
-      f'{path}: {name}.{theta}={metadata[theta]} is not supported, since all'
+      f'{name}.{theta}={metadata[theta]} is not supported, since all'
       f' layers rotate by the base {base}'
     )
   window = found.get('sliding_window')
@@ -193,21 +176,21 @@ def _add_windows(
     found.pop('sliding_window', None)
     if stated is not None:
       raise ValueError(
-        f'{path}: {name}.{gguf_config.PATTERN} says which layers have a window,'
+        f'{name}.{gguf_config.PATTERN} says which layers have a window,'
         f' but {name}.attention.sliding_window is {window}'
       )
     return
   pattern = kind.pattern if stated is None else stated
   if pattern is None:
     raise ValueError(
-      f'{path}: {name}.attention.sliding_window={window}, but no'
+      f'{name}.attention.sliding_window={window}, but no'
       f' {name}.{gguf_config.PATTERN} says which layers have it'
     )
   if not isinstance(pattern, list):
     pattern = [pattern == 0 or (at + 1) % pattern for at in range(number)]
   elif len(pattern) != number:
     raise ValueError(
-      f'{path}: {name}.{gguf_config.PATTERN} has {len(pattern)} values for'
+      f'{name}.{gguf_config.PATTERN} has {len(pattern)} values for'
       f' {number} layers'
     )
   if name == 'llama' and found['model_type'] == 'llama':

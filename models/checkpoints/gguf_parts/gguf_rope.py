@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 import math
-import pathlib
 from typing import Any
 
 import numpy as np
@@ -45,12 +44,11 @@ def part_of(count: int, whole: int) -> float:
 
 
 def rope_parameters(
-  path: pathlib.Path, metadata: Mapping[str, Any], header: gguf_header.Header
+  metadata: Mapping[str, Any], header: gguf_header.Header
 ) -> dict[str, Any]:
   """Makes the `rope_parameters` of transformers.
 
   Args:
-    path: of the file.
     metadata: of the architecture, without its name before the keys.
     header: of the file.
 
@@ -63,18 +61,16 @@ def rope_parameters(
   if kind == 'longrope' or header.tensors.keys() & {
     *gguf_config.LONGROPE.values()
   }:
-    return _longrope(path, metadata, header) | parameters
+    return _longrope(metadata, header) | parameters
   if metadata.get('rope.scaling.attn_factor', 1.0) != 1.0:
     raise ValueError(
-      f'{path}: rope.scaling.attn_factor='
+      f'rope.scaling.attn_factor='
       f'{metadata["rope.scaling.attn_factor"]} is not supported'
     )
   if kind not in _SCALINGS:
-    raise ValueError(f'{path}: rope.scaling.type {kind!r} is not supported')
+    raise ValueError(f'rope.scaling.type {kind!r} is not supported')
   if kind == 'linear' and 'rope.scaling.factor' not in metadata:
-    raise ValueError(
-      f'{path}: rope.scaling.type=linear needs rope.scaling.factor'
-    )
+    raise ValueError('rope.scaling.type=linear needs rope.scaling.factor')
   keys = _SCALINGS[kind]
   found = {keys[key]: metadata[key] for key in keys if key in metadata}
   if kind != 'none':
@@ -84,15 +80,15 @@ def rope_parameters(
   if (factors := gguf_config.ROPE_FACTORS) in header.tensors:
     if kind != 'none':
       raise ValueError(
-        f'{path}: rope.scaling.type={kind!r} and the tensor {factors}'
+        f'rope.scaling.type={kind!r} and the tensor {factors}'
         ' contradict each other'
       )
-    parameters |= _divided(path, header, parameters['rope_theta'])
+    parameters |= _divided(header, parameters['rope_theta'])
   return parameters
 
 
 def _longrope(
-  path: pathlib.Path, metadata: Mapping[str, Any], header: gguf_header.Header
+  metadata: Mapping[str, Any], header: gguf_header.Header
 ) -> dict[str, Any]:
   """The keys of a rotation whose frequencies are divided by stored factors.
 
@@ -102,8 +98,8 @@ def _longrope(
   found: dict[str, Any] = {'rope_type': 'longrope'}
   for key, name in gguf_config.LONGROPE.items():
     if name not in header.tensors:
-      raise ValueError(f'{path} lacks the tensor {name} of its longrope')
-    [(_, stored)] = gguf_tensor.Tensor(path, header.tensors[name]).blocks()
+      raise ValueError(f'lacks the tensor {name} of its longrope')
+    [(_, stored)] = gguf_tensor.Tensor(header.tensors[name]).blocks()
     found[key] = stored.tolist()
   whole = metadata['context_length']
   found['original_max_position_embeddings'] = metadata.get(
@@ -114,17 +110,14 @@ def _longrope(
   return found
 
 
-def _divided(
-  path: pathlib.Path, header: gguf_header.Header, theta: float
-) -> dict[str, Any]:
+def _divided(header: gguf_header.Header, theta: float) -> dict[str, Any]:
   """The keys of a scaling of which a file has the divisors of frequencies.
 
   Raises:
     ValueError: no scaling that is known has these.
   """
-  [(_, stored)] = gguf_tensor.Tensor(
-    path, header.tensors[gguf_config.ROPE_FACTORS]
-  ).blocks()
+  info = header.tensors[gguf_config.ROPE_FACTORS]
+  [(_, stored)] = gguf_tensor.Tensor(info).blocks()
   kept = np.count_nonzero(stored == 1)
   if np.all(stored[:kept] == 1) and np.all(stored[kept:] >= _NEVER):
     part = part_of(int(kept), len(stored))
@@ -136,7 +129,7 @@ def _divided(
   scaled = frequencies / scaling.scale(frequencies, theta)
   if not np.allclose(stored, scaled, rtol=1e-3):
     raise ValueError(
-      f'{path}: {gguf_config.ROPE_FACTORS} holds factors {stored[:4]}... that'
+      f'{gguf_config.ROPE_FACTORS} holds factors {stored[:4]}... that'
       " are not those of Llama 3's scaling, and no others are supported"
     )
   return {'rope_type': 'llama3', 'factor': factor, **_LLAMA3}

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from collections.abc import Iterator
 import dataclasses
 import math
-import pathlib
 import types
 from typing import Any
 
@@ -38,92 +37,89 @@ def quants() -> types.ModuleType:
 class Tensor:
   """A tensor of a file, or that of one expert in a stack of them."""
 
-  file: pathlib.Path
   info: gguf_header.TensorInfo
   part: tensor_parts.Part = tensor_parts.Part()
   num_heads: int | None = None  # See `rope.order_of_rows`.
 
   @property
   def name(self) -> str:
-    return self.info.name
+    return self.part.of(self.info.name)
 
   @property
   def shape(self) -> tuple[int, ...]:
     outputs, *rest = self.info.shape[self.part.expert is not None :]
     return (len(range(outputs)[self.part.rows]), *rest)
 
-  def check(self, expected: tuple[int, ...]) -> None:
-    """Raises ValueError on another shape, or a type that cannot be read."""
-    where = f'{self.file}: tensor {self.part.of(self.name)}'
-    if self.shape != expected:
-      raise ValueError(f'{where} has shape {self.shape}, expected {expected}')
-    gguf = quants()
+  @property
+  def _kind(self) -> Any:
+    """Its `gguf.GGMLQuantizationType`."""
     try:
-      kind = gguf.GGMLQuantizationType(self.info.kind)
+      return quants().GGMLQuantizationType(self.info.kind)
     except ValueError as error:
       raise ValueError(
-        f'{where} is of type {self.info.kind}, which gguf does not know'
+        f'it is of type {self.info.kind}, which gguf does not know'
       ) from error
-    per_block, _ = gguf.GGML_QUANT_SIZES[kind]
-    if self.shape[-1] % per_block:
+
+  @property
+  def _row_bytes(self) -> int:
+    """Bytes along the last axis; ValueError if the file does not have all."""
+    per_block, block_bytes = quants().GGML_QUANT_SIZES[self._kind]
+    blocks, rest = divmod(self.info.shape[-1], per_block)
+    if rest:
       raise ValueError(
-        f'{where} is of type {kind.name}, in blocks of {per_block} numbers,'
-        f' which do not divide {self.shape[-1]}'
+        f'it is of type {self._kind.name}, in blocks of {per_block} numbers,'
+        f' which do not divide {self.info.shape[-1]}'
       )
-    num_rows, size = math.prod(self.info.shape[:-1]), self.file.stat().st_size
-    end = self.info.offset + self._row_bytes(gguf) * num_rows
-    if size < end:
+    row_bytes = blocks * block_bytes
+    end = self.info.offset + row_bytes * math.prod(self.info.shape[:-1])
+    if (size := self.info.file.stat().st_size) < end:
       raise ValueError(
-        f'{where} would end at byte {end}, but the file has {size}; was it'
+        f'it would end at byte {end}, but the file has {size}; was it'
         ' downloaded completely?'
       )
+    return row_bytes
+
+  def _raw(self, start: int, count: int) -> np.ndarray:
+    """Some rows as they are stored, `[count, bytes]`; a vector is a row."""
+    whole = self.info.shape[self.part.expert is not None :]
+    size = self._row_bytes * math.prod(whole[1:-1])
+    start += (self.part.rows.start or 0) if len(whole) > 1 else 0
+    before = (self.part.expert or 0) * self._row_bytes * math.prod(whole[:-1])
+    raw = np.fromfile(
+      self.info.file,
+      np.uint8,
+      count * size,
+      offset=self.info.offset + before + start * size,
+    )
+    return raw.reshape(count, size)
+
+  def _floats(self, start: int, count: int) -> np.ndarray:
+    """The same rows as float32, their inner axes as one."""
+    raw = self._raw(start, count)
     try:
-      self._block(gguf, 0, 1)
+      return quants().dequantize(raw, self._kind)
     except (AttributeError, NotImplementedError) as error:
       raise ValueError(
-        f'{where} is of type {kind.name}, which gguf cannot read'
+        f'it is of type {self._kind.name}, which gguf cannot read'
       ) from error
 
-  def _row_bytes(self, gguf: types.ModuleType) -> int:
-    per_block, block_bytes = gguf.GGML_QUANT_SIZES[self.info.kind]
-    return self.info.shape[-1] // per_block * block_bytes
-
-  def _raw_rows(
-    self, gguf: types.ModuleType, start: int, count: int
-  ) -> np.ndarray:
-    """Rows of the tensor as they are stored, `[count, bytes]` uint8."""
-    row_bytes = self._row_bytes(gguf)
-    axes = self.info.shape[self.part.expert is not None : -1]
-    start += (self.part.rows.start or 0) if axes else 0
-    start += (self.part.expert or 0) * math.prod(axes)
-    offset = self.info.offset + start * row_bytes
-    raw = np.fromfile(self.file, np.uint8, count * row_bytes, offset=offset)
-    return raw.reshape(count, row_bytes)
-
-  def _block(
-    self, gguf: types.ModuleType, start: int, count: int
-  ) -> np.ndarray:
-    """Rows of the tensor, as float32."""
-    kind = gguf.GGMLQuantizationType(self.info.kind)
-    return gguf.dequantize(self._raw_rows(gguf, start, count), kind)
-
   def _by_rows(
-    self, read: Callable[[Any, int, int], np.ndarray]
+    self, read: Callable[[int, int], np.ndarray]
   ) -> Iterator[blocks_lib.Rows]:
-    gguf = quants()
     order = rope_lib.order_of_rows(self.shape[0], self.num_heads)
-    step = max(1, _BLOCK_BYTES // (4 * self.shape[1]))
+    step = max(1, _BLOCK_BYTES // (4 * math.prod(self.shape[1:])))
     for start in range(0, self.shape[0], step):
       end = min(start + step, self.shape[0])
-      yield order[start:end], read(gguf, start, end - start)
+      yield order[start:end], read(start, end - start)
 
   def blocks(self) -> Iterator[blocks_lib.Rows]:
-    """Yields indices of n rows and their values, `[n, in]` or `[n]` float32.
+    """Yields indices of n rows and their values, `[n, ...]` float32.
 
     Raises:
-      ValueError: weights in blocks are not finite, because a scale is not.
+      ValueError: its type cannot be read, the file is too short, or weights in
+        blocks are not finite, because a scale is not.
     """
-    per_block, _ = quants().GGML_QUANT_SIZES[self.info.kind]
+    per_block, _ = quants().GGML_QUANT_SIZES[self._kind]
     for index, rows in self._expanded():
       if per_block > 1 and not np.isfinite(rows).all():
         raise ValueError(
@@ -134,14 +130,14 @@ class Tensor:
   def _expanded(self) -> Iterator[blocks_lib.Rows]:
     if len(self.shape) == 1:
       order = rope_lib.order_of_rows(self.shape[0], self.num_heads)
-      yield order, self._block(quants(), 0, 1)[0, self.part.rows]
+      yield order, self._floats(0, 1)[0, self.part.rows]
     else:
-      for index, rows in self._by_rows(self._block):
+      for index, rows in self._by_rows(self._floats):
         yield index, rows.reshape(-1, *self.shape[1:])
 
   def in_blocks(self) -> blocks_lib.BlockMatrix | None:
     """See `checkpoint.StoredTensor`."""
-    kind = quants().GGMLQuantizationType(self.info.kind).name
+    kind = self._kind.name
     if kind not in blocks_lib.KINDS:
       return None
-    return blocks_lib.from_raw(self._by_rows(self._raw_rows), self.shape, kind)
+    return blocks_lib.from_raw(self._by_rows(self._raw), self.shape, kind)

@@ -18,6 +18,7 @@ import transformers
 
 from models.checkpoints.gguf_parts import gguf_header
 from models.checkpoints.gguf_parts import gguf_words
+from models.checkpoints.keys import config_keys
 
 _PREFIX = 'tokenizer.ggml.'
 _SPECIAL = {
@@ -54,6 +55,7 @@ class _Vocabulary:
   words: list[str]
   kinds: list[int]  # Types.
   keys: dict[str, Any]  # The file's keys of its tokenizer.
+  file: str  # The name of the file.
 
   def token_id(self, key: str) -> int | None:
     """The id of a token with a role; None if there is none that is usable."""
@@ -63,15 +65,13 @@ class _Vocabulary:
     return token if usable else None
 
 
-def _array(
-  path: pathlib.Path, keys: dict[str, Any], name: str, length: int
-) -> list[Any]:
+def _array(keys: dict[str, Any], name: str, length: int) -> list[Any]:
   """An array of at least some length; ValueError if it is shorter."""
   found = keys.get(name)
   if not isinstance(found, list) or len(found) < length:
     number = len(found) if isinstance(found, list) else 'no'
     raise ValueError(
-      f'{path}: {_PREFIX}{name} has {number} entries, expected {length};'
+      f'{_PREFIX}{name} has {number} entries, expected {length};'
       ' convert the model again'
     )
   return found
@@ -87,20 +87,16 @@ def _read(path: pathlib.Path) -> _Vocabulary | None:
   }
   if keys.get('model') in ('none', 'no_vocab') or 'tokens' not in keys:
     return None
-  template = metadata.get('tokenizer.chat_template', '')
-  for value in (keys.get('model', ''), keys.get('pre', ''), template):
-    if not isinstance(value, str):
-      raise ValueError(
-        f'{path}: model, pre and chat_template of the tokenizer must be texts,'
-        f' got {value!r:.40}'
-      )
+  keys['chat_template'] = metadata.get('tokenizer.chat_template')
+  for key in ('model', 'pre', 'chat_template'):
+    config_keys.check_type(f'{_PREFIX}{key}', keys.get(key), str | None)
   words = [
     word or f'[EMPTY_{token}]'
-    for token, word in enumerate(_array(path, keys, 'tokens', 1))
+    for token, word in enumerate(_array(keys, 'tokens', 1))
   ]
   kinds = [_NORMAL] * len(words)
   if 'token_type' in keys:
-    kinds = _array(path, keys, 'token_type', len(words))
+    kinds = _array(keys, 'token_type', len(words))
   used = len(words)
   while used and (
     kinds[used - 1] == _UNUSED or words[used - 1] == f'[PAD{used - 1}]'
@@ -114,29 +110,25 @@ def _read(path: pathlib.Path) -> _Vocabulary | None:
   seen: dict[str, int] = {}
   for token, word in enumerate(words):
     if seen.setdefault(word, token) != token:
-      raise ValueError(
-        f'{path}: tokens {seen[word]} and {token} are both {word!r}'
-      )
-  return _Vocabulary(words, kinds, keys)
+      raise ValueError(f'tokens {seen[word]} and {token} are both {word!r}')
+  return _Vocabulary(words, kinds, keys, path.name)
 
 
-def _merging(
-  path: pathlib.Path, vocabulary: _Vocabulary, **options: Any
-) -> tokenizers.Tokenizer:
+def _merging(vocabulary: _Vocabulary, **options: Any) -> tokenizers.Tokenizer:
   """BPE by the merges of a file."""
   # The first letter of a merge may be a space.
   cut = [
     (merge, merge.find(' ', 1))
-    for merge in _array(path, vocabulary.keys, 'merges', 0)
+    for merge in _array(vocabulary.keys, 'merges', 0)
   ]
   ids = {word: token for token, word in enumerate(vocabulary.words)}
   pairs = [(merge[:at], merge[at + 1 :]) for merge, at in cut]
   return tokenizers.Tokenizer(models.BPE(ids, pairs, **options))
 
 
-def _lines(path: pathlib.Path, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+def _lines(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
   """BPE of whole lines, and of the newlines between them, as Gemma 4's."""
-  backend = _merging(path, vocabulary, byte_fallback=True, ignore_merges=True)
+  backend = _merging(vocabulary, byte_fallback=True, ignore_merges=True)
   backend.normalizer = normalizers.Replace(' ', '▁')
   backend.pre_tokenizer = pre_tokenizers.Split(
     tokenizers.Regex(r'\n+'), 'isolated'
@@ -151,13 +143,11 @@ def _spaced(*last: Any) -> Any:
   return decoders.Sequence([*steps, *last])
 
 
-def _byte_level(
-  path: pathlib.Path, vocabulary: _Vocabulary
-) -> tokenizers.Tokenizer:
+def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
   """Byte-level BPE, as GPT-2's."""
   pre = vocabulary.keys.get('pre')
   ignores = pre in gguf_words.IGNORE_MERGES
-  backend = _merging(path, vocabulary, ignore_merges=ignores)
+  backend = _merging(vocabulary, ignore_merges=ignores)
   backend.pre_tokenizer, known = gguf_words.pre_tokenizer(pre)
   if not known:
     logging.warning(
@@ -165,18 +155,16 @@ def _byte_level(
       ' llama.cpp does by default, so prompts may get other tokens than the'
       ' model was trained with; the safetensors files of the model do not have'
       ' this problem',
-      *(path.name, pre),
+      *(vocabulary.file, pre),
     )
   backend.decoder = decoders.ByteLevel()
   return backend
 
 
-def _sentencepiece(
-  path: pathlib.Path, vocabulary: _Vocabulary
-) -> tokenizers.Tokenizer:
+def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
   """SentencePiece: the pair whose token has the highest score is joined."""
   words = vocabulary.words
-  scores = _array(path, vocabulary.keys, 'scores', len(words))
+  scores = _array(vocabulary.keys, 'scores', len(words))
   ids = {word: token for token, word in enumerate(words)}
   pairs = [
     (score, word[:cut], word[cut:])
@@ -230,15 +218,15 @@ def load_tokenizer(
   build = _BUILDERS.get(keys.get('model', ''))
   if build is None:
     raise ValueError(
-      f'{path}: {_PREFIX}model {keys.get("model")!r} is not supported; choose'
+      f'{_PREFIX}model {keys.get("model")!r} is not supported; choose'
       f' from {sorted(_BUILDERS)}'
     )
   try:
-    backend = build(path, vocabulary)
+    backend = build(vocabulary)
   except ValueError:
     raise
   except Exception as error:  # The tokenizers package raises no narrower type.
-    raise ValueError(f'{path} has no usable tokenizer: {error}') from error
+    raise ValueError(f'there is no usable tokenizer: {error}') from error
   whole = lambda *kinds: [
     tokenizers.AddedToken(word, normalized=False)
     for word, kind in zip(words, vocabulary.kinds, strict=True)
@@ -256,16 +244,14 @@ def load_tokenizer(
   for name in adds:
     if keys.get(f'add_{name}_token') and roles[f'{name}_token'] is None:
       raise ValueError(
-        f'{path}: {_PREFIX}add_{name}_token is true, but there is no token'
+        f'{_PREFIX}add_{name}_token is true, but there is no token'
         f' {_PREFIX}{name}_token_id={keys.get(f"{name}_token_id")}'
       )
   return transformers.PreTrainedTokenizerFast(
     tokenizer_object=backend,
     add_bos_token=adds['bos'],
     add_eos_token=adds['eos'],
-    chat_template=gguf_header.read_header(path).metadata.get(
-      'tokenizer.chat_template'
-    ),
+    chat_template=keys['chat_template'],
     **{name: words[one] for name, one in roles.items() if one is not None},
   )
 

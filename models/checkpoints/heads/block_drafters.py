@@ -8,6 +8,8 @@ What a drafter is follows from its tensors, as for `heads`. Names of tensors:
     DFlash 2  besides, layers.*.{attention,mlp}_conv, candidate_selector.*
 """
 
+from collections.abc import Callable
+from collections.abc import Iterator
 import dataclasses
 import functools
 import pathlib
@@ -18,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import families
 from models.checkpoints import hub
 from models.checkpoints.heads import head_files
@@ -54,11 +57,6 @@ class StoredBlockDrafter:
   name = 'block drafter'
   as_drafter = staticmethod(block_drafter.as_drafter)
 
-  @staticmethod
-  def holds(stored: head_tensors.HeadTensors) -> bool:
-    """Whether the tensors are those of a block drafter."""
-    return 'hidden_norm.weight' in stored.all
-
   @functools.cached_property
   def stored(self) -> head_tensors.HeadTensors:
     """The tensors; their rows are in the order of `models.nn.rope`."""
@@ -68,9 +66,6 @@ class StoredBlockDrafter:
   @functools.cached_property
   def _found(self) -> head_tensors.HeadTensors:
     return head_tensors.HeadTensors(self.path)
-
-  def _refuse(self, reason: Any) -> ValueError:
-    return ValueError(f'{self.path}: {reason}')
 
   @functools.cached_property
   def _facts(self) -> dict[str, Any]:
@@ -110,25 +105,18 @@ class StoredBlockDrafter:
     """The keys of config.json, which agree with the tensors."""
     for prefix, name in _OTHERS.items():
       if any(one.startswith(prefix) for one in self._found.all):
-        raise self._refuse(f'is a drafter of the kind {name}, not supported')
-    try:
-      keys = block_keys.merged(self._found.keys)
-      head_keys.check_claims(keys, self._facts)
-    except ValueError as error:
-      raise self._refuse(error) from error
+        raise ValueError(f'is a drafter of the kind {name}, not supported')
+    keys = block_keys.merged(self._found.keys)
+    head_keys.check_claims(keys, self._facts)
     return keys
 
   @functools.cached_property
+  @checkpoint_lib.named
   def config(self) -> block_drafter.BlockDrafterConfig:
     """The shape; raises ValueError if it is no drafter for the target."""
     keys, facts = self._keys, self._facts
     layers = block_keys.of_layers(keys) | {
-      key: facts[key]
-      for key in (
-        *('hidden_size', 'intermediate_size', 'num_hidden_layers'),
-        *('head_dim', 'vocab_size'),
-      )
-      if key in facts
+      key: facts[key] for key in block_keys.SIZES if key in facts
     }
     layer: Any = families.config_from_keys(layers, self.path)
     slides = tuple(
@@ -139,22 +127,19 @@ class StoredBlockDrafter:
     kind = keys.get('markov_head_type') or block_drafter.VANILLA
     if 'selector_rank' in facts:
       kind = block_drafter.EDGES
-    try:
-      reads = block_keys.reads(keys, self.target.num_layers)
-      self._check_width(reads)
-      return block_drafter.BlockDrafterConfig(
-        **shape | block_keys.fields(keys, slides),
-        target_width=self.target.width,
-        reads=reads,
-        markov=kind if markov_rank else None,
-        markov_rank=markov_rank,
-        confidence=facts['enable_confidence_head'],
-        confidence_with_markov=facts.get('confidence_head_with_markov', False),
-        conv_size=facts.get('conv_kernel_size', 0),
-        conv_group=facts.get('conv_group_size', 1),
-      )
-    except ValueError as error:
-      raise self._refuse(error) from error
+    reads = block_keys.reads(keys, self.target.num_layers)
+    self._check_width(reads)
+    return block_drafter.BlockDrafterConfig(
+      **shape | block_keys.fields(keys, slides),
+      target_width=self.target.width,
+      reads=reads,
+      markov=kind if markov_rank else None,
+      markov_rank=markov_rank,
+      confidence=facts['enable_confidence_head'],
+      confidence_with_markov=facts.get('confidence_head_with_markov', False),
+      conv_size=facts.get('conv_kernel_size', 0),
+      conv_group=facts.get('conv_group_size', 1),
+    )
 
   def _check_width(self, reads: tuple[int, ...]) -> None:
     """Raises ValueError if it does not read such states of the target."""
@@ -173,26 +158,31 @@ class StoredBlockDrafter:
     )
 
 
-class _NoTensors(head_tensors.HeadTensors):
-  """The keys of config.json alone."""
+def holds(stored: head_tensors.HeadTensors) -> bool:
+  """Whether the tensors are those of a block drafter."""
+  return 'hidden_norm.weight' in stored.all
 
-  @functools.cached_property
-  def all(self) -> dict[str, Any]:
-    return {}
+
+@dataclasses.dataclass(frozen=True)
+class _DrawnTensors(head_tensors.HeadTensors):
+  """The keys of config.json, and random tensors; see `hub.DrawnFolder`."""
+
+  make: Callable[[], nnx.Module] = nnx.Module
+  size = 0
+  all: Any = dataclasses.field(default_factory=dict, init=False)
+
+  def tensors(self) -> Iterator[tuple[str, Any]]:
+    """Yields canonical names and tensors."""
+    return hub.drawn_tensors(hub.flat_params(nnx.eval_shape(self.make))[1])
 
 
 class DrawnBlockDrafter(StoredBlockDrafter):
   """A block drafter of random weights, of which only config.json is read."""
 
   @functools.cached_property
-  def stored(self) -> Any:
-    """See `hub.Drawn`."""
-    make = lambda: self.make(self.config.vocab_size, jnp.dtype(jnp.bfloat16))
-    return hub.Drawn(self._found, make)
-
-  @functools.cached_property
   def _found(self) -> head_tensors.HeadTensors:
-    return _NoTensors(self.path)
+    make = lambda: self.make(self.config.vocab_size, jnp.dtype(jnp.bfloat16))
+    return _DrawnTensors(self.path, make=make)
 
   @functools.cached_property
   def _facts(self) -> dict[str, Any]:

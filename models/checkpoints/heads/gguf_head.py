@@ -7,8 +7,6 @@ stores the ids of a reduced vocabulary where others store offsets.
 from collections.abc import Iterator
 from collections.abc import Mapping
 import dataclasses
-import math
-import pathlib
 import re
 from typing import Any
 
@@ -24,14 +22,7 @@ from models.nn import blocks as blocks_lib
 _EAGLE3, _BLOCK = 'eagle3', 'dflash'
 _MASK = 'tokenizer.ggml.mask_token_id'
 # Keys of the metadata, and those of config.json.
-_KEYS = {
-  'embedding_length': 'hidden_size',
-  'attention.head_count': 'num_attention_heads',
-  'attention.head_count_kv': 'num_key_value_heads',
-  'attention.key_length': 'head_dim',
-  'attention.layer_norm_rms_epsilon': 'rms_norm_eps',
-  'context_length': 'max_position_embeddings',
-  'feed_forward_length': 'intermediate_size',
+_KEYS = gguf_config.LLAMA_KEYS | {
   'rope.freq_base': 'rope_theta',
   'vocab_size': 'vocab_size',
 }
@@ -43,7 +34,6 @@ _OWN_KEYS = {
   },
   _BLOCK: {
     'attention.causal': 'is_causal',
-    'attention.sliding_window': 'sliding_window',
     'embedding_scale': 'input_embedding_scale',
     'final_logit_softcapping': 'final_logit_softcapping',
     'logit_scale': 'output_multiplier',
@@ -57,28 +47,13 @@ _OWN_KEYS = {
     },
   },
 }
-# Keys that the tensors say, and those that may say one thing only.
-_OTHER_KEYS = {'block_count', 'tensor_data_layout'}
-_OTHER_KEYS |= {'attention.value_length', 'rope.dimension_count'}
-_OTHER_KEYS |= {'rope.scaling.type'}
+# Keys that may say one thing only.
+_WIDTHS = {'attention.value_length', 'rope.dimension_count'}
+_OTHER_KEYS = {'tensor_data_layout', 'rope.scaling.type', *_WIDTHS}
 _OF_BLOCK = {'target_layers', gguf_config.PATTERN, 'rope.dimension_sections'}
-_NAMES = {
+_NAMES = gguf_config.LLAMA_NAMES | {
   'fc': 'fc',
-  'output_norm': 'norm',
-  'output': 'lm_head',
-  'token_embd': 'embed_tokens',
-  'attn_norm': 'input_layernorm',
   'attn_norm_2': 'hidden_norm',
-  'attn_q': 'self_attn.q_proj',
-  'attn_k': 'self_attn.k_proj',
-  'attn_v': 'self_attn.v_proj',
-  'attn_output': 'self_attn.o_proj',
-  'attn_q_norm': 'self_attn.q_norm',
-  'attn_k_norm': 'self_attn.k_norm',
-  'ffn_norm': 'post_attention_layernorm',
-  'ffn_gate': 'mlp.gate_proj',
-  'ffn_up': 'mlp.up_proj',
-  'ffn_down': 'mlp.down_proj',
   'enc_output_norm': 'hidden_norm',
   'markov_w1': 'markov_head.markov_w1',
   'markov_w2': 'markov_head.markov_w2',
@@ -99,69 +74,23 @@ _INTEGERS = {26: np.int32, 27: np.int64}  # By their numbers in GGUF.
 class _Ids:
   """The ids of a reduced vocabulary, as the offsets of other formats."""
 
-  file: pathlib.Path
   info: gguf_header.TensorInfo
   name = 'd2t'
 
-  @property
-  def shape(self) -> tuple[int, ...]:
-    return self.info.shape
-
-  def blocks(self) -> Iterator[blocks_lib.Rows]:
+  def rows(self) -> Iterator[blocks_lib.Rows]:
     """Yields all of them."""
     if self.info.kind not in _INTEGERS:
       raise ValueError(
-        f'{self.file}: tensor {self.info.name} has no integers, but the type'
+        f'tensor {self.info.name} has no integers, but the type'
         f' {self.info.kind}'
       )
-    kind, (number,) = _INTEGERS[self.info.kind], self.shape
-    ids = np.fromfile(self.file, kind, number, offset=self.info.offset)
+    kind, (number,) = _INTEGERS[self.info.kind], self.info.shape
+    ids = np.fromfile(self.info.file, kind, number, offset=self.info.offset)
     yield slice(0, number), ids - np.arange(number)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Cube:
-  """A tensor with three axes; see `checkpoint.StoredTensor`."""
-
-  rows: gguf_tensor.Tensor  # Its matrices, one below the other.
-  shape: tuple[int, ...]
-
-  @property
-  def name(self) -> str:
-    return self.rows.name
-
-  def check(self, expected: tuple[int, ...]) -> None:
-    """Raises ValueError on another shape, or a type that cannot be read."""
-    if self.shape != expected:
-      raise ValueError(
-        f'{self.rows.file}: tensor {self.name} has shape {self.shape}, expected'
-        f' {expected}'
-      )
-    self.rows.check(self.rows.shape)
-
-  def blocks(self) -> Iterator[tuple[Any, np.ndarray]]:
-    """Yields all of it."""
-    parts = [part for _, part in self.rows.blocks()]
-    yield slice(0, self.shape[0]), np.concatenate(parts).reshape(self.shape)
-
-
-@dataclasses.dataclass(frozen=True)
-class GGUFHead:
+class GGUFHead(gguf.GGUFFile):
   """A file with a head; see `models.checkpoints.heads`."""
-
-  path: pathlib.Path
-
-  @property
-  def size(self) -> int:
-    return self.path.stat().st_size
-
-  @property
-  def files(self) -> list[pathlib.Path]:
-    return [self.path]
-
-  @property
-  def stored_dtypes(self) -> list[str]:
-    return gguf.GGUFFile(self.path).stored_dtypes
 
   @property
   def _architecture(self) -> str:
@@ -169,7 +98,7 @@ class GGUFHead:
     found = header.metadata.get('general.architecture')
     if found not in _OWN_KEYS:
       raise ValueError(
-        f'{self.path}: architecture {found!r} is no drafting head; expected one'
+        f'architecture {found!r} is no drafting head; expected one'
         f' of {[*_OWN_KEYS]}'
       )
     return found
@@ -183,23 +112,16 @@ class GGUFHead:
     name, header = self._architecture, gguf_header.read_header(self.path)
     names = _KEYS | _OWN_KEYS[name]
     others = _OTHER_KEYS | (_OF_BLOCK if name == _BLOCK else set())
-    metadata = gguf_config.own_keys(self.path, header, name, {*names, *others})
-    where = f'{self.path}: {name}'
+    metadata = gguf_config.own_keys(header, name, {*names, *others})
     scaling = metadata.get('rope.scaling.type', 'none')
     if scaling != 'none':
-      raise ValueError(
-        f'{where}.rope.scaling.type={scaling!r} is not supported'
-      )
+      raise ValueError(f'{name}.rope.scaling.type={scaling!r} is not supported')
     stated = {
       theirs: metadata[key] for key, theirs in names.items() if key in metadata
     }
-    head_width = metadata.get('attention.key_length')
-    for key in ('attention.value_length', 'rope.dimension_count'):
-      if head_width and metadata.get(key, head_width) != head_width:
-        raise ValueError(
-          f'{where}.{key}={metadata[key]} is not the width of a head,'
-          f' {head_width}'
-        )
+    if width := metadata.get('attention.key_length'):
+      widths = dict.fromkeys(_WIDTHS, width)
+      gguf_config.check_widths(name, metadata, widths)
     if name == _BLOCK:
       stated |= self._of_block(header, metadata)
     return {'model_type': 'qwen3' if name == _BLOCK else 'llama'} | stated
@@ -215,14 +137,12 @@ class GGUFHead:
     if 'markov_w1.weight' in header.tensors:
       found['markov_rank'] = header.tensors['markov_w1.weight'].shape[1]
     if gguf_config.ROPE_FACTORS in header.tensors:
-      found['rope_parameters'] = gguf_rope.rope_parameters(
-        self.path, metadata, header
-      )
+      found['rope_parameters'] = gguf_rope.rope_parameters(metadata, header)
     if metadata.get('attention.sliding_window'):
       pattern = metadata.get(gguf_config.PATTERN)
       if not isinstance(pattern, list):
         raise ValueError(
-          f'{self.path}: {_BLOCK}.{gguf_config.PATTERN} must say for each layer'
+          f'{_BLOCK}.{gguf_config.PATTERN} must say for each layer'
           ' whether it has the window'
         )
       types = ('full_attention', 'sliding_attention')
@@ -243,25 +163,14 @@ class GGUFHead:
       heads['attn_k'] = keys.get('num_key_value_heads', heads['attn_q'])
     for name, info in gguf_header.read_header(self.path).tensors.items():
       if name.removesuffix('.weight') == 'd2t':
-        yield 'd2t', _Ids(self.path, info)
+        yield 'd2t', _Ids(info)
         continue
       if name == gguf_config.ROPE_FACTORS and name_of_kind == _BLOCK:
         continue  # It is read with the keys.
       known = name.replace('enc.output_norm', 'enc_output_norm')
       found = _TENSOR.fullmatch(known)
       if found is None or found[2] not in _NAMES:
-        raise ValueError(
-          f'{self.path}: tensor {name} is not part of an {name_of_kind}'
-        )
+        raise ValueError(f'tensor {name} is not part of an {name_of_kind}')
       prefix = f'layers.{found[1]}.' if found[1] else ''
       ours = f'{prefix}{_NAMES[found[2]]}{found[3] or ""}'
-      tensor = gguf_tensor.Tensor(
-        self.path, info, num_heads=heads.get(found[2])
-      )
-      if len(info.shape) == 3:
-        flat = dataclasses.replace(
-          info, shape=(math.prod(info.shape[:2]), info.shape[2])
-        )
-        yield ours, _Cube(dataclasses.replace(tensor, info=flat), info.shape)
-      else:
-        yield ours, tensor
+      yield ours, gguf_tensor.Tensor(info, num_heads=heads.get(found[2]))

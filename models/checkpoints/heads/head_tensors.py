@@ -69,8 +69,9 @@ class HeadTensors:
   @functools.cached_property
   def keys(self) -> Mapping[str, Any]:
     """The keys of config.json."""
-    if gguf.GGUFFile.holds(self.path):
-      return gguf_head.GGUFHead(self.path).keys()
+    file = self._file
+    if isinstance(file, gguf_head.GGUFHead):
+      return file.keys()
     return text_files.read_object(self.path / hugging_face.CONFIG)
 
   @functools.cached_property
@@ -108,9 +109,7 @@ class HeadTensors:
   def shape(self, name: str) -> tuple[int, ...]:
     """The shape of a tensor; ValueError if there is none of that name."""
     if name not in self.all:
-      raise ValueError(
-        f'{self.path}: lacks the tensor {name} of a drafting head'
-      )
+      raise ValueError(f'lacks the tensor {name} of a drafting head')
     return self.all[name].shape
 
   @property
@@ -148,7 +147,7 @@ class HeadTensors:
       marked = np.flatnonzero(_values(self.all[T2D]))
       if not np.array_equal(ids, marked):
         raise ValueError(
-          f'{self.path}: d2t (offsets of the ids) and t2d (which tokens are'
+          'd2t (offsets of the ids) and t2d (which tokens are'
           ' drafted) do not say the same'
         )
     if (
@@ -157,7 +156,7 @@ class HeadTensors:
       or ids.max() >= vocab_size
     ):
       raise ValueError(
-        f'{self.path}: d2t: ids must differ and lie below the vocabulary of'
+        f'd2t: ids must differ and lie below the vocabulary of'
         f' {vocab_size} tokens'
       )
     return ids
@@ -184,4 +183,4 @@ def _with_first_layer_0(found: dict[str, Any]) -> dict[str, Any]:
 
 def _values(tensor: Any) -> np.ndarray:
   """All of a stored vector."""
-  return np.concatenate([rows for _, rows in tensor.blocks()])
+  return np.concatenate([rows for _, rows in tensor.rows()])

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import families
 from models.checkpoints import hub
 from models.checkpoints.heads import block_drafters
@@ -37,7 +38,6 @@ from specdec import cache as cache_lib
 from specdec import model as model_lib
 from specdec.draft import block as block_lib
 from specdec.draft import head as head_lib
-from specdec.text import whole_files
 
 _NAMES = {
   eagle.EAGLE3: 'EAGLE-3',
@@ -87,9 +87,6 @@ class StoredHead:
     """The tensors."""
     return head_tensors.HeadTensors(self.path)
 
-  def _refuse(self, reason: str) -> ValueError:
-    return ValueError(f'{self.path}: {reason}')
-
   @property
   def kind(self) -> str:
     """One of `models.nn.eagle.KINDS`, by the tensors."""
@@ -98,9 +95,9 @@ class StoredHead:
     if 'layers.0.hidden_norm.weight' in self.stored.all:
       return eagle.EAGLE3
     if self.stored.keys.get('model_type') == families.ASSISTANT:
-      raise self._refuse(families.NO_ASSISTANTS)
+      raise ValueError(families.NO_ASSISTANTS)
     if 'layers.0.input_layernorm.weight' in self.stored.all:
-      raise self._refuse(
+      raise ValueError(
         'is no drafting head; its tensors are those of a language model, which'
         ' is a draft'
       )
@@ -110,7 +107,7 @@ class StoredHead:
       if 'eagle3' in str(self.stored.keys.get(key)).lower()
     ]
     if claims:
-      raise self._refuse(
+      raise ValueError(
         f'{claims[0]} says EAGLE-3, but the tensors are those of EAGLE-1'
         f' (fc.weight of shape {self.stored.shape("fc.weight")}, no'
         ' midlayer.hidden_norm.weight); correct config.json'
@@ -143,15 +140,12 @@ class StoredHead:
   @functools.cached_property
   def _keys(self) -> dict[str, Any]:
     """The keys of config.json, which agree with the tensors."""
-    facts = self._facts
-    try:
-      keys = head_keys.merged(self.stored.keys)
-      head_keys.check_claims(keys, facts)
-    except ValueError as error:
-      raise self._refuse(str(error)) from error
+    keys = head_keys.merged(self.stored.keys)
+    head_keys.check_claims(keys, self._facts)
     return keys
 
   @functools.cached_property
+  @checkpoint_lib.named
   def config(self) -> eagle.HeadConfig:
     """The shape; raises ValueError if it is not a head for the target."""
     kind, keys, facts = self.kind, self._keys, self._facts
@@ -160,7 +154,7 @@ class StoredHead:
     if head_tensors.T2D in self.stored.all:
       vocabulary = self.stored.shape(head_tensors.T2D)[0]
     if vocabulary != self.target.vocab_size:
-      raise self._refuse(
+      raise ValueError(
         f'is a head for a vocabulary of {vocabulary} tokens; the target has'
         f' {self.target.vocab_size}'
       )
@@ -174,7 +168,7 @@ class StoredHead:
     if kind == eagle.EAGLE3:
       reads = self._reads(fused)
     elif width != self.target.width:
-      raise self._refuse(
+      raise ValueError(
         f'is a head of width {width}, which reads the states of a target as'
         f' wide; this one has {self.target.width}'
       )
@@ -197,7 +191,7 @@ class StoredHead:
     rows = self.stored.shape('layers.0.self_attn.q_proj.weight')[0]
     head_width = rows // layer.num_heads
     if self._keys.get('head_dim') not in (None, head_width):
-      raise self._refuse(
+      raise ValueError(
         f'head_dim={self._keys["head_dim"]!r} contradicts q_proj.weight, which'
         f' has {rows} rows for num_attention_heads={layer.num_heads}'
       )
@@ -217,19 +211,19 @@ class StoredHead:
     """The states of the target that an EAGLE-3 head reads."""
     number, rest = divmod(fused, self.target.width)
     if rest or not number:
-      raise self._refuse(
+      raise ValueError(
         f'fc.weight reads {fused} numbers, which are no states of a target of'
         f' width {self.target.width}'
       )
     key, layers = head_keys.READS, self.target.num_layers
     stated = self._keys.get(key) or default_reads(layers)
     if len(stated) != number:
-      raise self._refuse(
+      raise ValueError(
         f'fc.weight reads {number} states of a target of width'
         f' {self.target.width}, but {key}={stated!r}'
       )
     if not all(0 <= one <= layers for one in stated):
-      raise self._refuse(
+      raise ValueError(
         f'{key}={stated!r}: the target has {layers} layers; is this a head for'
         ' another target?'
       )
@@ -271,11 +265,10 @@ def locate(name: str | pathlib.Path, target: Any) -> Stored:
   """
   name = 'demo-head' if name == 'demo' else name
   path = hub.locate(name).path
-  with whole_files.reading(path):
-    is_block = block_drafters.StoredBlockDrafter.holds(
-      head_tensors.HeadTensors(path)
-    )
-    kind: Any = block_drafters.StoredBlockDrafter if is_block else StoredHead
+  with checkpoint_lib.naming(path):
+    kind: Any = StoredHead
+    if block_drafters.holds(head_tensors.HeadTensors(path)):
+      kind = block_drafters.StoredBlockDrafter
     found = kind(path, target)
     _ = found.config
   return found
@@ -306,7 +299,7 @@ def load(
       reduced vocabulary of its own.
   """
   form, config = matrices_lib.format_of(dtype), head.config
-  with whole_files.reading(head.path):
+  with checkpoint_lib.naming(head.path):
     ids = head.stored.vocabulary(config.vocab_size)
     size = config.vocab_size if ids is None else len(ids)
     graph, expected = _shapes(head, jnp.dtype(form.float_dtype), size)

@@ -52,6 +52,11 @@ _KNOWN = {
   'model_type': ('qwen3', 'qwen2', 'llama', 'mistral'),
 }
 _LAYERS = {'vocab_size', 'use_sliding_window'}  # Keys of layers, too.
+SIZES = (
+  *('hidden_size', 'intermediate_size', 'num_hidden_layers'),
+  *('head_dim', 'vocab_size'),
+)
+"""Keys of layers that the tensors or the target say."""
 
 
 def merged(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -78,7 +78,6 @@ class ModelType:
     mixture: the same for models with experts, by the key num_local_experts.
     mixers: what mixes positions in a layer, by its entry in `layer_types`.
     renames: parts of canonical names, and of the names that are stored.
-    written: keys that are written with these values.
     of_layers: makes further fields of a config of transformers.
     to_keys: its inverse, makes keys of a shape.
   """
@@ -98,7 +97,6 @@ class ModelType:
   mixture: 'ModelType | None' = None
   mixers: Mapping[str, str] = dataclasses.field(default_factory=dict)
   renames: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  written: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   of_layers: Callable[[Any], dict[str, Any]] = lambda config: {}
   to_keys: Callable[[Any], dict[str, Any]] = lambda config: {}
 

@@ -49,20 +49,14 @@ _LFM2_KEYS = {
   'conv_bias': 'conv_bias',
 }
 _LFM2_EXTRA = {
-  **{
-    'block_ff_dim': int,
-    'tie_embedding': bool,
-    'layer_types': list[str] | None,
-  },
-  **{'block_auto_adjust_ff_dim': bool, 'block_multiple_of': int},
-  **{'block_ffn_dim_multiplier': float | None},
-  **{'full_attn_idxs': list[int] | None},
+  **{'block_ff_dim': int, 'tie_embedding': bool, 'block_multiple_of': int},
+  **{'layer_types': list[str] | None, 'block_auto_adjust_ff_dim': bool},
+  'block_ffn_dim_multiplier': float | None,
+  'full_attn_idxs': list[int] | None,
 }
 _LFM2_NAMES = {
-  **{
-    'input_layernorm': 'operator_norm',
-    'post_attention_layernorm': 'ffn_norm',
-  },
+  'input_layernorm': 'operator_norm',
+  'post_attention_layernorm': 'ffn_norm',
   **{'norm': 'embedding_norm', 'mlp': 'feed_forward', 'o_proj': 'out_proj'},
   **{'q_norm': 'q_layernorm', 'k_norm': 'k_layernorm'},
   **{'gate_proj': 'w1', 'up_proj': 'w3', 'down_proj': 'w2'},
@@ -86,7 +80,9 @@ _GRANITE_4: dict[str, Any] = {
   'ropes': 'stated',
   'extra': {'time_step_limit': list | None},
   'given': {
-    **{'mamba_n_heads': 1, 'mamba_d_head': 'auto', 'time_step_limit': None}
+    'mamba_n_heads': 1,
+    'mamba_d_head': 'auto',
+    'time_step_limit': None,
   },
   'idle': (
     *(f'mamba_{key}' for key in ('n_heads', 'n_groups', 'd_state', 'd_head')),
@@ -200,7 +196,7 @@ MODEL_TYPES = {
     + ('block_use_xavier_init', 'conv_use_xavier_init'),
     mixers={model_type.FULL: 'self_attn', 'conv': 'conv'},
     renames=_LFM2_NAMES,
-    written={'block_auto_adjust_ff_dim': False},
+    to_keys=lambda config: {'block_auto_adjust_ff_dim': False},
   ),
   'qwen3_5_text': model_type.ModelType(
     config=transformers.Qwen3_5TextConfig,

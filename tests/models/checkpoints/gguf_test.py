@@ -254,7 +254,7 @@ _TYPE = b'blk.0.attn_q.weight' + struct.pack('<IQQ', 2, 256, 256)
     (b'llama', b'lamma', "architecture 'lamma' is not known; choose from"),
     (b'.rope.freq_base', b'.rope.freq_bass', 'rope.freq_bass is not supported'),
     (b'.block_count', b'.block_cOunt', 'block_cOunt is not supported'),
-    (_TYPE + b'\0', _TYPE + b'\xfa', 'attn_q.weight is of type 250, which gg'),
+    (_TYPE + b'\0', _TYPE + b'\xfa', 'attn_q.weight: it is of type 250, w'),
     (b'.vocab_sizE', b'.vocab_size', 'vocab_size is there twice'),
   ],
 )

@@ -85,7 +85,9 @@ def test_a_window_is_counted_along_the_path_of_a_query():
 
 def test_padding_does_not_change_a_single_query_or_row():
   operands = _operands(length=1)
-  result = attention._attend_padded(8, *operands, scale=_SCALE)
+  result = attention._attend_padded(
+    attention._Operands(*operands), scale=_SCALE
+  )
   np.testing.assert_allclose(result, _reference(*operands), 1e-5, 1e-6)
   row, weight = _matrices(1)
   result = contraction._contract_padded(8, row, weight)

@@ -148,7 +148,7 @@ def test_drafted_tokens_in_four_bits_are_those_of_plain_decoding(tmp_path):
   module = tiny.module(
     vocab_size=4096, num_positions=64, width=32, tie_embeddings=False
   )
-  hub.save_pretrained(module, folder, tokenizer=hub.load_tokenizer('demo'))
+  hub.save_pretrained(module, folder, tokenizer=hub.locate('demo').tokenizer)
   load = lambda method: models.load(
     str(folder), 'demo-draft', method=method, dtype='int4', draft_dtype='int4'
   )
@@ -176,7 +176,7 @@ def test_drafted_tokens_in_four_bits_are_those_of_plain_decoding(tmp_path):
 def test_a_model_written_in_four_bits_is_not_rounded_again(family, tmp_path):
   folder, rounded = tmp_path / 'model', tmp_path / 'rounded'
   module = tiny.module() if family == 'gpt2' else tiny.llama_module(family)
-  hub.save_pretrained(module, folder, tokenizer=hub.load_tokenizer('demo'))
+  hub.save_pretrained(module, folder, tokenizer=hub.locate('demo').tokenizer)
   ended = command_lines.run(
     'round_model.py', f'--model={folder}', f'--output={rounded}'
   )
