@@ -37,8 +37,6 @@ def _shape(kind, scorer):
   )
   if kind == 'chain':
     return specdec.fixed_drafter(scorer, topology_lib.chain(_DEPTH))
-  if kind == 'k_ary':
-    return specdec.fixed_drafter(scorer, topology_lib.k_ary(3, 2))
   shape = topology_lib.TreeShape(num_nodes=10, capacity=48)
   drafter = specdec.Drafter((specdec.Stage(scorer, config),), shape)
   if kind == 'staged':
@@ -77,15 +75,6 @@ def test_tokens_are_those_of_plain_decoding(kind, edges):
       _shape(kind, _drafter()), sampling=specdec.Sampling(temperature=0.0)
     )
     assert alone.stats.block_efficiency > 4
-
-
-@pytest.mark.parametrize('verify', ['rejection', 'traversal'])
-def test_greedy_rows_with_drawn_children(verify):
-  plain = _generate(specdec.PLAIN)
-  for edges in (True, False):
-    found = _generate(_shape('k_ary', _drafter(edges=edges)), verify=verify)
-    assert found.tokens[0] == plain.tokens[0]
-    assert found.stats.block_efficiency > 1
 
 
 def test_with_the_targets_noise_all_that_is_known_is_right():
