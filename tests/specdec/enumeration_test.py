@@ -90,31 +90,15 @@ def test_more_worlds_and_longer_sequences(seed, children):
         _assert_law(worlds, *_law(rule, worlds, topology, children, length))
 
 
-def _small_trees():
-  """All of at most three children and depth 2, 84 of them."""
-  for number in (1, 2, 3):
-    for below in itertools.product(range(4), repeat=number):
-      yield topology_lib.from_paths(
-        path
-        for rank, size in enumerate(below)
-        for path in [(rank,), *((rank, other) for other in range(size))]
-      )
-
-
 @pytest.mark.parametrize('rule', _RULES)
 @pytest.mark.parametrize('children', sampling_lib.CHILDREN)
 def test_in_float64_nothing_is_left(children, rule):
   """So the distance in float32 is rounding, and no error of the method."""
   few = ('temperature 1', 'all filters', 'greedy')
-  trees = [*_small_trees()]
-  if children == sampling_lib.BEST or (
-    rule == 'rejection' and children != sampling_lib.BEST_AND_DRAWN
-  ):
-    trees = trees[::10]
   with jax.enable_x64(True):
     worlds = _worlds(3, 3, samplings=few, dtype=np.float64)
     assert worlds.target.dtype == worlds.draft.dtype == np.float64
-    for topology in trees:
+    for topology in enumeration.TOPOLOGIES.values():
       law = _law(rule, worlds, topology, children, 3)
       _assert_law(worlds, *law, tolerance=1e-13)
 
