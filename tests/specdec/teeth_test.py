@@ -17,15 +17,12 @@ import sys
 import pytest
 
 _ROOTS = ('specdec', 'models')
+# Nothing imported under one source may be used under another.
 _FILES = {
   path.stem: path
-  for path in pathlib.Path(__file__).parents[1].rglob('*_test.py')
+  for path in pathlib.Path(__file__).parents[1].rglob('*.py')
+  if path.stem != 'conftest'
 }
-# Nothing imported under one source may be used under another.
-_HELPERS = ('enumeration', 'list_growth', 'list_trees', 'slow_walks')
-_HELPERS += ('slow_head', 'tiny_blocks', 'tiny_drafters', 'tiny_heads')
-_HELPERS += ('block_folders', 'by_heart', 'table_blocks', 'tiny', 'variants')
-_HELPERS += ('tiny_recurrent', 'gguf_files', 'long_logits')
 
 # Tests that detect several bugs.
 _TESTS = {
@@ -642,8 +639,7 @@ class _Planter(importlib.machinery.SourceFileLoader):
 
 
 def _is_ours(module):
-  root = module.split('.')[0]
-  return root in (*_ROOTS, *_HELPERS) or module.endswith('_test')
+  return module.split('.')[0] in _ROOTS or module in _FILES
 
 
 def _whole(name):
