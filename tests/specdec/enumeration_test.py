@@ -103,16 +103,6 @@ def test_in_float64_nothing_is_left(children, rule):
       _assert_law(worlds, *law, tolerance=1e-13)
 
 
-def test_an_error_would_be_seen():
-  """Another distribution than the target's is far away."""
-  worlds = _worlds(3, 4)
-  law, _ = enumeration.tree_law(
-    worlds, topology_lib.chain(1), sampling_lib.BEST, 4
-  )
-  other = np.roll(worlds.exact_law(4), 1, axis=0)
-  assert np.all(enumeration.distance(law, other) > 0.01)
-
-
 # How many tokens are accepted: a rule that rejected all would be exact, too.
 
 
