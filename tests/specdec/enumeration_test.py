@@ -309,21 +309,6 @@ _CAPACITY = 14
 _DEPTH = 4
 
 
-def _tree(token, parent):
-  """`[B, M]` tokens and parents, which come before their children."""
-  depth = np.zeros_like(parent)
-  for node in range(1, _CAPACITY):
-    above = np.maximum(parent[:, node], 0)
-    depth[:, node] = depth[range(len(depth)), above] + 1
-  zeros = np.zeros(token.shape, np.float32)
-  return tree_lib.TokenTree(
-    **{'token': np.int32(token), 'parent': np.int32(parent)},
-    **{'depth': np.int32(depth), 'origin': np.int32(zeros)},
-    **{'cond_log_prob': zeros, 'log_prob': zeros},
-    size=np.full(len(token), _CAPACITY, np.int32),
-  )
-
-
 def _random_trees(case, children):
   """Trees of all forms, with siblings that could have been drawn.
 
@@ -332,10 +317,11 @@ def _random_trees(case, children):
   rng, vocab_size = case['rng'], case['logits'].shape[2]
   token = rng.integers(vocab_size, size=(_BATCH_SIZE, _CAPACITY))
   parent = np.full(token.shape, tree_lib.NO_NODE)
+  depths = np.zeros(token.shape, np.int32)
   nodes = np.full((_BATCH_SIZE, _NUM_NODES), tree_lib.NO_NODE, np.int32)
   for row in range(_BATCH_SIZE):
     left = case['proposals'][row].astype(float)
-    depth = np.zeros(_CAPACITY, int)
+    depth = depths[row]
     reach, share = rng.choice([1, 2, _CAPACITY]), rng.choice([0.6, 1.0])
     verified = [0]
     for node in range(1, _CAPACITY):
@@ -355,7 +341,14 @@ def _random_trees(case, children):
     size = len(verified) - 1
     places = 1 + rng.choice(_NUM_NODES - 1, size=size, replace=False)
     nodes[row, [0, *np.sort(places)]] = verified
-  return _tree(token, parent), nodes
+  zeros = np.zeros(token.shape, np.float32)
+  tree = tree_lib.TokenTree(
+    **{'token': np.int32(token), 'parent': np.int32(parent)},
+    **{'depth': depths, 'origin': np.int32(zeros)},
+    **{'cond_log_prob': zeros, 'log_prob': zeros},
+    size=np.full(len(token), _CAPACITY, np.int32),
+  )
+  return tree, nodes
 
 
 @functools.partial(enumeration.quick_jit, static_argnames='rule')
