@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import table_blocks
 import tiny
+import tiny_drafters
 
 from models.nn import table_model
 import specdec
@@ -32,18 +33,13 @@ def _drafter(*, edges=True):
 
 
 def _shape(kind, scorer):
-  config = specdec.StageConfig(
-    width=8, branching=3, rounds=_DEPTH, cost_ratio=0
-  )
   if kind == 'chain':
     return specdec.fixed_drafter(scorer, topology_lib.chain(_DEPTH))
-  shape = topology_lib.TreeShape(num_nodes=10, capacity=48)
-  drafter = specdec.Drafter((specdec.Stage(scorer, config),), shape)
-  if kind == 'staged':
-    inner = specdec.CandidateScorer((specdec.PromptLookup((0.5,)),))
-    few = specdec.StageConfig(width=4, branching=1, rounds=3)
-    return drafter.replace(stages=(*drafter.stages, specdec.Stage(inner, few)))
-  return drafter
+  tree = tiny_drafters.TREE.drafter(scorer)
+  inner = tiny_drafters.candidates(
+    specdec.PromptLookup((0.5,)), config=tiny_drafters.INNER
+  )
+  return tree if kind == 'tree' else specdec.staged(tree, inner)
 
 
 def _generate(drafter, **options):
