@@ -53,7 +53,7 @@ def _shapes(config: Config) -> dict[str, list[int]]:
 
 @torch.no_grad()
 def _run(variant: variants.Variant, tokens: np.ndarray, **options: Any) -> Any:
-  """What transformers computes in float32 from the weights of a folder."""
+  """The output of transformers in float32 for the weights of a folder."""
   with tempfile.TemporaryDirectory() as parent:
     folder = variants.write(variant, pathlib.Path(parent) / 'model')
     model = transformers.AutoModelForCausalLM.from_pretrained(
