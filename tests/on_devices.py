@@ -145,23 +145,12 @@ def _load(
 def _drafter(
   method: str, family: str, layout: sharding_lib.Layout
 ) -> specdec.Drafter:
-  kind = method.split()[0]
-  if kind == 'plain':
-    return specdec.PLAIN
-  if kind == 'chain':
-    draft = _load(family, 'draft', layout)
-    return tiny_drafters.model(
-      draft, tiny_drafters.Settings(topology=topology_lib.chain(3))
-    )
-  # In the staged ones every device has the whole draft.
-  whole = sharding_lib.Layout(layout.mesh, divides_weights=False)
-  return specdec.staged(
-    tiny_drafters.model(_load(family, 'draft', whole), tiny_drafters.TREE),
-    tiny_drafters.candidates(
-      specdec.PromptLookup((0.0, 0.3, 0.6), num_matches=2),
-      config=tiny_drafters.INNER,
-    ),
-  )
+  kind, *_ = method.split()
+  if kind == 'staged':  # Every device has the whole draft.
+    layout = dataclasses.replace(layout, divides_weights=False)
+  lookup = specdec.PromptLookup((0.0, 0.3, 0.6), num_matches=2)
+  draft = _load(family, 'draft', layout)
+  return tiny_drafters.simple(kind, draft, lookup, length=3)
 
 
 def _arguments(family: str, batch_size: int, temperature: float):

@@ -190,36 +190,3 @@ def walk_up(
   bonus, gap = _choose(wanted, noise)
   new = [*token[path[1:]].tolist(), bonus]
   return new, [*map(int, path)], min(*margins, gap)
-
-
-def walk_block(
-  parent, token, target, draft, uniforms, noise, stochastic, children
-):
-  """Along a chain; see `walk`. Literally algorithm 2 of arXiv 2403.10444."""
-  number = int(np.sum(parent >= 0))
-  if not stochastic or children == sampling_lib.BEST:
-    draft = np.eye(target.shape[1])[[*token[1:], 0]]
-  left = lambda weight, at: np.maximum(weight * target[at] - draft[at], 0.0)
-  accepted, weight, weight_there, margin = 0, 1.0, 1.0, np.inf
-  for depth in range(1, number + 1):
-    proposed = token[depth]
-    ratio = target[depth - 1, proposed] / draft[depth - 1, proposed]
-    prob = weight = min(weight * ratio, 1.0)
-    if depth < number:
-      mass = left(weight, depth).sum()
-      whole = mass + 1 - weight
-      if 0 < whole < 1e-6:
-        margin = 0.0
-      prob = mass / whole if whole > 0 else 1.0
-    here, gap = _is_accepted(uniforms[depth], prob)
-    margin = min(margin, gap)
-    if here:
-      accepted, weight_there = depth, weight
-  wanted = target[number]
-  if accepted < number:
-    wanted = left(weight_there, accepted)
-  if wanted.sum() < 1e-6:
-    margin, wanted = 0.0, target[accepted]
-  bonus, gap = _choose(wanted, noise)
-  new = [*token[1 : accepted + 1].tolist(), bonus]
-  return new, list(range(accepted + 1)), min(margin, gap)

@@ -26,18 +26,12 @@ Variant = dict[str, Any]
 of the texts, `buffers`: the causal masks that old versions stored; `scale` of
 weights."""
 
-VARIANTS: dict[str, Variant] = (
-  json.loads(DESCRIBED.read_text()) if DESCRIBED.exists() else {}
-)
+VARIANTS: dict[str, Variant] = json.loads(DESCRIBED.read_text())
 
 # Random shapes of families, longer texts, and the tokens whose logits are kept.
 FAMILIES_DESCRIBED = _GOLDEN / 'families.json'
 FAMILY_RESULTS = _GOLDEN / 'families.npz'
-FAMILIES: dict[str, Variant] = (
-  json.loads(FAMILIES_DESCRIBED.read_text())
-  if FAMILIES_DESCRIBED.exists()
-  else {}
-)
+FAMILIES: dict[str, Variant] = json.loads(FAMILIES_DESCRIBED.read_text())
 LONG = np.random.RandomState(1).randint(VOCAB_SIZE, size=40)
 CAUSAL = np.tri(len(LONG), dtype=bool)
 SOME_WORDS = np.arange(0, VOCAB_SIZE, 5)

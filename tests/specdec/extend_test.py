@@ -138,18 +138,6 @@ def test_text_that_changed_is_read_again_from_there_on(kind):
   decoding.run()
   assert decoding.result().tokens == _anew(prompts).tokens
   assert _extend(decoding, prompts) == {'target': 0, 'draft': 0}
-  # The last chunk has no room behind the text, and begins before its end.
-  for length in (66, tiny.MAX_POSITIONS - _LIMIT):
-    rng = np.random.default_rng(length)
-    prompts = [
-      prompt + rng.integers(40, size=length - len(prompt)).tolist()
-      for prompt in prompts
-    ]
-    _extend(decoding, prompts)
-    decoding.run()
-    result = decoding.result()
-    assert result.finish_reasons == ['length'] * _ROWS
-    _check_equal(result, _anew(prompts))
 
 
 def test_bad_turns_are_refused_and_change_nothing():

@@ -13,7 +13,6 @@ from models.nn import table_model
 import specdec
 from specdec import loop
 from specdec.text import stop_strings
-from specdec.tree import topology as topology_lib
 
 _SLOTS = 3
 _CONTEXT = tiny.MAX_POSITIONS
@@ -166,13 +165,12 @@ def test_how_prompts_take_turns_changes_no_token(break_even):
 
 def test_the_draft_reads_what_full_batches_decoded_plainly():
   """A perfect one then proposes nothing that the target rejects."""
-  settings = tiny_drafters.Settings(topology=topology_lib.chain(2))
-  draft = tiny_drafters.model(tiny.draft('perfect', num_layers=1), settings)
+  draft = tiny.draft('perfect', num_layers=1)
   slots = specdec.Slots(
     tiny.gpt2(num_layers=1),
     num_slots=2,
     context=_CONTEXT,
-    drafter=draft,
+    drafter=tiny_drafters.simple('chain', draft, length=2),
     tree_sizes={1: 3, 2: 1},
   )
   for limit in (20, 50):

@@ -22,11 +22,13 @@ _PROMPTS = [[2, 3, 1], [0], [1, 2], [3]]
 _LIMITS = [18, 3, 18, 18]
 _OPTIONS = [
   reference.Options(
-    temperature=1.0, repetition_penalty=2.5, logit_bias={1: 0.7}
+    temperature=1.0, top_p=0.7, repetition_penalty=2.5, logit_bias={1: 0.7}
   ),
   reference.Options(temperature=1.0),
-  reference.Options(repetition_penalty=4.0),
-  reference.Options(temperature=0.6, top_k=3, repetition_penalty=2.0),
+  reference.Options(repetition_penalty=4.0, logit_bias={0: -np.inf}),
+  reference.Options(
+    temperature=2.0, top_k=4, min_p=0.5, repetition_penalty=2.0
+  ),
 ]
 
 

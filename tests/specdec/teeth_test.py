@@ -17,15 +17,12 @@ import sys
 import pytest
 
 _ROOTS = ('specdec', 'models')
+# Nothing imported under one source may be used under another.
 _FILES = {
   path.stem: path
-  for path in pathlib.Path(__file__).parents[1].rglob('*_test.py')
+  for path in pathlib.Path(__file__).parents[1].rglob('*.py')
+  if path.stem != 'conftest'
 }
-# Nothing imported under one source may be used under another.
-_HELPERS = ('enumeration', 'list_growth', 'list_trees', 'slow_walks')
-_HELPERS += ('slow_head', 'tiny_blocks', 'tiny_drafters', 'tiny_heads')
-_HELPERS += ('block_folders', 'by_heart', 'table_blocks', 'tiny', 'variants')
-_HELPERS += ('tiny_recurrent', 'gguf_files', 'long_logits')
 
 # Tests that detect several bugs.
 _TESTS = {
@@ -38,7 +35,6 @@ _TESTS = {
   'BOTH_WAYS': "block_drafter.check_forward('z-lab both ways')",
   'COMMIT': 'cache.test_keeping_nodes_by_hand()',
   'CONSTRAINED': "constraint.check_tokens('chain', 'match')",
-  'CUTS': 'enumeration.check_cuts(True)',
   'DRAWS': "enumeration.check_draws('without_replacement')",
   'FROM_ROOT': "block_drafter.check_forward('speculators both ways')",
   'GATED': "block_drafter.check_forward('speculators gated')",
@@ -302,14 +298,13 @@ siblings in another order than they were drawn
   +   for one in best_lib.top_k(log_probs + noise, number)
   + ]
 # Traversal verification.
-[verify.rejection: CUTS]
-a block: proposals of the first nodes, not of the verified ones
-  _at(self.proposals, _at(self.node, place)) => _at(self.proposals, place)
-a block: the residual of the root behind any prefix
-  left = _at(walk.target, walk.depth) => left = walk.target[:, 0]
-a block: residual where all was accepted
-  _where(walk.turn == 0, known => _where(walk.depth > 99, known
 [verify.rejection: TRAVERSED]
+proposals of the first nodes, not of the verified ones
+  _at(self.proposals, _at(self.node, place)) => _at(self.proposals, place)
+the residual of the root behind any prefix
+  left = _at(walk.target, walk.depth) => left = walk.target[:, 0]
+residual where all was accepted
+  _where(walk.turn == 0, known => _where(walk.depth > 99, known
 weights above 1
   draft), 1e-37), 1.0) => draft), 1e-37), 1e9)
 children forget the weight of their parent
@@ -644,8 +639,7 @@ class _Planter(importlib.machinery.SourceFileLoader):
 
 
 def _is_ours(module):
-  root = module.split('.')[0]
-  return root in (*_ROOTS, *_HELPERS) or module.endswith('_test')
+  return module.split('.')[0] in _ROOTS or module in _FILES
 
 
 def _whole(name):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import table_blocks
 import tiny
+import tiny_drafters
 
 from models.nn import table_model
 import specdec
@@ -32,20 +33,13 @@ def _drafter(*, edges=True):
 
 
 def _shape(kind, scorer):
-  config = specdec.StageConfig(
-    width=8, branching=3, rounds=_DEPTH, cost_ratio=0
-  )
   if kind == 'chain':
     return specdec.fixed_drafter(scorer, topology_lib.chain(_DEPTH))
-  if kind == 'k_ary':
-    return specdec.fixed_drafter(scorer, topology_lib.k_ary(3, 2))
-  shape = topology_lib.TreeShape(num_nodes=10, capacity=48)
-  drafter = specdec.Drafter((specdec.Stage(scorer, config),), shape)
-  if kind == 'staged':
-    inner = specdec.CandidateScorer((specdec.PromptLookup((0.5,)),))
-    few = specdec.StageConfig(width=4, branching=1, rounds=3)
-    return drafter.replace(stages=(*drafter.stages, specdec.Stage(inner, few)))
-  return drafter
+  tree = tiny_drafters.TREE.drafter(scorer)
+  inner = tiny_drafters.candidates(
+    specdec.PromptLookup((0.5,)), config=tiny_drafters.INNER
+  )
+  return tree if kind == 'tree' else specdec.staged(tree, inner)
 
 
 def _generate(drafter, **options):
@@ -77,15 +71,6 @@ def test_tokens_are_those_of_plain_decoding(kind, edges):
       _shape(kind, _drafter()), sampling=specdec.Sampling(temperature=0.0)
     )
     assert alone.stats.block_efficiency > 4
-
-
-@pytest.mark.parametrize('verify', ['rejection', 'traversal'])
-def test_greedy_rows_with_drawn_children(verify):
-  plain = _generate(specdec.PLAIN)
-  for edges in (True, False):
-    found = _generate(_shape('k_ary', _drafter(edges=edges)), verify=verify)
-    assert found.tokens[0] == plain.tokens[0]
-    assert found.stats.block_efficiency > 1
 
 
 def test_with_the_targets_noise_all_that_is_known_is_right():

@@ -13,7 +13,6 @@ import tiny_drafters
 import specdec
 from specdec import sampling as sampling_lib
 from specdec import sampling_arguments
-from specdec.draft import ranking as ranking_lib
 from specdec.ngram import table as table_lib
 from specdec.tree import topology as topology_lib
 
@@ -235,23 +234,3 @@ def test_merging_proposers(num_proposers):
         found[name], expected[name], rtol=1e-3, atol=1e-3
       )
   assert doubled > 100
-
-
-# Ranks.
-
-
-def test_ranks_know_the_noise_of_the_candidates():
-  """Which of them it would be, and how likely it is to be one of them."""
-  rng = np.random.default_rng(3)
-  probs = np.array([0.5, 0.2] + [0.05] * 6)
-  noise = rng.gumbel(size=(1, 20_000, 8)).astype(np.float32)
-  log_probs = np.broadcast_to(np.log(probs[:2]), (1, 20_000, 2))
-  given = log_probs.astype(np.float32), noise[..., :2], _params([1.0]), 1.0
-  ranked = ranking_lib.rank_candidates(*given, shares_noise=True)
-  chosen = np.argmax(np.log(probs) + noise[0], axis=-1)
-  among = chosen < 2
-  best = np.asarray(ranked[0]).argmax(axis=-1)
-  np.testing.assert_array_equal(chosen[among], best[among])
-  total = np.exp(np.asarray(ranked[0])).sum(axis=-1)
-  assert total[among].mean() > total[~among].mean() + 0.1
-  np.testing.assert_allclose(total.mean(), among.mean(), atol=0.05)

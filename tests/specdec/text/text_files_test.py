@@ -1,10 +1,8 @@
 """Text files of users, whatever wrote them, and JSON that has no NaN."""
 
-import ast
 import io
 import json
 import math
-import pathlib
 import typing
 
 import pytest
@@ -12,7 +10,6 @@ import pytest
 from models.lab.training import corpus as corpus_lib
 from specdec.text import text_files
 
-_ROOT = pathlib.Path(__file__).parents[3]
 _TEXT = 'čaj\none\u2028two \u00e9\n\nlast'
 
 
@@ -100,26 +97,3 @@ def test_json_has_no_nan():
   text = text_files.to_json(value)
   expected = {'a': [None, [1.5, None]], 'b': {'c': None}, 'd': 'NaN'}
   assert json.loads(text, parse_constant=pytest.fail) == expected
-
-
-# Where the JSON is read again at once, or hashed; none of it is written.
-_NOT_WRITTEN = {
-  *('specdec/text/text_files.py', 'models/text/pair.py', 'models/text/plan.py'),
-  *('models/text/token_bytes.py', 'models/text/constraints.py'),
-  *('models/text/json_texts.py', 'specdec/text/whole_files.py'),
-}
-
-
-def test_all_json_is_written_by_one_function():
-  files = [
-    path
-    for folder in ('specdec', 'models', 'scripts')
-    for path in (_ROOT / folder).rglob('*.py')
-  ]
-  calls = {
-    path.relative_to(_ROOT).as_posix()
-    for path in files
-    for node in ast.walk(ast.parse(path.read_text('utf-8')))
-    if isinstance(node, ast.Attribute) and node.attr in ('dump', 'dumps')
-  }
-  assert calls == _NOT_WRITTEN

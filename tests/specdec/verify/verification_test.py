@@ -30,7 +30,6 @@ _CHAIN_RULES = [
   ),
   ('match', sampling_lib.BEST),
 ]
-_CHAIN_RULES += [('match', sampling_lib.BEST)]
 
 
 @functools.cache
