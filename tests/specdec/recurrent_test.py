@@ -51,7 +51,7 @@ def _row(cache, row):
 def test_logits_are_those_of_transformers_however_a_text_is_read(
   name, tmp_path
 ):
-  """They are those of its forward without a cache, in chunks and as a tree."""
+  """In chunks, and as a tree that grows in two forwards."""
   model, golden = _load(name, tmp_path), np.load(variants.RESULTS)[name]
   tokens = variants.tokens(name)
   for size, end in ((1, 40), (7, 35), (32, 32)):
@@ -64,7 +64,7 @@ def test_logits_are_those_of_transformers_however_a_text_is_read(
   path = [0, *np.sort(rng.permutation(np.arange(1, 26))[:13])]
   tree.parents[:, path] = [-1, *path[:-1]]
   tree.tokens[:, path] = tokens[:, 14:28]
-  logits = tree.logits(model, cache)
+  logits = tree.logits(model, cache, 13)
   np.testing.assert_allclose(
     logits[:, path], golden[:, 14:28], rtol=0, atol=2e-4
   )
@@ -89,14 +89,14 @@ def _check_path(model, tree, logits, cache, row, leaf, atol):
 def test_a_node_has_the_bits_of_plain_decoding_of_its_path(
   name, dtype, tmp_path
 ):
-  """With the CPU kernels, for trees of several sizes and numbers of rows."""
+  """With the CPU kernels, for trees that grow in one or in several forwards."""
   model = _load(name, tmp_path, dtype=dtype, packed=True)
   rng = np.random.default_rng(1)
-  for rows, nodes in ((1, 5), (4, 16), (2, 64)):
+  for rows, nodes, most in ((1, 5, 1), (4, 16, 8), (2, 64, 64)):
     prompt = rng.integers(variants.VOCAB_SIZE, size=(rows, 9))
     _, cache = tiny_recurrent.in_chunks(model, prompt, 9)
     tree = tiny_recurrent.Tree.random(rng, rows, nodes, variants.VOCAB_SIZE)
-    logits = tree.logits(model, cache)
+    logits = tree.logits(model, cache, most)
     for row in {0, rows - 1}:
       for leaf in {nodes - 1, nodes // 2}:
         _check_path(model, tree, logits, cache, row, leaf, atol=0)
