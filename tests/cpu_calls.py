@@ -117,7 +117,7 @@ def _states(rng: np.random.Generator, data: np.random.Generator) -> jax.Array:
   first = integers(0, slots - length + 1, rows)
   taken, _ = state_ops.mix_convolution(
     normal(rows, length, 3 * mixed),
-    *(normal(rows, taps, mixed), normal(*window, mixed), parents, first),
+    *(normal(rows, taps, mixed), normal(*window, mixed), (parents, first)),
     *(normal(taps + 1, mixed), normal(mixed)),
   )
   out, _ = state_ops.mix_delta(

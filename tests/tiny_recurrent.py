@@ -143,13 +143,16 @@ class Tree:
     sees = np.zeros((*self.tokens.shape, number), bool)
     for row, node in np.ndindex(self.tokens.shape):
       sees[row, node, self.path(row, node)] = True
-    found, cache = [], states_lib.with_window(cache, number)
+    found, cache = [], _with_window(cache, number)
     for first in range(0, number, most):
       part = slice(first, first + most)
       some = self.tokens[:, part], sees[:, part]
       logits, cache = _forward(model, *some, cache, first)
       found.append(np.asarray(logits))
     return np.concatenate(found, axis=1)
+
+
+_with_window = jax.jit(states_lib.with_window, static_argnums=1)
 
 
 @jax.jit

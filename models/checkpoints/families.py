@@ -52,7 +52,8 @@ class Family:
       for a tensor by itself.
     stored_name: maps `(canonical name, config)` to the name that transformers
       writes.
-    is_transposed: whether the matrix of a canonical name is stored `[in, out]`.
+    is_transposed: whether the axes of a canonical name are stored in reverse,
+      such as `[in, out]`.
     convert: makes the values of a canonical name of those that are stored, for
       some rows `[n, in]` or `[n]`; the identity by default.
     to_stored: its inverse.
@@ -151,6 +152,7 @@ FAMILIES = (
     module=lfm2_lib.Lfm2,
     config=lfm2_lib.Lfm2Config,
     canonical_name=functools.partial(tensor_names.renamed, 'lfm2'),
+    is_transposed=tensor_names.is_convolution,
   ),
   dataclasses.replace(
     LLAMA,
@@ -159,6 +161,7 @@ FAMILIES = (
     module=delta_lib.Delta,
     config=delta_lib.DeltaConfig,
     canonical_name=tensor_names.delta_name,
+    is_transposed=tensor_names.is_convolution,
     convert=tensor_names.to_rates,
     to_stored=tensor_names.from_rates,
   ),

@@ -89,12 +89,18 @@ def _check_path(model, tree, logits, cache, row, leaf, atol):
 def test_a_node_has_the_bits_of_plain_decoding_of_its_path(
   name, dtype, tmp_path
 ):
-  """With the CPU kernels, for trees that grow in one or in several forwards."""
+  """With the CPU kernels, for trees that grow in one or in several forwards.
+
+  In float32 a prompt has the logits of transformers.
+  """
   model = _load(name, tmp_path, dtype=dtype, packed=True)
   rng = np.random.default_rng(1)
   for rows, nodes, most in ((1, 5, 1), (4, 16, 8), (2, 64, 64)):
-    prompt = rng.integers(variants.VOCAB_SIZE, size=(rows, 9))
-    _, cache = tiny_recurrent.in_chunks(model, prompt, 9)
+    prompt = np.resize(variants.tokens(name)[:, :9], (rows, 9))
+    read, cache = tiny_recurrent.in_chunks(model, prompt, 9)
+    if dtype == 'float32':
+      golden = np.resize(np.load(variants.RESULTS)[name][:, :9], read.shape)
+      np.testing.assert_allclose(read, golden, rtol=0, atol=2e-4)
     tree = tiny_recurrent.Tree.random(rng, rows, nodes, variants.VOCAB_SIZE)
     logits = tree.logits(model, cache, most)
     for row in {0, rows - 1}:
@@ -372,7 +378,7 @@ def test_whatever_drafts_tokens_are_those_of_plain_decoding(make, tmp_path):
   assert [len(set(row)) > 3 for row in found[0].tokens] == [True, True]
 
 
-def _mixed(heads, picked):
+def mixed_by_kernels(heads, picked):
   """The kernels of delta nets for some of so many heads: results, states."""
   rng = np.random.default_rng(0)
   draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
@@ -422,9 +428,9 @@ def _mixed(heads, picked):
 @_kernels
 def test_several_threads_compute_the_bits_of_one():
   """Four heads are read by all threads, one head by the calling one."""
-  out, folded = _mixed(4, [0, 1, 2, 3])
+  out, folded = mixed_by_kernels(4, [0, 1, 2, 3])
   for head in range(4):
-    alone, alone_folded = _mixed(4, [head])
+    alone, alone_folded = mixed_by_kernels(4, [head])
     np.testing.assert_array_equal(out[:, :, [head]], alone)
     np.testing.assert_array_equal(folded[:, [head]], alone_folded)
 

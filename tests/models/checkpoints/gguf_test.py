@@ -170,7 +170,7 @@ def _stored(module, arch):
     name = families.parameter_name(path)
     array = np.asarray(leaf, np.float32)
     if array.ndim == 3:  # A convolution.
-      array = array[:, 0]
+      array = array[:, 0].T
     for part, heads in (('q', config.num_heads), ('k', config.num_kv_heads)):
       if arch in gguf_files.SWAPPED and f'.{part}_proj.' in name:
         array = gguf_files.permuted(array, heads)
