@@ -383,23 +383,22 @@ def mixed_by_kernels(heads, picked):
   rng = np.random.default_rng(0)
   draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
   rows, nodes, slots, width = 2, 6, 9, 128
-  each = np.arange(width) + width * np.asarray(picked)[:, None]
-  inputs = [each + part * heads * width for part in range(3)]
-  gates = 4 * heads * width + np.asarray(picked)
-  mixed = np.ravel(inputs)
-  columns = [*inputs, each + 3 * heads * width, gates, gates + heads]
-  columns = np.concatenate([np.ravel(one) for one in columns])
-  wide = heads * width
-  projected = draw(rows, nodes, 4 * wide + 2 * heads)[..., columns]
-  conv, window = draw(rows, 3, 3 * wide), draw(rows, 1, slots, 3 * wide)
+  numbers = lambda *lead: draw(*lead, heads)[..., picked]
+
+  def vectors(number, *lead):
+    """So many of each head; those of all heads beside one another."""
+    arrays = [draw(*lead, heads, width)[..., picked, :] for _ in range(number)]
+    return np.concatenate([each.reshape(*lead, -1) for each in arrays], -1)
+
+  parts = vectors(4, rows, nodes), numbers(rows, nodes), numbers(rows, nodes)
+  projected = np.concatenate(parts, axis=-1)
   matrix = draw(rows, heads, width, width)[:, picked]
-  keys, deltas = draw(2, rows, 1, slots, wide)[..., np.ravel(each)]
-  decays = draw(rows, 1, slots, heads)[..., picked]
-  weight, rates = draw(4, 3 * wide)[:, mixed], draw(2, heads)[:, picked]
+  state = {'conv': vectors(3, rows, 3), 'matrix': matrix}
+  window = rows, 1, slots
+  inputs = {'conv': vectors(3, *window), 'decay': numbers(*window)}
+  inputs |= {name: vectors(1, *window) for name in ('key', 'delta')}
+  weight, rates = vectors(3, 4), numbers(2)
   parents = np.tile(np.int32([-1, 0, 1, 2, 3, 4, 3, 3, 5]), (rows, 1))
-  inputs = {'conv': window[..., mixed], 'key': keys}
-  inputs |= {'delta': deltas, 'decay': decays}
-  state = {'conv': conv[..., mixed], 'matrix': matrix}
   out, inputs = state_ops.mix_delta(
     *(projected, state, inputs, (parents, np.int32([3, 2])), weight),
     (-np.abs(rates[0]), rates[1]),
