@@ -143,7 +143,9 @@ class Tree:
     sees = np.zeros((*self.tokens.shape, number), bool)
     for row, node in np.ndindex(self.tokens.shape):
       sees[row, node, self.path(row, node)] = True
-    found, cache = [], _with_window(cache, number)
+    if most < number:
+      cache = _with_window(cache, number)
+    found = []
     for first in range(0, number, most):
       part = slice(first, first + most)
       some = self.tokens[:, part], sees[:, part]
