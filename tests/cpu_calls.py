@@ -25,12 +25,13 @@ from models.nn.cpu import state_ops
 # With -O3 this compiles for many minutes.
 _SANITIZE = ('-O1', '-fsanitize=address,undefined')
 _SANITIZE += ('-fno-sanitize-recover=undefined',)
+_REPEATS = 8  # Calls of one program, with other values.
 
 
-def _products(rng: np.random.Generator) -> jax.Array:
+def _products(rng: np.random.Generator, data: np.random.Generator) -> jax.Array:
   """Products with one matrix or two, and what may come before and after."""
   size = lambda limit: int(rng.integers(1, limit))
-  normal = lambda *shape: rng.standard_normal(shape, np.float32)
+  normal = lambda *shape: data.standard_normal(shape, np.float32)
   maybe = lambda value: value if rng.random() < 0.5 else None
   count, width = size(70), size(70) * (5 if rng.random() < 0.3 else 1)
   # If there are many outputs, a thread takes several groups.
@@ -43,7 +44,7 @@ def _products(rng: np.random.Generator) -> jax.Array:
   def matrix():
     if dtype == 'blocks':
       kind = rng.choice([*blocks_lib.KINDS])
-      return tiny_blocks.matrix(rng, kind, (outputs, width))
+      return tiny_blocks.matrix(data, kind, (outputs, width))
     make = matrices_lib.FORMATS[dtype].from_blocks
     return make([(slice(None), normal(outputs, width))], (outputs, width))
 
@@ -65,10 +66,12 @@ def _products(rng: np.random.Generator) -> jax.Array:
   )
 
 
-def _attention(rng: np.random.Generator) -> jax.Array:
+def _attention(
+  rng: np.random.Generator, data: np.random.Generator
+) -> jax.Array:
   """Attention with or without norms and a rotation."""
   size = lambda limit: int(rng.integers(1, limit))
-  normal = lambda *shape: rng.standard_normal(shape, np.float32)
+  normal = lambda *shape: data.standard_normal(shape, np.float32)
   maybe = lambda value: value if rng.random() < 0.5 else None
   batch, heads, width, slots = size(4), size(3), size(70), size(50)
   length = size(min(12, slots) + 1)
@@ -81,8 +84,8 @@ def _attention(rng: np.random.Generator) -> jax.Array:
   rotation = maybe((normal(*angles), normal(*angles)))
   return ops.attend(
     rows,
-    rng.random((batch, length, slots)) < rng.random(),
-    maybe(jnp.asarray(rng.integers(-3, slots + 3, batch), jnp.int32)),
+    data.random((batch, length, slots)) < data.random(),
+    maybe(jnp.asarray(data.integers(-3, slots + 3, batch), jnp.int32)),
     *cache,
     scale=0.3,
     norms=maybe((norm(), norm(), maybe(norm()))) or (),
@@ -90,16 +93,17 @@ def _attention(rng: np.random.Generator) -> jax.Array:
   )[0]
 
 
-def _states(rng: np.random.Generator) -> jax.Array:
+def _states(rng: np.random.Generator, data: np.random.Generator) -> jax.Array:
   """A convolution and the delta rule on random trees, and a fold."""
   size = lambda limit: int(rng.integers(1, limit))
-  normal = lambda *shape: rng.standard_normal(shape, np.float32)
-  rows, slots, taps, key_heads, group = size(3), size(12), size(4), size(3), 2
-  key_width, width, heads = size(40), size(90), key_heads * group
+  normal = lambda *shape: data.standard_normal(shape, np.float32)
+  rows, slots, taps, key_heads, group = size(4), size(12), size(4), size(3), 2
+  # Some states are large enough for several threads.
+  key_width, width, heads = size(200), size(200), key_heads * group
   length, window = size(slots + 1), (rows, 1, slots)
   mixed = 2 * key_heads * key_width + heads * width
   integers = lambda least, most, *shape: jnp.asarray(
-    rng.integers(least, most, shape), jnp.int32
+    data.integers(least, most, shape), jnp.int32
   )
   parents = jnp.stack(
     [integers(-1, slot + 1, rows) for slot in range(slots)], 1
@@ -113,7 +117,7 @@ def _states(rng: np.random.Generator) -> jax.Array:
   first = integers(0, slots - length + 1, rows)
   taken, _ = state_ops.mix_convolution(
     normal(rows, length, 3 * mixed),
-    *(normal(rows, taps, mixed), normal(*window, mixed), parents, first),
+    *(normal(rows, taps, mixed), normal(*window, mixed), (parents, first)),
     *(normal(taps + 1, mixed), normal(mixed)),
   )
   out, _ = state_ops.mix_delta(
@@ -133,15 +137,15 @@ def _states(rng: np.random.Generator) -> jax.Array:
   return state_ops.gate(out, out).sum() + folded.sum() + taken.sum()
 
 
-def call(rng: np.random.Generator) -> jax.Array:
-  """One call of random sizes, dtypes and masks."""
+def call(rng: np.random.Generator, data: np.random.Generator) -> jax.Array:
+  """One call: `rng` draws sizes, dtypes and options, `data` the values."""
   size = lambda limit: int(rng.integers(1, limit))
-  normal = lambda *shape: rng.standard_normal(shape, np.float32)
+  normal = lambda *shape: data.standard_normal(shape, np.float32)
   kind, width = rng.integers(7), size(70)
   if kind == 6:
-    return _states(rng)
+    return _states(rng, data)
   if kind == 0:
-    return _products(rng)
+    return _products(rng, data)
   if kind == 1:
     norm = ops.Norm(normal(width), None, 1e-5, rng.random() < 0.5)
     return ops.normalize(normal(size(5), width), norm)
@@ -151,26 +155,32 @@ def call(rng: np.random.Generator) -> jax.Array:
     return ops.route(logits, count, renormalize=renormalize)[1]
   if kind == 3:
     rows, shape = size(9), (size(5), size(5))
-    index = jnp.asarray(rng.integers(0, rows, shape), jnp.int32)
+    index = jnp.asarray(data.integers(0, rows, shape), jnp.int32)
     return ops.sum_rows(normal(rows, width), index, normal(*shape))
   if kind == 4:
     batch, heads, slots = size(4), size(3), size(50)
     dtype = jnp.dtype(rng.choice(['float32', 'bfloat16']))
     draw = lambda slots: jnp.asarray(normal(batch, heads, slots, width), dtype)
-    start = jnp.asarray(rng.integers(-3, slots + 3, batch), jnp.int32)
+    start = jnp.asarray(data.integers(-3, slots + 3, batch), jnp.int32)
     return ops.write_slots(draw(slots), draw(size(slots + 1)), start)
-  return _attention(rng)
+  return _attention(rng, data)
 
 
 def main(folder: str, count: str) -> None:
   """Compiles the kernels into a folder, and calls them."""
+  # Most of the time is XLA's: it compiles what is called once per `_REPEATS`.
+  jax.config.update('jax_disable_most_optimizations', True)
   flags = build.FLAGS + _SANITIZE
   build.register(build.compile_library('g++', pathlib.Path(folder), flags))
-  rng = np.random.default_rng(0)
-  for _ in range(int(count)):
-    assert jnp.isfinite(call(rng)).all()
-    jax.clear_caches()
-  print(f'{count} calls')
+  data = np.random.default_rng(0)
+  for index in range(int(count)):
+    if index % 100 == 0:
+      print(f'{index} calls', flush=True)
+    if index % _REPEATS == 0:
+      jax.clear_caches()
+    rng = np.random.default_rng(index // _REPEATS)
+    assert np.isfinite(np.asarray(call(rng, data), np.float32)).all()
+  print(f'all {count} calls', flush=True)
 
 
 if __name__ == '__main__':

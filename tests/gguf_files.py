@@ -212,7 +212,7 @@ def tensors_of(
     name = families.parameter_name(path)
     array = np.asarray(leaf, np.float32)
     if array.ndim == 3:  # A convolution.
-      array = array[:, 0]
+      array = array[:, 0].T
     if arch in _SWAPPED and '.q_proj.' in name:
       array = _permuted(array, config.num_heads)
     if arch in _SWAPPED and '.k_proj.' in name:

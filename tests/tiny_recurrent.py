@@ -136,17 +136,33 @@ class Tree:
       found.insert(0, int(self.parents[row, found[0]]))
     return found
 
-  def logits(self, model, cache):
-    """Logits `[B, N, V]` of every node, by one forward."""
-    sees = np.zeros((*self.tokens.shape, self.tokens.shape[1]), bool)
+  def logits(self, model, cache, most=None):
+    """Logits `[B, N, V]` of every node, by forwards of at most so many."""
+    number = self.tokens.shape[1]
+    most = most or number
+    sees = np.zeros((*self.tokens.shape, number), bool)
     for row, node in np.ndindex(self.tokens.shape):
       sees[row, node, self.path(row, node)] = True
-    return np.asarray(_forward(model, self.tokens, sees, cache))
+    if most < number:
+      cache = _with_window(cache, number)
+    found = []
+    for first in range(0, number, most):
+      part = slice(first, first + most)
+      some = self.tokens[:, part], sees[:, part]
+      logits, cache = _forward(model, *some, cache, first)
+      found.append(np.asarray(logits))
+    return np.concatenate(found, axis=1)
+
+
+_with_window = jax.jit(states_lib.with_window, static_argnums=1)
 
 
 @jax.jit
-def _forward(model, tokens, sees, cache):
+def _forward(model, tokens, sees, cache, first):
+  """Logits of some nodes, and the cache with them; `first` of them is there."""
   depth = jnp.sum(sees, axis=2) - 1
   mask = cache.ops.mask(cache.length, sees, cache.num_slots)
   positions = cache.length[:, None] + depth
-  return model.apply(tokens, positions, mask, cache)[0]
+  cache = cache.replace(start=cache.length + first)
+  logits, cache = model.apply(tokens, positions, mask, cache)
+  return logits, cache.replace(start=None)

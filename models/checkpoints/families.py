@@ -52,7 +52,8 @@ class Family:
       for a tensor by itself.
     stored_name: maps `(canonical name, config)` to the name that transformers
       writes.
-    is_transposed: whether the matrix of a canonical name is stored `[in, out]`.
+    is_transposed: whether the axes of a canonical name are stored in reverse,
+      such as `[in, out]`.
     convert: makes the values of a canonical name of those that are stored, for
       some rows `[n, in]` or `[n]`; the identity by default.
     to_stored: its inverse.
@@ -152,12 +153,14 @@ FAMILIES = (
     lfm2_lib.Lfm2Config,
     module=lfm2_lib.Lfm2,
     canonical_name=functools.partial(tensor_names.renamed, 'lfm2'),
+    is_transposed=tensor_names.is_convolution,
   ),
   _related(
     'Qwen3.5',
     delta_lib.DeltaConfig,
     module=delta_lib.Delta,
     canonical_name=tensor_names.delta_name,
+    is_transposed=tensor_names.is_convolution,
     convert=tensor_names.to_rates,
     to_stored=tensor_names.from_rates,
   ),

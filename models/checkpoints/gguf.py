@@ -15,6 +15,7 @@ import transformers
 
 from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import families
+from models.checkpoints import tensor_names
 from models.checkpoints.gguf_parts import gguf_config
 from models.checkpoints.gguf_parts import gguf_header
 from models.checkpoints.gguf_parts import gguf_keys
@@ -136,10 +137,6 @@ class GGUFFile:
         raise ValueError(f'{self.path}: tensor {name} is not part of a {arch}')
       if family.is_unused(canonical, config):
         continue
-      # A convolution has a weight of one input per channel.
-      if canonical.endswith(('.conv.weight', '.conv1d.weight')):
-        channels, size = info.shape
-        info = dataclasses.replace(info, shape=(channels, 1, size))
       if '{}' in canonical:
         for expert in range(info.shape[0]):
           part = tensor_parts.Part(expert=expert)
@@ -149,4 +146,8 @@ class GGUFFile:
         yield from ((one, tensor(info, parts[one])) for one in parts)
         continue
       rotated = heads.get(name.split('.')[-2]) if kind.swaps_rows else None
-      yield canonical, tensor(info, num_heads=rotated)
+      is_convolution = tensor_names.is_convolution(canonical)
+      yield (
+        canonical,
+        tensor(info, num_heads=rotated, transposed=is_convolution),
+      )

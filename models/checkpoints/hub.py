@@ -455,8 +455,9 @@ def save_pretrained(
   for own, arrays in stored.items():
     known = family.canonical_name(own, module.config) or own
     whole = _joined(arrays, family.parts(known, module.config))
-    if family.is_transposed(next(iter(arrays))):
-      whole = whole.swapaxes(-1, -2)
+    name, one = next(iter(arrays.items()))
+    if family.is_transposed(name):
+      whole = whole.swapaxes(whole.ndim - one.ndim, -1)
     tensors[own] = np.ascontiguousarray(whole)
   whole_files.write_tensors(
     folder / hugging_face.WEIGHTS, tensors, {'format': 'pt'}

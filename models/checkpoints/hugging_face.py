@@ -54,7 +54,7 @@ class _Tensor:
   dtype: str
   stored_shape: tuple[int, ...]
   part: tensor_parts.Part = tensor_parts.Part()
-  transposed: bool = False  # Whether it is stored `[in, out]`.
+  transposed: bool = False  # Whether its axes are stored in reverse.
   convert: Callable[[np.ndarray], np.ndarray] = lambda rows: rows
   num_heads: int | None = None  # See `rope.order_of_rows`.
 
@@ -97,7 +97,7 @@ class _Tensor:
       with opened(self.file) as mapped:
         stored = mapped.get_slice(self.key)
         if self.transposed:
-          block = stored[*stack, :, rows].T
+          block = stored[*stack, ..., rows].T
         else:
           block = stored[*stack, rows]
         index: np.ndarray | slice = slice(start, end)

@@ -104,6 +104,11 @@ def delta_name(stored: str, config: delta_lib.DeltaConfig) -> str | None:
   return renamed('qwen3_5_text', _LANGUAGE.sub('', stored, count=1), config)
 
 
+def is_convolution(name: str) -> bool:
+  """Whether a tensor is the weight of a layer's convolution."""
+  return name.endswith(('.conv.weight', '.conv1d.weight'))
+
+
 def to_rates(name: str, rows: np.ndarray) -> np.ndarray:
   """Values of a Qwen3.5, whose folders have scales minus one and logarithms."""
   if name.endswith('linear_attn.rate'):

@@ -43,14 +43,15 @@ class Convolution(nnx.Module):
 
   def __init__(self, width: int, size: int, *, use_bias: bool, rngs: nnx.Rngs):
     init = jax.nn.initializers.normal(size**-0.5)
-    self.weight = nnx.Param(init(rngs.params(), (width, 1, size), jnp.float32))
+    # As the kernels read it; checkpoints store `[width, 1, size]`.
+    self.weight = nnx.Param(init(rngs.params(), (size, 1, width), jnp.float32))
     self.bias = nnx.Param(jnp.zeros(width, jnp.float32)) if use_bias else None
 
   @property
   def operands(self) -> tuple[jax.Array, jax.Array | None]:
     """Weights `[size, width]`, the farthest first, and the bias or None."""
     bias = None if self.bias is None else self.bias[...]
-    return self.weight[:, 0].T, bias
+    return self.weight[:, 0], bias
 
   def __call__(
     self,

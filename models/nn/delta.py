@@ -298,14 +298,8 @@ class GatedAttention(grouped_query.Attention):
     query, gate = both[:, :, ::2], both[:, :, 1::2]
     if kernels:
       heads = jnp.concatenate([query, others], axis=2)
-      out, cache = attention.attend_projections(
-        heads.reshape(*x.shape[:2], -1),
-        *(mask, cache, self.layer),
-        slots_shape=(config.num_kv_heads, self.head_width),
-        dtype=self.dtype,
-        scale=self.scale,
-        norms=(self.q_norm.operand, self.k_norm.operand),
-        rotation=rotation and rotation[:2],
+      out, cache = self._fused(
+        heads.reshape(*x.shape[:2], -1), rotation, mask, cache
       )
     else:
       key, value = jnp.split(others, 2, axis=2)

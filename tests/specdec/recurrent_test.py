@@ -51,7 +51,7 @@ def _row(cache, row):
 def test_logits_are_those_of_transformers_however_a_text_is_read(
   name, tmp_path
 ):
-  """They are those of its forward without a cache, in chunks and as a tree."""
+  """In chunks, and as a tree that grows in two forwards."""
   model, golden = _load(name, tmp_path), np.load(variants.RESULTS)[name]
   tokens = variants.tokens(name)
   for size, end in ((1, 40), (7, 35), (32, 32)):
@@ -64,7 +64,7 @@ def test_logits_are_those_of_transformers_however_a_text_is_read(
   path = [0, *np.sort(rng.permutation(np.arange(1, 26))[:13])]
   tree.parents[:, path] = [-1, *path[:-1]]
   tree.tokens[:, path] = tokens[:, 14:28]
-  logits = tree.logits(model, cache)
+  logits = tree.logits(model, cache, 13)
   np.testing.assert_allclose(
     logits[:, path], golden[:, 14:28], rtol=0, atol=2e-4
   )
@@ -89,14 +89,20 @@ def _check_path(model, tree, logits, cache, row, leaf, atol):
 def test_a_node_has_the_bits_of_plain_decoding_of_its_path(
   name, dtype, tmp_path
 ):
-  """With the CPU kernels, for trees of several sizes and numbers of rows."""
+  """With the CPU kernels, for trees that grow in one or in several forwards.
+
+  In float32 a prompt has the logits of transformers.
+  """
   model = _load(name, tmp_path, dtype=dtype, packed=True)
   rng = np.random.default_rng(1)
-  for rows, nodes in ((1, 5), (4, 16), (2, 64)):
-    prompt = rng.integers(variants.VOCAB_SIZE, size=(rows, 9))
-    _, cache = tiny_recurrent.in_chunks(model, prompt, 9)
+  for rows, nodes, most in ((1, 5, 5), (4, 16, 8), (2, 64, 64)):
+    prompt = np.resize(variants.tokens(name)[:, :9], (rows, 9))
+    read, cache = tiny_recurrent.in_chunks(model, prompt, 9)
+    if dtype == 'float32':
+      golden = np.resize(np.load(variants.RESULTS)[name][:, :9], read.shape)
+      np.testing.assert_allclose(read, golden, rtol=0, atol=2e-4)
     tree = tiny_recurrent.Tree.random(rng, rows, nodes, variants.VOCAB_SIZE)
-    logits = tree.logits(model, cache)
+    logits = tree.logits(model, cache, most)
     for row in {0, rows - 1}:
       for leaf in {nodes - 1, nodes // 2}:
         _check_path(model, tree, logits, cache, row, leaf, atol=0)
@@ -372,28 +378,27 @@ def test_whatever_drafts_tokens_are_those_of_plain_decoding(make, tmp_path):
   assert [len(set(row)) > 3 for row in found[0].tokens] == [True, True]
 
 
-def _mixed(heads, picked):
+def mixed_by_kernels(heads, picked):
   """The kernels of delta nets for some of so many heads: results, states."""
   rng = np.random.default_rng(0)
   draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
   rows, nodes, slots, width = 2, 6, 9, 128
-  each = np.arange(width) + width * np.asarray(picked)[:, None]
-  inputs = [each + part * heads * width for part in range(3)]
-  gates = 4 * heads * width + np.asarray(picked)
-  mixed = np.ravel(inputs)
-  columns = [*inputs, each + 3 * heads * width, gates, gates + heads]
-  columns = np.concatenate([np.ravel(one) for one in columns])
-  wide = heads * width
-  projected = draw(rows, nodes, 4 * wide + 2 * heads)[..., columns]
-  conv, window = draw(rows, 3, 3 * wide), draw(rows, 1, slots, 3 * wide)
+  numbers = lambda *lead: draw(*lead, heads)[..., picked]
+
+  def vectors(number, *lead):
+    """Some vectors of each head, all heads beside one another."""
+    arrays = [draw(*lead, heads, width)[..., picked, :] for _ in range(number)]
+    return np.concatenate([each.reshape(*lead, -1) for each in arrays], -1)
+
+  parts = vectors(4, rows, nodes), numbers(rows, nodes), numbers(rows, nodes)
+  projected = np.concatenate(parts, axis=-1)
   matrix = draw(rows, heads, width, width)[:, picked]
-  keys, deltas = draw(2, rows, 1, slots, wide)[..., np.ravel(each)]
-  decays = draw(rows, 1, slots, heads)[..., picked]
-  weight, rates = draw(4, 3 * wide)[:, mixed], draw(2, heads)[:, picked]
+  state = {'conv': vectors(3, rows, 3), 'matrix': matrix}
+  window = rows, 1, slots
+  inputs = {'conv': vectors(3, *window), 'decay': numbers(*window)}
+  inputs |= {name: vectors(1, *window) for name in ('key', 'delta')}
+  weight, rates = vectors(3, 4), numbers(2)
   parents = np.tile(np.int32([-1, 0, 1, 2, 3, 4, 3, 3, 5]), (rows, 1))
-  inputs = {'conv': window[..., mixed], 'key': keys}
-  inputs |= {'delta': deltas, 'decay': decays}
-  state = {'conv': conv[..., mixed], 'matrix': matrix}
   out, inputs = state_ops.mix_delta(
     *(projected, state, inputs, (parents, np.int32([3, 2])), weight),
     (-np.abs(rates[0]), rates[1]),
@@ -422,9 +427,9 @@ def _mixed(heads, picked):
 @_kernels
 def test_several_threads_compute_the_bits_of_one():
   """Four heads are read by all threads, one head by the calling one."""
-  out, folded = _mixed(4, [0, 1, 2, 3])
+  out, folded = mixed_by_kernels(4, [0, 1, 2, 3])
   for head in range(4):
-    alone, alone_folded = _mixed(4, [head])
+    alone, alone_folded = mixed_by_kernels(4, [head])
     np.testing.assert_array_equal(out[:, :, [head]], alone)
     np.testing.assert_array_equal(folded[:, [head]], alone_folded)
 

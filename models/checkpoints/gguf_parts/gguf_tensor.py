@@ -40,6 +40,7 @@ class Tensor:
   info: gguf_header.TensorInfo
   part: tensor_parts.Part = tensor_parts.Part()
   num_heads: int | None = None  # See `rope.order_of_rows`.
+  transposed: bool = False  # A convolution `[size, 1, width]`; its axes.
 
   @property
   def name(self) -> str:
@@ -48,6 +49,8 @@ class Tensor:
   @property
   def shape(self) -> tuple[int, ...]:
     outputs, *rest = self.info.shape[self.part.expert is not None :]
+    if self.transposed:
+      return (*rest, 1, outputs)
     return (len(range(outputs)[self.part.rows]), *rest)
 
   @property
@@ -128,7 +131,9 @@ class Tensor:
       yield index, rows
 
   def _expanded(self) -> Iterator[blocks_lib.Rows]:
-    if len(self.shape) == 1:
+    if self.transposed:
+      yield slice(None), self._floats(0, self.info.shape[0]).T[:, None]
+    elif len(self.shape) == 1:
       order = rope_lib.order_of_rows(self.shape[0], self.num_heads)
       yield order, self._floats(0, 1)[0, self.part.rows]
     else:

@@ -127,7 +127,7 @@ def token_seconds(
 def _figures(
   found: Tried, plain: Tried, costs: machine.StepCosts, usual: int
 ) -> dict[str, Any]:
-  """What a plan says of a candidate."""
+  """The figures of a candidate in a plan."""
   trial, plain_step = found.trial, plain.trial.step_seconds(costs)
   measured = token_seconds(found.decodes, careful=False).get(usual)
   return {

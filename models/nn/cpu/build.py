@@ -7,6 +7,7 @@ import functools
 import os
 import pathlib
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -31,20 +32,11 @@ FLAGS = (
   '-Wno-psabi',
   '-fPIC',
 )
-_FUNCTIONS = (
-  'specdec_multiply_float32',
-  'specdec_multiply_bfloat16',
-  'specdec_multiply_int8',
-  'specdec_multiply_blocks',
-  'specdec_attend',
-  'specdec_write_slots',
-  'specdec_normalize',
-  'specdec_route',
-  'specdec_sum_rows',
-  'specdec_mix_convolution',
-  'specdec_gate',
-  'specdec_fold_delta',
-  'specdec_mix_delta',
+# The names of what XLA calls, as the sources define them.
+_FUNCTIONS = tuple(
+  name
+  for unit in _UNITS
+  for name in re.findall(r'HANDLER_SYMBOL\(\s*(\w+)', unit.read_text())
 )
 
 

@@ -20,6 +20,20 @@ namespace ffi = xla::ffi;
 
 using FloatBuffer = ffi::Buffer<ffi::F32>;
 using FloatResult = ffi::ResultBuffer<ffi::F32>;
+using IntBuffer = ffi::Buffer<ffi::S32>;
+
+// Attributes, whose names are part of their types.
+namespace attr {
+inline constexpr char kEpsilon[] = "epsilon", kScale[] = "scale",
+                      kWrites[] = "writes", kCenter[] = "center",
+                      kRenormalize[] = "renormalize", kTiled[] = "tiled";
+using Epsilon = ffi::Attr<float, kEpsilon>;
+using Scale = ffi::Attr<float, kScale>;
+using Writes = ffi::Attr<bool, kWrites>;
+using Center = ffi::Attr<bool, kCenter>;
+using Renormalize = ffi::Attr<bool, kRenormalize>;
+using Tiled = ffi::Attr<bool, kTiled>;
+}  // namespace attr
 
 inline ffi::Error InvalidArgument(const std::string& message) {
   return ffi::Error::InvalidArgument(message);
@@ -31,5 +45,11 @@ inline const float* OrNull(const FloatBuffer& buffer) {
 }
 
 }  // namespace specdec
+
+// A handler that takes the threads is bound by its parameters, as others are.
+template <>
+struct xla::ffi::CtxBinding<xla::ffi::ThreadPool> {
+  using Ctx = xla::ffi::ThreadPool;
+};
 
 #endif  // SPECDEC_HANDLERS_H_

@@ -69,21 +69,6 @@ inline void PrepareHead(const Attention& attention, int64_t row,
   }
 }
 
-// Stores finite values as those of a cache, and others as zeros: a masked NaN
-// would still spread, since 0 x NaN is NaN.
-template <typename Value>
-void StoreEntry(const float* from, int64_t width, Value* to) {
-  constexpr uint32_t kInfinity = 0x7f800000;
-  for (int64_t i = 0; i < width; i += kLanes) {
-    Floats values = LoadFloats(from + i, width - i);
-    // Rounding may make infinity of a large number.
-    const Words rounded = sizeof(Value) == 2 ? RoundToBFloat16(values)
-                                             : BitCast<Words>(values);
-    values = (rounded & kInfinity) == kInfinity ? Floats{} : values;
-    StoreFloats(to + i, values, width - i);
-  }
-}
-
 // Writes the keys and values of a head and position to the caches.
 template <typename Value>
 void WriteEntry(const Attention& attention, int64_t row, int64_t position,
@@ -95,14 +80,14 @@ void WriteEntry(const Attention& attention, int64_t row, int64_t position,
       ((row * attention.heads + head) * slots + start + position) * width;
   const int64_t of_keys = attention.query_heads + head;
   PrepareHead(attention, row, position, of_keys, attention.key_norm, scratch);
-  StoreEntry(scratch, width, static_cast<Value*>(attention.keys) + at);
+  CopyFinite(scratch, width, static_cast<Value*>(attention.keys) + at);
   const float* value =
       attention.projection(row, position, of_keys + attention.heads);
   if (attention.value_norm.scale != nullptr) {
     Normalize(attention.value_norm, value, width, scratch);
     value = scratch;
   }
-  StoreEntry(value, width, static_cast<Value*>(attention.values) + at);
+  CopyFinite(value, width, static_cast<Value*>(attention.values) + at);
 }
 
 // The format of keys, which are multiplied as weights are.

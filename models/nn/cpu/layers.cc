@@ -20,12 +20,11 @@ namespace {
 ffi::Error Attend(ffi::ThreadPool pool, FloatBuffer projections,
                   FloatBuffer query_norm, FloatBuffer key_norm,
                   FloatBuffer value_norm, FloatBuffer cos, FloatBuffer sin,
-                  ffi::Buffer<ffi::PRED> mask,
-                  ffi::Buffer<ffi::S32> start, ffi::AnyBuffer keys,
-                  ffi::AnyBuffer values, FloatResult out,
+                  ffi::Buffer<ffi::PRED> mask, IntBuffer start,
+                  ffi::AnyBuffer keys, ffi::AnyBuffer values, FloatResult out,
                   ffi::Result<ffi::AnyBuffer> new_keys,
-                  ffi::Result<ffi::AnyBuffer> new_values, float epsilon,
-                  float scale, bool writes) {
+                  ffi::Result<ffi::AnyBuffer> new_values, attr::Epsilon epsilon,
+                  attr::Scale scale, attr::Writes writes) {
   const auto dims = keys.dimensions();
   Attention attention;
   attention.projections = projections.typed_data();
@@ -35,10 +34,10 @@ ffi::Error Attend(ffi::ThreadPool pool, FloatBuffer projections,
   attention.width = dims[3];
   attention.length = projections.dimensions()[1];
   attention.query_heads = out->dimensions()[2] / attention.width;
-  attention.query_norm = {OrNull(query_norm), nullptr, epsilon, false};
-  attention.key_norm = {OrNull(key_norm), nullptr, epsilon, false};
-  attention.value_norm = {OrNull(value_norm), nullptr, epsilon, false};
-  attention.writes = writes;
+  attention.query_norm = {OrNull(query_norm), nullptr, *epsilon, false};
+  attention.key_norm = {OrNull(key_norm), nullptr, *epsilon, false};
+  attention.value_norm = {OrNull(value_norm), nullptr, *epsilon, false};
+  attention.writes = *writes;
   attention.cos = OrNull(cos);
   attention.sin = OrNull(sin);
   attention.pairs = attention.cos == nullptr ? 0 : cos.dimensions()[3];
@@ -46,7 +45,7 @@ ffi::Error Attend(ffi::ThreadPool pool, FloatBuffer projections,
   attention.start = start.typed_data();
   attention.keys = new_keys->untyped_data();
   attention.values = new_values->untyped_data();
-  attention.scale = scale;
+  attention.scale = *scale;
   attention.out = out->typed_data();
   // XLA copies the caches where it cannot give the same memory.
   if (attention.keys != keys.untyped_data()) {
@@ -70,8 +69,7 @@ ffi::Error Attend(ffi::ThreadPool pool, FloatBuffer projections,
 // Writes new entries [B, H, L, Dh] to the slots of a cache [B, H, S, Dh] from
 // start [B] on. The result is the cache itself.
 ffi::Error WriteSlots(ffi::AnyBuffer slots, ffi::AnyBuffer entries,
-                      ffi::Buffer<ffi::S32> start,
-                      ffi::Result<ffi::AnyBuffer> out) {
+                      IntBuffer start, ffi::Result<ffi::AnyBuffer> out) {
   const auto dims = slots.dimensions();
   const int64_t count = entries.dimensions()[2];
   const int64_t bytes = dims[3] * ffi::ByteWidth(slots.element_type());
@@ -94,9 +92,10 @@ ffi::Error WriteSlots(ffi::AnyBuffer slots, ffi::AnyBuffer entries,
 
 // See `Norm`, of each row of x [rows, width].
 ffi::Error NormalizeRows(FloatBuffer x, FloatBuffer scale, FloatBuffer bias,
-                         FloatResult out, float epsilon, bool center) {
+                         FloatResult out, attr::Epsilon epsilon,
+                         attr::Center center) {
   const int64_t rows = x.dimensions()[0], width = x.dimensions()[1];
-  const Norm norm{scale.typed_data(), OrNull(bias), epsilon, center};
+  const Norm norm{scale.typed_data(), OrNull(bias), *epsilon, *center};
   for (int64_t row = 0; row < rows; ++row) {
     Normalize(norm, x.typed_data() + row * width, width,
               out->typed_data() + row * width);
@@ -109,9 +108,8 @@ ffi::Error NormalizeRows(FloatBuffer x, FloatBuffer scale, FloatBuffer bias,
 // The router: of each row of logits [rows, E] the probabilities of all experts,
 // and the k most probable ones (of equal ones the first) with their weights,
 // which are their probabilities, over the sum of these if `renormalize`.
-ffi::Error Route(FloatBuffer logits, bool renormalize,
-                 ffi::ResultBuffer<ffi::S32> experts,
-                 FloatResult weights,
+ffi::Error Route(FloatBuffer logits, attr::Renormalize renormalize,
+                 ffi::ResultBuffer<ffi::S32> experts, FloatResult weights,
                  FloatResult probs) {
   const int64_t rows = logits.dimensions()[0], width = logits.dimensions()[1];
   const int64_t count = experts->dimensions()[1];
@@ -144,7 +142,7 @@ ffi::Error Route(FloatBuffer logits, bool renormalize,
       weight[i] = prob[best];
       kept += weight[i];
     }
-    if (!renormalize) continue;
+    if (!*renormalize) continue;
     for (int64_t i = 0; i < count; ++i) weight[i] /= kept;
   }
   return ffi::Error::Success();
@@ -152,9 +150,8 @@ ffi::Error Route(FloatBuffer logits, bool renormalize,
 
 // Each row t of the result [T, width] is the sum of k rows index [T, k] of
 // `rows`, times weights [T, k], added in this order.
-ffi::Error SumRows(ffi::ThreadPool pool, FloatBuffer rows,
-                   ffi::Buffer<ffi::S32> index, FloatBuffer weights,
-                   FloatResult out) {
+ffi::Error SumRows(ffi::ThreadPool pool, FloatBuffer rows, IntBuffer index,
+                   FloatBuffer weights, FloatResult out) {
   const int64_t count = index.dimensions()[0], terms = index.dimensions()[1];
   const int64_t width = out->dimensions()[1];
   const int64_t bytes = count * terms * width * sizeof(float);
@@ -176,53 +173,8 @@ ffi::Error SumRows(ffi::ThreadPool pool, FloatBuffer rows,
 }  // namespace
 }  // namespace specdec
 
-namespace ffi = xla::ffi;
-using specdec::FloatBuffer;
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_attend, specdec::Attend,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<FloatBuffer>()
-                                  .Arg<FloatBuffer>()
-                                  .Arg<FloatBuffer>()
-                                  .Arg<FloatBuffer>()
-                                  .Arg<FloatBuffer>()
-                                  .Arg<FloatBuffer>()
-                                  .Arg<ffi::Buffer<ffi::PRED>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<FloatBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<float>("epsilon")
-                                  .Attr<float>("scale")
-                                  .Attr<bool>("writes"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_write_slots, specdec::WriteSlots,
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::AnyBuffer>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_normalize, specdec::NormalizeRows,
-                              ffi::Ffi::Bind()
-                                  .Arg<FloatBuffer>()
-                                  .Arg<FloatBuffer>()
-                                  .Arg<FloatBuffer>()
-                                  .Ret<FloatBuffer>()
-                                  .Attr<float>("epsilon")
-                                  .Attr<bool>("center"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_route, specdec::Route,
-                              ffi::Ffi::Bind()
-                                  .Arg<FloatBuffer>()
-                                  .Attr<bool>("renormalize")
-                                  .Ret<ffi::Buffer<ffi::S32>>()
-                                  .Ret<FloatBuffer>()
-                                  .Ret<FloatBuffer>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_sum_rows, specdec::SumRows,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<FloatBuffer>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<FloatBuffer>()
-                                  .Ret<FloatBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_attend, specdec::Attend);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_write_slots, specdec::WriteSlots);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_normalize, specdec::NormalizeRows);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_route, specdec::Route);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_sum_rows, specdec::SumRows);

@@ -4,6 +4,7 @@ All shapes and dtypes are checked here, as in `models.nn.cpu.ops`.
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,33 +16,50 @@ from models.nn.cpu import ops
 _MOST_BEFORE = 15
 """The largest number of inputs before one that a convolution sees."""
 
-
-def _window(like: jax.Array, nodes: jax.Array) -> jax.ShapeDtypeStruct:
-  """A window `[B, 1, T, width]` after nodes `[B, L, ...]` were written."""
-  if nodes.shape[1] > like.shape[2]:
-    raise ValueError(f'{nodes.shape[1]} nodes in {like.shape[2]} slots')
-  return jax.ShapeDtypeStruct(like.shape, jnp.float32)
+_Arrays = Mapping[str, jax.Array]  # By their names in `Recurrent`.
+_Tree = tuple[jax.Array, jax.Array]
+"""The parents `[B, T]` int32 of all slots, -1: none; and `[B]` int32, the slot
+of the first node."""
 
 
-def _places(windows: Mapping[int, int], nodes: jax.Array, slots: int) -> Any:
-  """Which windows are written in place: none that is written as a whole."""
-  return windows if nodes.shape[1] < slots else None
+def _mix(
+  name: str,
+  projected: jax.Array,
+  state: Sequence[jax.Array],
+  windows: Sequence[jax.Array],
+  behind: Sequence[Any],
+  width: int,
+  **attributes: Any,
+) -> Sequence[jax.Array]:
+  """Calls a kernel with all of these, which writes nodes to the windows.
 
-
-def _check_size(state: jax.Array) -> None:
-  if state.shape[1] > _MOST_BEFORE:
+  The state of the convolution is the first; `width` is that of the result,
+  which comes before the windows.
+  """
+  before, slots = state[0].shape[1], windows[0].shape[2]
+  if projected.shape[1] > slots:
+    raise ValueError(f'{projected.shape[1]} nodes in {slots} slots')
+  if before > _MOST_BEFORE:
     raise ValueError(
-      f'a convolution of {state.shape[1] + 1} positions; the kernel takes at'
-      f' most {_MOST_BEFORE + 1}'
+      f'a convolution of {before + 1} positions; the kernel takes at most'
+      f' {_MOST_BEFORE + 1}'
     )
+  # A window that is written as a whole is not written in place.
+  some = len(windows) if projected.shape[1] < slots else 0
+  shapes = [(*projected.shape[:2], width), *(one.shape for one in windows)]
+  call = jax.ffi.ffi_call(
+    name,
+    [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
+    input_output_aliases={1 + len(state) + i: 1 + i for i in range(some)},
+  )
+  return call(projected, *state, *windows, *behind, **attributes)
 
 
 def mix_convolution(
   projected: jax.Array,
   state: jax.Array,
   window: jax.Array,
-  parents: jax.Array,
-  first: jax.Array,
+  tree: _Tree,
   weight: jax.Array,
   bias: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -52,8 +70,7 @@ def mix_convolution(
       result, and inputs.
     state: `[B, n, width]` float32, the last inputs of the text.
     window: `[B, 1, T, width]` float32, those of the window.
-    parents: `[B, T]` int32, of slots; -1: none.
-    first: `[B]` int32, the slot of the first node.
+    tree: see `_Tree`.
     weight: `[n + 1, width]` float32, that of the farthest first.
     bias: `[width]` float32, or None.
 
@@ -69,22 +86,16 @@ def mix_convolution(
     state=(state, 'BND'),
     projected=(projected, 'BLW'),
     window=(window, 'B1TD'),
-    parents=(parents, 'BT', 'int32'),
-    first=(first, 'B', 'int32'),
+    parents=(tree[0], 'BT', 'int32'),
+    first=(tree[1], 'B', 'int32'),
     weight=(weight, 'PD'),
     bias=(bias, 'D'),
   )
-  _check_size(state)
-  written = _window(window, projected)
-  out = jax.ShapeDtypeStruct((*projected.shape[:2], width), jnp.float32)
-  call = jax.ffi.ffi_call(
-    'specdec_mix_convolution',
-    [out, written],
-    input_output_aliases=_places({2: 1}, projected, window.shape[2]),
+  behind = *tree, weight, ops.or_empty(bias)
+  out, window = _mix(
+    'specdec_mix_convolution', projected, [state], [window], behind, width
   )
-  bias = ops.or_empty(bias)
-  found = call(projected, state, window, parents, first, weight, bias)
-  return found[0], found[1]
+  return out, window
 
 
 def gate(x: jax.Array, gates: jax.Array) -> jax.Array:
@@ -155,43 +166,11 @@ def fold_delta(
   return call(state, *added, slots, count, tiled=tiled)
 
 
-def _check_delta(
-  projected: jax.Array,
-  state: Mapping[str, jax.Array],
-  inputs: Mapping[str, jax.Array],
-  tree: tuple[jax.Array, jax.Array],
-  weight: jax.Array,
-  rates: tuple[jax.Array, jax.Array],
-  norm: ops.Norm,
-) -> None:
-  """Checks the operands of `mix_delta`."""
-  mixed, values, heads = (
-    inputs[name].shape[-1] for name in ('conv', 'delta', 'decay')
-  )
-  _check_window(
-    state['matrix'],
-    inputs,
-    {
-      'P': state['conv'].shape[1] + 1,
-      'C': mixed + values + 2 * heads,
-    },
-    parents=(tree[0], 'BT', 'int32'),
-    first=(tree[1], 'B', 'int32'),
-    conv=(inputs['conv'], 'B1TM'),
-    projected=(projected, 'BLC'),
-    conv_state=(state['conv'], 'BNM'),
-    norm_scale=(norm.scale, 'J'),
-    weight=(weight, 'PM'),
-    **{f'rate_{i}': (one, 'H') for i, one in enumerate(rates)},
-  )
-  _check_size(state['conv'])
-
-
 def mix_delta(
   projected: jax.Array,
-  state: Mapping[str, jax.Array],
-  inputs: Mapping[str, jax.Array],
-  tree: tuple[jax.Array, jax.Array],
+  state: _Arrays,
+  inputs: _Arrays,
+  tree: _Tree,
   weight: jax.Array,
   rates: tuple[jax.Array, jax.Array],
   norm: ops.Norm,
@@ -206,7 +185,7 @@ def mix_delta(
       decays are made of.
     state: after the text, `conv` `[B, n, ...]` and `matrix` `[B, H, K, V]`.
     inputs: those of the window, `conv`, `key`, `delta` and `decay`.
-    tree: `parents` and `first`, see `mix_convolution`.
+    tree: see `_Tree`.
     weight: `[n + 1, ...]` float32 of the convolution, that of the farthest
       first.
     rates: `[H]` float32 each, the rate of the decay and what is added before.
@@ -219,24 +198,31 @@ def mix_delta(
   Raises:
     ValueError: an operand is wrong.
   """
-  _check_delta(projected, state, inputs, tree, weight, rates, norm)
+  mixed, values, heads = (
+    inputs[name].shape[-1] for name in ('conv', 'delta', 'decay')
+  )
+  _check_window(
+    state['matrix'],
+    inputs,
+    {'P': state['conv'].shape[1] + 1, 'C': mixed + values + 2 * heads},
+    parents=(tree[0], 'BT', 'int32'),
+    first=(tree[1], 'B', 'int32'),
+    conv=(inputs['conv'], 'B1TM'),
+    projected=(projected, 'BLC'),
+    conv_state=(state['conv'], 'BNM'),
+    norm_scale=(norm.scale, 'J'),
+    weight=(weight, 'PM'),
+    **{f'rate_{i}': (one, 'H') for i, one in enumerate(rates)},
+  )
   names = 'conv', 'key', 'delta', 'decay'
-  out = jax.ShapeDtypeStruct(
-    (*projected.shape[:2], inputs['delta'].shape[-1]), jnp.float32
-  )
-  written = [_window(inputs[name], projected) for name in names]
-  call = jax.ffi.ffi_call(
+  out, *windows = _mix(
     'specdec_mix_delta',
-    [out, *written],
-    input_output_aliases=_places(
-      {3 + i: 1 + i for i in range(len(names))}, projected, tree[0].shape[1]
-    ),
-  )
-  found, *windows = call(
-    *(projected, state['conv'], state['matrix']),
-    *(inputs[name] for name in names),
-    *(*tree, weight, *rates, norm.scale),
+    projected,
+    (state['conv'], state['matrix']),
+    [inputs[name] for name in names],
+    (*tree, weight, *rates, norm.scale),
+    values,
     epsilon=np.float32(norm.epsilon),
     tiled=tiled,
   )
-  return found, dict(zip(names, windows, strict=True))
+  return out, dict(zip(names, windows, strict=True))

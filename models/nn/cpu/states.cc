@@ -17,14 +17,6 @@
 namespace specdec {
 namespace {
 
-using IntBuffer = ffi::Buffer<ffi::S32>;
-
-// A value, or zero for NaN and inf.
-inline Floats Finite(const Floats& x) {
-  const Ints is_finite = (BitCast<Ints>(x) & 0x7f800000) != 0x7f800000;
-  return is_finite ? x : Floats{};
-}
-
 // Nodes of token trees in windows of slots, whose parents come first.
 struct Nodes {
   int64_t slots, length;  // T, and L of this forward.
@@ -143,7 +135,7 @@ ffi::Error MixConvolution(ffi::ThreadPool pool, FloatBuffer projected,
         const Floats input =
             LoadFloats(from + d, left) * LoadFloats(from + 2 * width + d, left);
         StoreFirst(to + node * width + d, input, left);
-        StoreFirst(kept + d, Finite(input), left);
+        StoreFinite(kept + d, input, left);
       });
     }
     for (int64_t node = length - 1; node >= 0; --node) {
@@ -180,6 +172,24 @@ struct Columns {
 
   float* values() { return reinterpret_cast<float*>(this); }
 };
+
+// A state [rows, width] as columns: all rows of the first ones, then of the
+// next. It is read in the order of memory, and ahead, which the processor does
+// not do from page to page.
+void Split(const float* state, int64_t rows, int64_t width,
+           std::vector<Columns>* columns) {
+  constexpr int64_t kLine = 16, kAhead = 2048;
+  columns->resize((width + kColumns - 1) / kColumns * rows);
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t d = 0; d < width; d += kLine) {
+      __builtin_prefetch(state + i * width + d + kAhead);
+    }
+    for (int64_t d = 0; d < width; d += kColumns) {
+      std::copy_n(state + i * width + d, std::min<int64_t>(width - d, kColumns),
+                  (*columns)[d / kColumns * rows + i].values());
+    }
+  }
+}
 
 // Some columns of a state after a token: decay * state + key * `count` values
 // of delta. It is not inlined, so that folding and walking a tree compute the
@@ -225,8 +235,8 @@ struct Heads {
 // window has keys, deltas and decays [B, 1, T, ...].
 ffi::Error FoldDelta(ffi::ThreadPool pool, FloatBuffer states, FloatBuffer keys,
                      FloatBuffer deltas, FloatBuffer decays, IntBuffer slots,
-                     IntBuffer count, FloatResult out, bool tiled) {
-  const Heads heads(states, keys, tiled);
+                     IntBuffer count, FloatResult out, attr::Tiled tiled) {
+  const Heads heads(states, keys, *tiled);
   const int64_t length = keys.dimensions()[2], most = slots.dimensions()[1];
   float* const result = out->typed_data();
   if (result != states.typed_data()) {
@@ -238,24 +248,24 @@ ffi::Error FoldDelta(ffi::ThreadPool pool, FloatBuffer states, FloatBuffer keys,
     const int64_t last = std::min<int64_t>(count.typed_data()[row], most);
     const int64_t key_width = heads.key_width, width = heads.width;
     float* const state = result + index * key_width * width;
-    std::vector<Columns> columns(key_width);
-    for (int64_t d = 0; last > 0 && d < width; d += kColumns) {
+    if (last <= 0) return;
+    thread_local std::vector<Columns> columns;
+    Split(state, key_width, width, &columns);
+    for (int64_t d = 0; d < width; d += kColumns) {
+      Columns* const some = columns.data() + d / kColumns * key_width;
       const int64_t size = std::min<int64_t>(width - d, kColumns);
-      for (int64_t i = 0; i < key_width; ++i) {
-        std::copy_n(state + i * width + d, size, columns[i].values());
-      }
       for (int64_t j = 0; j < last; ++j) {
         const int64_t slot = std::clamp<int64_t>(
             slots.typed_data()[row * most + j], 0, length - 1);
         const int64_t token = row * length + slot;
         const int64_t at = token * heads.heads + head;
         const int64_t key = token * heads.key_heads + heads.KeyHead(head);
-        Update(columns.data(), key_width, decays.typed_data()[at],
+        Update(some, key_width, decays.typed_data()[at],
                keys.typed_data() + key * key_width,
-               deltas.typed_data() + at * width + d, size, columns.data());
+               deltas.typed_data() + at * width + d, size, some);
       }
       for (int64_t i = 0; i < key_width; ++i) {
-        std::copy_n(columns[i].values(), size, state + i * width + d);
+        std::copy_n(some[i].values(), size, state + i * width + d);
       }
     }
   });
@@ -286,26 +296,35 @@ struct Walk {
   float* out;
 };
 
+// Memory of a walk, which a thread keeps for its next ones.
+struct Scratch {
+  // Query, key and value of each node, after convolution and norms.
+  std::vector<float> vectors;
+  std::vector<float> both, strength;  // Query times key; the step size.
+  // The first child of each slot, behind it that of the text; and its siblings.
+  std::vector<int64_t> child, next;
+  std::vector<Columns> text;  // The state of the text, see `Split`.
+  std::vector<Columns> stack;  // States of the open path, some columns of each.
+  std::vector<std::pair<int64_t, int64_t>> waiting;  // Siblings, their levels.
+};
+
 // A head at the nodes of a row.
 struct HeadWalk {
   const Walk& walk;
   int64_t row, head, first;
-  // Query, key and value of each node, after convolution and norms.
-  std::vector<float> vectors;
-  std::vector<float> both;  // Query times key.
-  // The first child of each slot, behind it that of the text; and its siblings.
-  std::vector<int64_t> child, next;
-  std::vector<Columns> stack;  // States, some columns of each.
+  Scratch& scratch;
 
   const Nodes& nodes() const { return walk.convolution.nodes; }
   int64_t end() const { return first + nodes().length; }
 
-  float* Query(int64_t node) {
+  float* Query(int64_t node) const {
     const Heads& heads = walk.heads;
-    return vectors.data() + node * (2 * heads.key_width + heads.width);
+    return scratch.vectors.data() + node * (2 * heads.key_width + heads.width);
   }
-  float* Key(int64_t node) { return Query(node) + walk.heads.key_width; }
-  float* Value(int64_t node) { return Query(node) + 2 * walk.heads.key_width; }
+  float* Key(int64_t node) const { return Query(node) + walk.heads.key_width; }
+  float* Value(int64_t node) const {
+    return Query(node) + 2 * walk.heads.key_width;
+  }
 
   float* KeptKey(int64_t slot) const {
     return walk.keys.At(row, slot) +
@@ -316,6 +335,10 @@ struct HeadWalk {
   }
   float& Decay(int64_t slot) const { return walk.decays.At(row, slot)[head]; }
 
+  const float* Projected(int64_t node) const {
+    const Convolution& convolution = walk.convolution;
+    return convolution.x + (row * nodes().length + node) * convolution.stride;
+  }
   float* Out(int64_t node) const {
     const int64_t at = row * nodes().length + node;
     return walk.out + (at * walk.heads.heads + head) * walk.heads.width;
@@ -324,61 +347,51 @@ struct HeadWalk {
   // Keeps `count` values of a node, at `channel` of the slot's.
   void Keep(const Window& window, int64_t node, int64_t channel,
             const float* from, int64_t count) const {
-    float* const to = window.At(row, first + node) + channel;
-    ForVectors(count, [&](int64_t d, auto left) {
-      StoreFirst(to + d, Finite(LoadFloats(from + d, left)), left);
-    });
+    CopyFinite(from, count, window.At(row, first + node) + channel);
   }
 
   // Convolves what is projected for a node, and keeps what is the same for all
   // columns.
-  void Prepare(int64_t node) {
+  void Prepare(int64_t node) const {
     const Heads& heads = walk.heads;
     const Convolution& convolution = walk.convolution;
     const int64_t key_width = heads.key_width, width = heads.width;
     const int64_t keys = heads.key_heads * key_width;
     const int64_t query_at = heads.KeyHead(head) * key_width;
-    const int64_t value_at = 2 * keys + head * width;
-    const float* const x =
-        convolution.x + (row * nodes().length + node) * convolution.stride;
+    const float* const x = Projected(node);
     float *const query = Query(node), *const key = Key(node);
-    convolution.Compute(row, node, query_at, key_width, true, query);
-    convolution.Compute(row, node, keys + query_at, key_width, true, key);
-    convolution.Compute(row, node, value_at, width, true, Value(node));
+    // All heads that share a key would keep the same.
+    const bool is_first = heads.IsFirst(head);
+    const auto convolve = [&](int64_t channel, int64_t count, bool keeps,
+                              float* to) {
+      convolution.Compute(row, node, channel, count, true, to);
+      if (keeps) Keep(convolution.window, node, channel, x + channel, count);
+    };
+    convolve(query_at, key_width, is_first, query);
+    convolve(keys + query_at, key_width, is_first, key);
+    convolve(2 * keys + head * width, width, true, Value(node));
     Direction(query, key_width, 1.0f / std::sqrt(float(key_width)), query);
     Direction(key, key_width, 1.0f, key);
     Floats products = {};
     ForVectors(key_width, [&](int64_t i, auto left) {
       products += LoadFloats(query + i, left) * LoadFloats(key + i, left);
     });
-    both[node] = Sum(products);
-    if (heads.IsFirst(head)) {  // All that share a key would keep the same.
-      Keep(convolution.window, node, query_at, x + query_at, key_width);
-      Keep(convolution.window, node, keys + query_at, x + keys + query_at,
-           key_width);
-      Keep(walk.keys, node, query_at, key, key_width);
-    }
-    Keep(convolution.window, node, value_at, x + value_at, width);
-    const float* const alpha =
-        x + convolution.window.width + (heads.width + 1) * heads.heads;
-    const float step = alpha[head] + walk.bias[head];
+    scratch.both[node] = Sum(products);
+    if (is_first) Keep(walk.keys, node, query_at, key, key_width);
+    // Behind the gates, a number per head each.
+    const float* const beta =
+        x + convolution.window.width + heads.heads * width + head;
+    scratch.strength[node] = 1.0f / (1.0f + std::exp(-*beta));
+    const float step = beta[heads.heads] + walk.bias[head];
     const float softplus = step > 20.0f ? step : std::log1p(std::exp(step));
     const float decay = std::exp(walk.rate[head] * softplus);
     Keep(walk.decays, node, head, &decay, 1);
   }
 
-  float Strength(int64_t node) const {
-    const Convolution& convolution = walk.convolution;
-    const float* const beta =
-        convolution.x + (row * nodes().length + node) * convolution.stride +
-        convolution.window.width + walk.heads.width * walk.heads.heads;
-    return 1.0f / (1.0f + std::exp(-beta[head]));
-  }
-
   // Computes columns of what a node adds to the state S of its parent, and of
   // what is read from its own: `S' q = decay (S q) + (k q) delta`. So a state
   // is read once, and only nodes with children have one.
-  void Visit(int64_t node, int64_t column, const Columns* state) {
+  void Visit(int64_t node, int64_t column, const Columns* state) const {
     const int64_t key_width = walk.heads.key_width;
     const float *const query = Query(node), *const key = Key(node);
     Floats of_key[kParts] = {}, of_query[kParts] = {};
@@ -389,53 +402,50 @@ struct HeadWalk {
         of_query[p] += state[i].parts[p] * query[i];
       }
     }
-    const float decay = Decay(first + node), strength = Strength(node);
+    const float decay = Decay(first + node);
     for (int p = 0; p < kParts; ++p) {
       const int64_t at = column + p * kLanes, left = walk.heads.width - at;
       if (left <= 0) break;
       const Floats value = LoadFloats(Value(node) + at, left);
-      const Floats delta = (value - of_key[p] * decay) * strength;
-      StoreFirst(Delta(first + node) + at, Finite(delta), left);
-      StoreFirst(Out(node) + at, of_query[p] * decay + delta * both[node],
-                 left);
+      const Floats delta = (value - of_key[p] * decay) * scratch.strength[node];
+      StoreFinite(Delta(first + node) + at, delta, left);
+      StoreFirst(Out(node) + at,
+                 of_query[p] * decay + delta * scratch.both[node], left);
     }
   }
 
   // Goes through the tree depth first. A state is written over that of the
   // parent, unless a sibling still needs it.
-  void WalkColumns(int64_t column) {
-    const Heads& heads = walk.heads;
-    const int64_t size = heads.key_width;
-    if (static_cast<int64_t>(stack.size()) < size) stack.resize(size);
-    const float* const state = walk.states + (row * heads.heads + head) *
-                                                 heads.key_width * heads.width;
-    const int64_t count = std::min<int64_t>(heads.width - column, kColumns);
-    for (int64_t i = 0; i < size; ++i) {
-      std::copy_n(state + i * heads.width + column, count, stack[i].values());
-    }
-    std::vector<std::pair<int64_t, int64_t>> waiting;
+  void WalkColumns(int64_t column) const {
+    const std::vector<int64_t>&child = scratch.child, &next = scratch.next;
+    const int64_t size = walk.heads.key_width;
+    const int64_t count =
+        std::min<int64_t>(walk.heads.width - column, kColumns);
+    const auto state = [&](int64_t level) {
+      return level == 0 ? scratch.text.data() + column / kColumns * size
+                        : scratch.stack.data() + (level - 1) * size;
+    };
     int64_t slot = child[end()], level = 0;
     while (true) {
-      if (slot >= first)
-        Visit(slot - first, column, stack.data() + level * size);
+      if (slot >= first) Visit(slot - first, column, state(level));
       if (child[slot] >= 0) {
         const int64_t from = level;
         if (next[slot] >= 0) {
-          waiting.push_back({next[slot], level++});
-          if (static_cast<int64_t>(stack.size()) < (level + 1) * size) {
-            stack.resize((level + 1) * size);
+          scratch.waiting.push_back({next[slot], level++});
+          if (static_cast<int64_t>(scratch.stack.size()) < level * size) {
+            scratch.stack.resize(level * size);
           }
         }
         const float* const key =
             slot >= first ? Key(slot - first) : KeptKey(slot);
-        Update(stack.data() + from * size, size, Decay(slot), key,
-               Delta(slot) + column, count, stack.data() + level * size);
+        Update(state(from), size, Decay(slot), key, Delta(slot) + column, count,
+               state(level));
         slot = child[slot];
       } else if (next[slot] >= 0) {
         slot = next[slot];
-      } else if (!waiting.empty()) {
-        std::tie(slot, level) = waiting.back();
-        waiting.pop_back();
+      } else if (!scratch.waiting.empty()) {
+        std::tie(slot, level) = scratch.waiting.back();
+        scratch.waiting.pop_back();
       } else {
         return;
       }
@@ -443,14 +453,12 @@ struct HeadWalk {
   }
 
   // The norm of what is read, times the SiLU of its gate.
-  void Finish(int64_t node) {
-    const Convolution& convolution = walk.convolution;
+  void Finish(int64_t node) const {
     const int64_t width = walk.heads.width;
     float* const values = Out(node);
     Normalize(walk.norm, values, width, values);
     const float* const gate =
-        convolution.x + (row * nodes().length + node) * convolution.stride +
-        convolution.window.width + head * width;
+        Projected(node) + walk.convolution.window.width + head * width;
     ForVectors(width, [&](int64_t d, auto left) {
       const Floats factor = LoadFloats(gate + d, left);
       StoreFirst(values + d,
@@ -459,20 +467,25 @@ struct HeadWalk {
     });
   }
 
-  void Run() {
+  void Run() const {
+    const Heads& heads = walk.heads;
     const int64_t length = nodes().length;
-    vectors.resize(length * (2 * walk.heads.key_width + walk.heads.width));
-    both.resize(length);
+    scratch.vectors.resize(length * (2 * heads.key_width + heads.width));
+    scratch.both.resize(length);
+    scratch.strength.resize(length);
     for (int64_t node = 0; node < length; ++node) Prepare(node);
-    child.assign(end() + 1, -1);
-    next.assign(end() + 1, -1);
+    scratch.child.assign(end() + 1, -1);
+    scratch.next.assign(end() + 1, -1);
     for (int64_t slot = end() - 1; slot >= 0; --slot) {
       const int64_t parent = nodes().Parent(row, slot);
-      int64_t& head_of = child[parent < 0 ? end() : parent];
-      next[slot] = head_of;
+      int64_t& head_of = scratch.child[parent < 0 ? end() : parent];
+      scratch.next[slot] = head_of;
       head_of = slot;
     }
-    for (int64_t d = 0; d < walk.heads.width; d += kColumns) WalkColumns(d);
+    const int64_t size = heads.key_width * heads.width;
+    Split(walk.states + (row * heads.heads + head) * size, heads.key_width,
+          heads.width, &scratch.text);
+    for (int64_t d = 0; d < heads.width; d += kColumns) WalkColumns(d);
     for (int64_t node = 0; node < length; ++node) Finish(node);
   }
 };
@@ -485,11 +498,11 @@ ffi::Error MixDelta(ffi::ThreadPool pool, FloatBuffer projected,
                     FloatBuffer norm_scale, FloatResult out,
                     FloatResult new_inputs, FloatResult new_keys,
                     FloatResult new_deltas, FloatResult new_decays,
-                    float epsilon, bool tiled) {
+                    attr::Epsilon epsilon, attr::Tiled tiled) {
   const auto dims = projected.dimensions();
   const int64_t length = dims[1];
   const Walk walk{
-      Heads(states, keys, tiled),
+      Heads(states, keys, *tiled),
       {Nodes(parents, first, length), Window(inputs, new_inputs, length),
        conv_state.dimensions()[1], conv_state.typed_data(),
        weights.typed_data(), nullptr, projected.typed_data(), dims[2]},
@@ -499,12 +512,14 @@ ffi::Error MixDelta(ffi::ThreadPool pool, FloatBuffer projected,
       states.typed_data(),
       rate.typed_data(),
       bias.typed_data(),
-      {norm_scale.typed_data(), nullptr, epsilon, false},
+      {norm_scale.typed_data(), nullptr, *epsilon, false},
       out->typed_data()};
   const int64_t heads = walk.heads.heads, number = dims[0] * heads;
   Team(pool, number, states.size_bytes()).For(number, [&](int64_t index) {
+    thread_local Scratch scratch;
     const int64_t row = index / heads;
-    HeadWalk{walk, row, index % heads, walk.convolution.nodes.First(row)}.Run();
+    const int64_t first = walk.convolution.nodes.First(row);
+    HeadWalk{walk, row, index % heads, first, scratch}.Run();
   });
   return ffi::Error::Success();
 }
@@ -512,56 +527,7 @@ ffi::Error MixDelta(ffi::ThreadPool pool, FloatBuffer projected,
 }  // namespace
 }  // namespace specdec
 
-namespace ffi = xla::ffi;
-using specdec::FloatBuffer;
-using IntBuffer = ffi::Buffer<ffi::S32>;
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_mix_convolution, specdec::MixConvolution,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<FloatBuffer>()
-                                  .Arg<FloatBuffer>()
-                                  .Arg<FloatBuffer>()
-                                  .Arg<IntBuffer>()
-                                  .Arg<IntBuffer>()
-                                  .Arg<FloatBuffer>()
-                                  .Arg<FloatBuffer>()
-                                  .Ret<FloatBuffer>()
-                                  .Ret<FloatBuffer>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    specdec_gate, specdec::Gate,
-    ffi::Ffi::Bind().Arg<FloatBuffer>().Arg<FloatBuffer>().Ret<FloatBuffer>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_fold_delta, specdec::FoldDelta,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<FloatBuffer>()
-                                  .Arg<FloatBuffer>()
-                                  .Arg<FloatBuffer>()
-                                  .Arg<FloatBuffer>()
-                                  .Arg<IntBuffer>()
-                                  .Arg<IntBuffer>()
-                                  .Ret<FloatBuffer>()
-                                  .Attr<bool>("tiled"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_mix_delta, specdec::MixDelta,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<FloatBuffer>()
-                                  .Arg<FloatBuffer>()
-                                  .Arg<FloatBuffer>()
-                                  .Arg<FloatBuffer>()
-                                  .Arg<FloatBuffer>()
-                                  .Arg<FloatBuffer>()
-                                  .Arg<FloatBuffer>()
-                                  .Arg<IntBuffer>()
-                                  .Arg<IntBuffer>()
-                                  .Arg<FloatBuffer>()
-                                  .Arg<FloatBuffer>()
-                                  .Arg<FloatBuffer>()
-                                  .Arg<FloatBuffer>()
-                                  .Ret<FloatBuffer>()
-                                  .Ret<FloatBuffer>()
-                                  .Ret<FloatBuffer>()
-                                  .Ret<FloatBuffer>()
-                                  .Ret<FloatBuffer>()
-                                  .Attr<float>("epsilon")
-                                  .Attr<bool>("tiled"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_mix_convolution, specdec::MixConvolution);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_gate, specdec::Gate);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_fold_delta, specdec::FoldDelta);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_mix_delta, specdec::MixDelta);

@@ -111,6 +111,25 @@ inline void StoreFloats(uint16_t* to, const Floats& values, int64_t count) {
   StoreFirst(to, __builtin_convertvector(rounded, Halves), count);
 }
 
+// Stores finite values as those of a cache, and others as zeros: a masked NaN
+// would still spread, since 0 x NaN is NaN.
+template <typename Value>
+void StoreFinite(Value* to, const Floats& values, int64_t count) {
+  constexpr uint32_t kInfinity = 0x7f800000;
+  // Rounding may make infinity of a large number.
+  const Words rounded = sizeof(Value) == 2 ? RoundToBFloat16(values)
+                                           : BitCast<Words>(values);
+  const Ints is_finite = (rounded & kInfinity) != kInfinity;
+  StoreFloats(to, is_finite ? values : Floats{}, count);
+}
+
+template <typename Value>
+void CopyFinite(const float* from, int64_t width, Value* to) {
+  ForVectors(width, [&](int64_t i, auto left) {
+    StoreFinite(to + i, LoadFloats(from + i, left), left);
+  });
+}
+
 // The sum of the lanes, halves first.
 inline float Sum(const Floats& vector) {
   float lanes[kLanes];

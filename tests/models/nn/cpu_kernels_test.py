@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import recurrent_test
 import tiny
 import tiny_blocks
 import variants
@@ -527,7 +528,8 @@ def test_every_branch_of_the_source_computes_the_same(
     build.find_compiler(), folder, (*build.FLAGS, *flags.split())
   )
   build.register(library, f'_{branch}')
-  expected = jax.jit(_every_kernel)()
+  expected, heads = jax.jit(_every_kernel)(), [*range(4)]
+  states = recurrent_test.mixed_by_kernels(4, heads)
   call = jax.ffi.ffi_call
   renamed = lambda name, *args, **kw: call(f'{name}_{branch}', *args, **kw)
   monkeypatch.setattr(jax.ffi, 'ffi_call', renamed)
@@ -535,3 +537,7 @@ def test_every_branch_of_the_source_computes_the_same(
     np.testing.assert_array_equal(some[-1:], last, name)
     off = 0 if name == 'int8' else 1e-4
     np.testing.assert_allclose(some, expected[name][0], off, off, err_msg=name)
+  for part, whole in zip(
+    recurrent_test.mixed_by_kernels(4, heads), states, strict=True
+  ):
+    np.testing.assert_allclose(part, whole, rtol=1e-4, atol=1e-4)

@@ -89,7 +89,10 @@ def _mix_delta(
   )
 
 
-_convolve = state_ops.mix_convolution
+def _convolve(parents, first, **arrays):
+  return state_ops.mix_convolution(tree=(parents, first), **arrays)
+
+
 _gate = state_ops.gate
 _MIXED = 2 * 3 * 5 + 6 * 7
 _WINDOW = {

@@ -130,7 +130,7 @@ def _decoded(length, *decodes):
 @pytest.mark.parametrize(
   ('decodes', 'mean', 'careful'),
   [
-    # Of one sample nobody knows how it differs from others: 15 %.
+    # Nobody knows how one sample differs from others: 15 %.
     (_decoded(64, (8, 16)), {64: 0.5}, {64: 0.575, 128: 0.575}),
     # Within noise, 3 %.
     (_decoded(64, (8, 16), (4, 8)), {64: 0.5}, {64: 0.515, 128: 0.515}),
