@@ -131,6 +131,8 @@ def main() -> None:
   for file in paths.values() if output else ():
     record.prepare_output(str(file))
   folder = plots.check_folder(_PLOTS.value)
+  if folder is not None and not any(one.category for one in questions):
+    print('--plots: no picture, as the prompts have no categories')
   reports = {}
   for size, file in paths.items():
     report = reports[size] = _run(size, questions)

@@ -8,13 +8,12 @@ import dataclasses
 import functools
 import traceback
 
+import byte_level
 from flax import nnx
 import jax.numpy as jnp
 import numpy as np
 import tiny
 import tiny_drafters
-import tokenizers
-import transformers
 
 from models.nn import adapter
 from models.nn import eagle
@@ -36,27 +35,16 @@ _DRAFT_CONTEXT = 60
 
 @functools.cache
 def _tokenizer():
-  encode = tokenizers.pre_tokenizers.ByteLevel(
-    add_prefix_space=False, use_regex=False
-  )
-  spell = lambda text: encode.pre_tokenize_str(text)[0][0]
-  texts = [spell(piece) for piece in _PIECES]
+  texts = [byte_level.spelled(piece) for piece in _PIECES]
   letters = sorted({letter for text in texts for letter in text})
-  merges, words = [], dict.fromkeys(letters)
+  merges, words = [], dict.fromkeys(['<end>', *letters])
   for text in texts:
     built = text[0]
     for letter in text[1:]:
       merges.append((built, letter))
       built += letter
       words[built] = None
-  vocabulary = {'<end>': 0} | {word: i for i, word in enumerate(words, 1)}
-  model = tokenizers.models.BPE(vocab=vocabulary, merges=merges)
-  backend = tokenizers.Tokenizer(model)
-  backend.pre_tokenizer = encode
-  backend.decoder = tokenizers.decoders.ByteLevel()
-  return transformers.PreTrainedTokenizerFast(
-    tokenizer_object=backend, eos_token='<end>'
-  )
+  return byte_level.tokenizer(words, merges=merges, eos_token='<end>')
 
 
 @functools.cache

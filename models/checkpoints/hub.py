@@ -364,8 +364,9 @@ def _read(
       raise ValueError(f'{where} is not part of a {family.name}')
     leaf = expected[paths[key]]
     if tensor.shape != leaf.shape:
+      by = -1 if getattr(tensor, 'transposed', False) else 1  # As in the file.
       raise ValueError(
-        f'{where} has shape {tensor.shape}, expected {leaf.shape}'
+        f'{where} has shape {tensor.shape[::by]}, expected {leaf.shape[::by]}'
       )
     path, make, host = paths[key], form.from_blocks, None
     try:

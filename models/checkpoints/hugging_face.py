@@ -97,7 +97,9 @@ class _Tensor:
       with opened(self.file) as mapped:
         stored = mapped.get_slice(self.key)
         if self.transposed:
-          block = stored[*stack, ..., rows].T
+          # An older safetensors knows no ellipsis.
+          inner = (slice(None),) * (len(self.shape) - 1)
+          block = stored[*stack, *inner, rows].T
         else:
           block = stored[*stack, rows]
         index: np.ndarray | slice = slice(start, end)
@@ -126,7 +128,7 @@ class _Blocks:
 
   @property
   def shape(self) -> tuple[int, ...]:
-    outputs, groups, _ = self.blocks_of.shape
+    outputs, groups = (*self.blocks_of.shape, 0, 0)[:2]
     return outputs, 32 * groups
 
   def in_blocks(self) -> blocks_lib.BlockMatrix:

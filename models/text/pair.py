@@ -193,6 +193,11 @@ def drawn_pair(choice: choice_lib.ModelChoice) -> Pair:
     ValueError: a shape cannot be read, or the head is no block drafter.
   """
   checkpoint, stored, head = hub.locate(choice.target), None, None
+  if checkpoint.path.is_file():
+    raise ValueError(
+      f'--target={choice.target}: --random_weights takes the shape from the'
+      ' config.json of a folder; leave it out to measure the weights of a file'
+    )
   packed = choice.cpu_kernels and build.is_available()
   if choice.head is not None:
     stored = block_drafters.DrawnBlockDrafter(

@@ -200,7 +200,7 @@ def expected_seconds(
   tokens = (1 - (1 - ends) ** new_tokens) / ends if ends else new_tokens
   known = {0: 0.0} | way.reading_seconds
   *_, before, last = sorted(known)
-  slope = (known[last] - known[before]) / (last - before)
+  slope = max(known[last] - known[before], 0.0) / (last - before)
   reading = seconds_at(known, length) + slope * max(length - last, 0)
   return reading + tokens * seconds_at(way.new_token_seconds, length)
 
@@ -283,7 +283,10 @@ def _way_from(name: str, record: dict[str, Any]) -> Way:
   place = f'ways.{name}.'
   _checked(record, _KINDS_OF_WAY, place, needed=_KINDS_OF_WAY)
   if not record['min_block_efficiency'] > 0:
-    raise ValueError(f'{place}min_block_efficiency must be positive')
+    raise ValueError(
+      f'{place}min_block_efficiency must be positive, got'
+      f' {record["min_block_efficiency"]}'
+    )
   if record['method'] not in settings_lib.METHODS[:-1]:  # Without `plan`.
     raise ValueError(f'{place}method {record["method"]!r} is not known')
   changes: dict[str, Any] = {
@@ -338,8 +341,11 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     whole_files.check_record(record)
     record.pop(whole_files.ENTRY, None)
     _checked(record, _KINDS, needed=_KINDS)
-    if not 0 <= record['ends_per_token'] <= 1:
-      raise ValueError('ends_per_token must be from 0 to 1')
+    if not 0 <= (ends := record['ends_per_token']) <= 1:
+      raise ValueError(f'ends_per_token must be from 0 to 1, got {ends}')
+    for key in ('prompt_length', 'new_tokens'):
+      if record[key] < 0:
+        raise ValueError(f'{key} must not be negative, got {record[key]}')
     needed = (
       field.name
       for field in dataclasses.fields(Context)

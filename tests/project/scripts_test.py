@@ -110,13 +110,15 @@ def _generate(*flags):
 
 def test_json_holds_texts_tokens_and_statistics(pair):
   """In a process of its own, as are refusals: the status is the process's."""
-  flags = (*pair, *_CHAIN, '--prompt=def add', '--json')
+  flags = (*pair, *_CHAIN, '--prompt=def add', '--json', '--log_probs')
   ended = command_lines.run_alone('generate.py', *flags)
   assert ended.code == 0, ended.errors
   output = json.loads(ended.output)
   stats = output['stats']
   assert len(output['tokens'][0]) == stats['new_tokens'] == 9
   assert ''.join(output['pieces'][0]) == output['text'][0]
+  assert len(output['log_probs'][0]) == 9
+  assert max(output['log_probs'][0]) <= 0
   assert stats['stage_forwards'] == {'draft': 2 * stats['target_forwards']}
   counts = [output['origins'][0].count(origin) for origin in (0, 1)]
   assert stats['origins'] == dict(zip(output['labels'], counts, strict=True))

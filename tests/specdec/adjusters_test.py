@@ -83,6 +83,29 @@ def test_tokens_are_those_of_a_loop(kind):
   assert decoding.result().tokens == [tokens[0][5:], *tokens[1:]]
 
 
+def test_in_slots():
+  slots = specdec.Slots(
+    _MODEL,
+    num_slots=2,
+    context=40,
+    drafter=tiny_drafters.simple('chain', _MODEL, length=3),
+    sampling=specdec.Sampling(temperature=1.0),
+    adjusters=(Moods(np.float32(_BIAS)),),
+  )
+  waiting, rows, found = [0, 1, 2], {}, {}
+  while len(found) < 3:
+    while waiting and slots.free:
+      row = waiting.pop(0)
+      sampling = specdec.Sampling(temperature=_TEMPERATURES[row])
+      at = slots.insert(
+        *(_PROMPTS[row], _KEYS[row]), max_new_tokens=_LIMIT, sampling=sampling
+      )
+      rows[at] = row
+    for at, result in slots.advance().items():
+      found[rows[at]] = result.tokens[0]
+  assert found == {row: _expected(row) for row in range(3)}
+
+
 def test_what_is_no_adjuster_is_refused():
   with pytest.raises(ValueError, match=r'adjusters must be a sequence of'):
     specdec.generate(

@@ -87,9 +87,10 @@ def _read(path: pathlib.Path) -> _Vocabulary | None:
   }
   if keys.get('model') in ('none', 'no_vocab') or 'tokens' not in keys:
     return None
-  keys['chat_template'] = metadata.get('tokenizer.chat_template')
-  for key in ('model', 'pre', 'chat_template'):
-    config_keys.check_type(f'{_PREFIX}{key}', keys.get(key), str | None)
+  template = 'tokenizer.chat_template'
+  keys['chat_template'] = metadata.get(template)
+  for name in (f'{_PREFIX}model', f'{_PREFIX}pre', template):
+    config_keys.check_type(name, metadata.get(name), str | None)
   words = [
     word or f'[EMPTY_{token}]'
     for token, word in enumerate(_array(keys, 'tokens', 1))

@@ -145,12 +145,14 @@ def _decode_samples(
       f'sample batch {len(samples)} of {len(batches)}, {any_text.length} slots:'
       f' {generation.stats.new_tokens} tokens in {seconds:.1f} s'
     )
-  tokens = sum(len(new) for sample in samples for new in sample.new)
-  if not tokens:
+  count = lambda some: sum(len(new) for sample in some for new in sample.new)
+  found = trials.Samples(samples, room, ends / max(count(samples), 1))
+  if not count(found.usual):
     raise ValueError(
-      'the target ends all sample prompts at once; give other prompts'
+      'the target ends all sample prompts of the usual length at once; give'
+      ' other prompts'
     )
-  return trials.Samples(samples, limit=room, ends_per_token=ends / tokens)
+  return found
 
 
 def _measure_costs(search: _Search, first: trials.Sample) -> machine.StepCosts:
@@ -220,12 +222,10 @@ def _measure_reading(
     for arm in arms:  # compiles
       seconds(*arm)
     of_target, of_draft = (seconds(*arm) for arm in arms)
+    by_draft = f', by a draft in {of_draft:.2f} s' if drafter.stages else ''
+    search.report(f'{length} tokens are read in {of_target:.2f} s{by_draft}')
     reading[length] = of_target, of_draft if drafter.stages else 0.0
     last = time.perf_counter() - start
-    search.report(
-      f'{length} tokens are read in {of_target:.2f} s, by a draft in'
-      f' {of_draft:.2f} s'
-    )
   return reading
 
 

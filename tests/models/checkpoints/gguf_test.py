@@ -297,6 +297,7 @@ _LINEAR_TYPE = {'rope.scaling.type': 'linear', 'rope.scaling.factor': 2.0}
   ('name', 'keys', 'message'),
   [
     ('llama', {_KV: [2, 4]}, 'llama.attention.head_count_kv differs between'),
+    ('llama', {_KV: [2] * 3}, 'head_count_kv has 3 values for block_count=2'),
     ('llama', {'vocab_size': 41}, 'llama.vocab_size=41 contradicts the 40 row'),
     ('llama, llama3', _LINEAR_TYPE, "type='linear' and the tensor rope_freqs"),
     ('llama', {_PATTERN: 2}, 'sliding_window_pattern says which layers have a'),

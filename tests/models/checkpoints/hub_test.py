@@ -207,7 +207,7 @@ _ones = lambda *shape: lambda _: np.ones(shape, np.float32)
     ('mixtral', _FIRST, None, rf'{_MISSING} layers\.1\.mlp\.experts\.2\.down'),
     ('gpt2', _NORM, _ones(16), f'{_NORM} is not part of a GPT-2'),
     ('mixtral', _LAST, _ones(24, 16), f'{_LAST} is not part of a Mixtral'),
-    ('gpt2', _WEIGHT, _ones(24, 16), r'c_fc.*\(16, 24\), expected \(24, 16\)'),
+    ('gpt2', _WEIGHT, _ones(24, 16), r'c_fc.*\(24, 16\), expected \(16, 24\)'),
     (
       *('gpt2', _WEIGHT, lambda tensors: tensors[_WEIGHT].astype(np.int8)),
       'h.1.mlp.c_fc.weight: it has dtype I8, expected one of',

@@ -40,6 +40,11 @@ def _use_blocks_of(size, monkeypatch):
   monkeypatch.setattr(experts_lib, '_block_size', block_size)
 
 
+def test_blocks_are_about_the_share_of_an_expert():
+  sizes = {1: 1, 40: 16, 80: 32, 256: 64, 4096: 128}
+  assert {size: experts_lib._block_size(size, 2, 8) for size in sizes} == sizes
+
+
 @pytest.mark.parametrize(
   ('num_tokens', 'num_experts', 'count', 'block'),
   [(1, 3, 2, 128), (11, 3, 2, 3), (5, 2, 2, 1), (7, 3, 1, 2)],

@@ -115,6 +115,35 @@ def test_every_answer_of_a_chat_matches():
   assert second.tokens == alone.tokens
 
 
+def test_prompts_in_slots_have_constraints_of_their_own():
+  """Also where one needs larger tables than those before it."""
+  wanted = [*zip(_REGEX, _SCHEMA, strict=True), ('[a-c]{280}', None)]
+  jobs = [
+    models.Job(
+      prompt=_PROMPT,
+      seed=10 + row,
+      regex=wanted[row][0],
+      json_schema=wanted[row][1],
+    )
+    for row in (3, 0, 1, len(_REGEX))
+  ]
+  jobs.insert(2, models.Job(prompt=_PROMPT, regex='('))
+  many = _generator('tree').generate_many(
+    jobs,
+    batch_size=3,
+    context=80,
+    max_new_tokens=40,
+    sampling=_SAMPLED,
+    in_order=True,
+  )
+  found, plain = list(many), _generate().tokens
+  assert 'regex' in found.pop(2).error
+  assert found.pop().result.finish_reasons == ['length']
+  assert [one.result.tokens[0] for one in found] == [
+    plain[row] for row in (3, 0, 1)
+  ]
+
+
 def test_a_longer_text_takes_no_more_round_trips():
   """Nor does a text without a constraint: the loop runs on the device."""
 

@@ -101,6 +101,7 @@ def _tree(**entries):
 
 
 _OTHER_MODELS = dataclasses.asdict(_CONTEXT) | {'models': {'target': 't'}}
+_OTHER_BATCH = dataclasses.asdict(_CONTEXT) | {'batch_size': '2'}
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,8 @@ _OTHER_MODELS = dataclasses.asdict(_CONTEXT) | {'models': {'target': 't'}}
     ({'ways': ...}, 'it lacks the entry ways; make it anew with scripts/'),
     ({'ways': {}}, 'ways is empty'),
     ({'methods': 'plain'}, 'methods is not known; make it anew'),
-    ({'ends_per_token': 1.5}, 'ends_per_token must be from 0 to 1'),
+    ({'ends_per_token': 1.5}, 'ends_per_token must be from 0 to 1, got 1.5'),
+    ({'new_tokens': -5}, 'new_tokens must not be negative, got -5'),
     (_way(method='plan'), "ways.a.method 'plan' is not known"),
     (_way(method=...), 'it lacks the entry ways.a.method'),
     (_way(name='b'), 'ways.a.name is not known'),
@@ -130,6 +132,8 @@ _OTHER_MODELS = dataclasses.asdict(_CONTEXT) | {'models': {'target': 't'}}
     (_tree(topology=[[0, 0]]), 'not its parent'),
     # Wrong types, at each depth.
     ({'new_tokens': 7.5}, 'new_tokens must be an integer'),
+    ({'context': 3}, 'context must be'),
+    ({'context': _OTHER_BATCH}, 'context.batch_size must be an integer'),
     (_way(reading_seconds=3), 'ways.a.reading_seconds must be'),
     (_tree(calibration='1'), 'ways.a.drafting.tree.calibration must be a fin'),
     (_tree(topology=[0]), 'ways.a.drafting.tree.topology must be'),

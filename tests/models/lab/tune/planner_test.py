@@ -261,6 +261,33 @@ def test_what_reading_a_prompt_takes_and_which_ways_are_kept():
   assert kept == [tried[name] for name in ('plain', 'd', 'b', 'c')]
 
 
+def test_ways_that_are_never_faster_than_plain_decoding_are_left_out():
+  short, long = trials.Sample([[1] * 9], [[2] * 8]), 512
+  decodes = {
+    'plain': _decoded(64, (8, 8)) + _decoded(long, (8, 8)),
+    # Faster after long prompts alone, even with its error.
+    'd': _decoded(64, (8, 8)) + _decoded(long, (4, 8)),
+    'b': _decoded(64, (8, 8)) + _decoded(long, (7, 8)),
+  }
+  tried = {
+    'plain': _tried(method='plain', name='plain'),
+    **{'d': _tried(4, method='chain', name='d'), 'b': _tried(3, name='b')},
+  }
+  for name, own in decodes.items():
+    tried[name].decodes.extend(own)
+  plan = trials.plan_of(
+    {candidate_methods.PLAIN: tried['plain'], **tried},
+    trials.Samples([short], limit=8, ends_per_token=0.25),
+    machine.StepCosts(verification={1: 1.0}),
+    {64: (1.0, 0.5)},
+    _CONTEXT,
+  )
+  assert [way.name for way in plan.ways] == ['plain', 'd']
+  assert plan.ways[0].new_token_seconds == {64: 2.0, long: 2.0}
+  assert plan.ways[1].reading_seconds == {64: 1.5}
+  assert (plan.prompt_length, plan.ends_per_token) == (9, 0.25)
+
+
 @pytest.mark.usefixtures('winning')
 def test_when_the_budget_is_spent_a_plan_is_made_of_what_is_known():
   """Each look at the clock takes a second of a budget of one."""
