@@ -273,8 +273,12 @@ def test_ways_that_are_never_faster_than_plain_decoding_are_left_out():
     'plain': _tried(method='plain', name='plain'),
     **{'d': _tried(4, method='chain', name='d'), 'b': _tried(3, name='b')},
   }
-  for name, own in decodes.items():
-    tried[name].decodes.extend(own)
+  for name, found in tried.items():
+    way = found.candidate
+    own = plan_lib.Candidate(
+      name=name, method=way.method, drafting=way.drafting
+    )
+    tried[name] = found._replace(candidate=own, decodes=decodes[name])
   plan = trials.plan_of(
     {candidate_methods.PLAIN: tried['plain'], **tried},
     trials.Samples([short], limit=8, ends_per_token=0.25),
