@@ -90,9 +90,9 @@ _SAMPLING_HELP = {
   'logit_bias': 'token:number, added to the logits; token:-inf bans it',
   'repetition_penalty': 'above 1, repeating a token is less likely',
   'temperature': '0 is greedy',
-  'top_k': 'keep the k likeliest tokens',
-  'top_p': 'keep the likeliest tokens up to this probability',
-  'min_p': 'keep tokens this likely relative to the likeliest',
+  'top_k': 'keep the k most likely tokens',
+  'top_p': 'keep the most likely tokens up to this probability',
+  'min_p': 'keep tokens this likely relative to the most likely one',
 }
 
 

@@ -117,7 +117,7 @@ class Sampling:
   top_k: Any = None
   #: Above 0, at most 1; keep the most likely until they reach that probability.
   top_p: Any = None
-  #: Keep tokens at least min_p times as likely as the likeliest, in [0, 1].
+  #: Keep tokens at least min_p times as likely as the best one, in [0, 1].
   min_p: Any = None
 
 

@@ -60,7 +60,7 @@ SAMPLINGS = {
 }
 """The bias is that of token 1."""
 
-# The adversarial one never proposes the target's likeliest token; the peaked
+# The adversarial one never proposes the target's most likely token; the peaked
 # one has two tokens so likely that float32 has no room for the others.
 _DRAFT_LOGITS = {
   'similar': lambda target, noise, order: target + noise,

@@ -53,7 +53,7 @@ def adjusted(logits: np.ndarray, options: Options, text) -> np.ndarray:
 
 
 def filtered(logits: np.ndarray, options: Options) -> np.ndarray:
-  """Divided by the temperature; token by token, from the likeliest on."""
+  """Divided by the temperature; token by token, from the most likely on."""
   logits = (logits - logits.max()) / options.temperature
   order = np.argsort(-logits, kind='stable')[: options.top_k]
   probs = np.exp(logits[order])

@@ -135,7 +135,7 @@ class SlowHead:
     return self, *copy.deepcopy(self).read(tokens[0], self.fuse(zeros))
 
   def draft(self, tokens, states, number, ids=None):
-    """The likeliest tokens after a text, each read with the head's own state.
+    """The most likely tokens after a text, each read with the head's own state.
 
     `ids`: of a reduced vocabulary. Also returns the logits, `[number, D]`.
     """

@@ -164,7 +164,7 @@ class Head(nnx.Module):
     return self.fc(fused)
 
   def _first_input(self, embedded: jax.Array, states: jax.Array) -> jax.Array:
-    """`[B, L, H]`, one input of both, but for EAGLE-3."""
+    """`[B, L, H]`, one input of both, except for EAGLE-3."""
     if self.config.kind == MTP:
       kernels = self.fc.is_packed
       embedded = layers.normalize(embedded, self.enorm, kernels=kernels)

@@ -1,9 +1,9 @@
 """The growth of the token tree: one batched best-first search for all drafters.
 
     draft    the inner stages          candidates below the nodes not yet scored
-    score    the W likeliest nodes     in ONE forward of this stage
+    score    the W most likely nodes   in ONE forward of this stage
              their children            drafted ones get this stage's numbers,
-                                       its own K likeliest join the tree
+                                       its own K most likely join the tree
     ... again, up to `rounds` times, as long as it pays
 
 Without inner stages a round goes one level deeper (section 3.1 of arXiv
@@ -269,7 +269,7 @@ class _FixedTopology(_Policy):
 class Frontier(flax.struct.PyTreeNode):
   """Nodes that another round of a stage would score, and the expected gain."""
 
-  #: `[B, W]` int32, the likeliest nodes to score, then `NO_NODE`.
+  #: `[B, W]` int32, the most likely nodes to score, then `NO_NODE`.
   nodes: jax.Array
   can_grow: jax.Array  #: `[B]` bool, whether any node could get children.
   #: `[B]` float32, tokens that scoring the nodes is expected to add.
@@ -280,7 +280,7 @@ class Frontier(flax.struct.PyTreeNode):
 
 
 class _BestFirst(_Policy):
-  """The likeliest nodes are scored, as long as it pays."""
+  """The most likely nodes are scored, as long as it pays."""
 
   @property
   def takes_all_rounds(self) -> bool:

@@ -43,7 +43,7 @@ class NGram(flax.struct.PyTreeNode):
     tokens: jax.Array,
     length: jax.Array,
   ) -> tuple[jax.Array, jax.Array]:
-    """The likeliest tokens after the longest known context, see `Proposer`."""
+    """The most likely tokens after the longest known context."""
     recent = recent_tokens(tokens, length, self.table.order - 1)
     context = table_lib.find_context(
       self.table, tree_lib.histories(tree, nodes, recent)

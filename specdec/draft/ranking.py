@@ -28,7 +28,7 @@ from specdec import sampling as sampling_lib
 _EULER_GAMMA = 0.5772157
 
 # A token less likely than this, e^-69, is never drawn. What remains of the
-# draft's distribution when its likeliest tokens were rejected must not
+# draft's distribution when its most likely tokens were rejected must not
 # underflow.
 _LEAST_LOG_PROB = -69.0
 
@@ -233,7 +233,7 @@ def draw_children(
     nodes: `[B, W]` int32; for `NO_NODE` the results are arbitrary.
     keys: `[B]` keys, of the step, for drafting alone.
     sampling: the target's. Rows at temperature 0 draw nothing and get the
-      likeliest tokens.
+      most likely tokens.
     number: K, at most V.
     children: one of `sampling.CHILDREN` but the best.
     counts: `[B, W]` int32, how many of the K children each node has.

@@ -1,10 +1,10 @@
 """The shape of the tree: limits for best-first growth, or a fixed topology.
 
-`TreeShape` limits a tree that grows where it is likeliest. A `Topology` fixes
+`TreeShape` limits a tree that grows where it is most likely. A `Topology` fixes
 every place beforehand, as a list of paths, each a tuple of ranks: `(0,)` is the
-likeliest child of the root, `(0, 1)` the second child of that node. Then growth
-needs no sorting: level by level, the ranked children of every node go to known
-places (Sequoia, arXiv 2402.12374, section 3).
+most likely child of the root, `(0, 1)` the second child of that node. Then
+growth needs no sorting: level by level, the ranked children of every node go to
+known places (Sequoia, arXiv 2402.12374, section 3).
 """
 
 from collections.abc import Iterable
@@ -111,7 +111,7 @@ class TreeShape:
       )
 
   def select(self, tree: tree_lib.TokenTree) -> jax.Array:
-    """`[B, N]` int32, the N likeliest nodes, see `select_best`."""
+    """`[B, N]` int32, the N most likely nodes, see `select_best`."""
     return jax.vmap(tree_lib.select_best, (0, None))(tree, self.num_nodes)
 
 
@@ -221,7 +221,7 @@ class Topology:
 
 
 def chain(num_tokens: int) -> Topology:
-  """One path of likeliest children; ValueError if it is empty or too long."""
+  """One path of most likely children; ValueError if it is empty or too long."""
   if num_tokens < 1:
     raise ValueError(f'a chain needs at least one token, got {num_tokens}')
   if num_tokens > LARGEST_DEPTH:

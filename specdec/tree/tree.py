@@ -272,7 +272,7 @@ def best_by(scores: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
 def best_nodes(
   tree: TokenTree, allowed: jax.Array, number: int
 ) -> tuple[jax.Array, jax.Array]:
-  """The likeliest of the nodes that are `allowed [M]`, see `best_by`.
+  """The most likely of the nodes that are `allowed [M]`, see `best_by`.
 
   A parent comes before its child.
   """
@@ -307,7 +307,7 @@ def best_of_sets(
 
 
 def select_best(tree: TokenTree, num_nodes: int) -> jax.Array:
-  """The N likeliest nodes; a connected subtree, the root included.
+  """The N most likely nodes; a connected subtree, the root included.
 
   `[N]` int32, ascending, so that parents come before their children, then
   `NO_NODE`; N is at most M.

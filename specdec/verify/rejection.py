@@ -8,10 +8,11 @@ next sibling is tried (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv
 arXiv 2402.12374). If none is accepted, the bonus token is drawn from what is
 left.
 
-A token that was *not* drawn, such as that of an n-gram or the likeliest child,
-counts as a draw from the point mass on itself: it is accepted with the target's
-probability, which is removed if it is rejected. To treat it as a draw from the
-draft's softmax would be wrong. Both kinds may be siblings (arXiv 2502.18779).
+A token that was *not* drawn, such as that of an n-gram or the most likely
+child, counts as a draw from the point mass on itself: it is accepted with the
+target's probability, which is removed if it is rejected. To treat it as a draw
+from the draft's softmax would be wrong. Both kinds may be siblings (arXiv
+2502.18779).
 
 The emitted tokens have the target's distribution, but they are not those of
 plain decoding with the same seed. `specdec.verify.match` gives those.

@@ -573,7 +573,7 @@ def test_the_randomness_of_a_step_is_of_these_keys():
 
 
 # Match verification: whatever the noise, it emits the tokens of plain decoding,
-# the likeliest after the noise was added: draws from the target's distribution.
+# the best ones after the noise was added: draws from the target's distribution.
 
 _MATCH_LENGTH = 4
 _MATCH_VOCAB_SIZE = 3

@@ -96,7 +96,7 @@ class HeadTensors:
     return _with_first_layer_0(found)
 
   def tensors(self) -> Iterator[tuple[str, Any]]:
-    """Yields canonical names and tensors, but for `d2t` and `t2d`."""
+    """Yields canonical names and tensors, except `d2t` and `t2d`."""
     for name, tensor in self.all.items():
       if name in (D2T, T2D):
         continue

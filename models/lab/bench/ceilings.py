@@ -57,7 +57,7 @@ def _without_replacement(q: np.ndarray, number: int) -> np.ndarray:
   this is the probability that K of the clocks of the first tokens ring before
   any other, whose first one rings at the rate r of what they have left: the
   integral of x exp(-x) P(K have rung at the time x / r) over log(x). By the
-  trapezoid rule it is exact but for rounding.
+  trapezoid rule it is exact except for rounding.
   """
   x = np.exp(_LOG_TIMES)
   weights = _STEP * x * np.exp(-x)

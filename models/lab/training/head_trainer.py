@@ -84,7 +84,7 @@ def make_loss(
     A function of float32 params, those of the module by name and `lm_head` if
     the head has one of its own; a pytree, as that of `loss.make_loss`. The loss
     is in nats per token, the mean over steps that count less and less.
-    `accepted [S]` is how often the head's likeliest token is the target's.
+    `accepted [S]` is how often the head's most likely token is the target's.
   """
   function = _loss_function(graph, config, num_steps, dtype)
   return jax.tree_util.Partial(function, (embedding, lm_head, ids))

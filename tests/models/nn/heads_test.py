@@ -498,7 +498,7 @@ def test_accepted_lengths_are_those_of_a_slow_head():
 
 
 def _check_tree(tree, slow, text, states):
-  """The children of every node that the head scored are its likeliest."""
+  """The children of every node that the head scored are its most likely."""
   checked = 0
   for node in range(int(tree.size)):
     children = np.flatnonzero(tree.parent == node)

@@ -118,7 +118,7 @@ def _check_tree(stages, step, row, nodes, scored):
 
 
 def _best_first(nodes, rounds, width):
-  """Nodes that a single stage scores: in each round the likeliest it knows."""
+  """Nodes that a single stage scores: in each round the best that it knows."""
   scored = set()
   for _ in range(rounds):
     known = [at for at, one in enumerate(nodes) if one.parent in {-1, *scored}]

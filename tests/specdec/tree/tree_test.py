@@ -135,7 +135,7 @@ def test_the_best_nodes_are_a_connected_subtree(number, edges):
   assert kept.dtype == jnp.int32
   equals = 0
   for row, one in enumerate(lists):
-    # The likeliest; of equals the first.
+    # The most likely; of equals the first.
     order = sorted(range(len(one)), key=lambda index: -one[index].log_prob)
     expected = order[:number]
     padding = [tree_lib.NO_NODE] * (number - len(expected))

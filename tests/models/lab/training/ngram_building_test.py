@@ -174,7 +174,7 @@ def test_the_training_split_of_a_corpus_is_counted(
   counted = {'held_out_percent': 2, 'tokens': len(tokens)}
   counted |= {'folder': str(corpus), 'pattern': '*.py'}
   assert provenance['sources'] == {'corpus': counted}
-  # So uniform a text leaves the likeliest token of a context hardly a choice.
+  # So uniform a text leaves the most likely token of a context hardly a choice.
   first, second = tokenizer(_TEXT)['input_ids'][:2]
   context = table_lib.find_context(table, np.array([first, -1], np.int32))
   assert table.next_tokens[context, 0] == second
