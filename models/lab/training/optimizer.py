@@ -18,8 +18,7 @@ _OUT_IN = contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
 
 def _is_block_matrix(path, leaf) -> bool:
   keys = [getattr(entry, 'key', None) for entry in path]
-  # A router is a classifier, like the head; Muon is for hidden layers.
-  return leaf.ndim == 2 and keys[0] in ('h', 'layers') and 'gate' not in keys
+  return leaf.ndim == 2 and keys[0] in ('h', 'layers')
 
 
 @functools.cache  # Equal optimizers share the compiled step.
