@@ -1,7 +1,6 @@
 """Measures how often rules of verification accept, beside theory."""
 
 from collections.abc import Iterable
-from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
@@ -16,7 +15,6 @@ import tqdm
 from models.lab import task as task_lib
 from models.lab.bench import ceilings
 from models.lab.bench import exactness
-from models.lab.bench import optimal
 from models.text import generator as generator_lib
 from models.text import result as result_lib
 import specdec
@@ -47,19 +45,12 @@ class Verification:
     return 'p(best)' if rule.children == sampling_lib.BEST else '1 - TV'
 
 
-_OF_CHILDREN = (
+_RULES = (
   Verification('match'),
   Verification('rejection', sampling_lib.WITHOUT_REPLACEMENT),
   Verification('rejection', sampling_lib.WITH_REPLACEMENT),
   Verification('rejection', sampling_lib.BEST_AND_DRAWN),
   Verification('rejection', sampling_lib.BEST),
-)
-# With children alone traversal is rejection, and with the best ones always.
-_OF_TREES = (
-  *_OF_CHILDREN,
-  Verification('traversal', sampling_lib.WITHOUT_REPLACEMENT),
-  Verification('traversal', sampling_lib.WITH_REPLACEMENT),
-  Verification('traversal', sampling_lib.BEST_AND_DRAWN),
 )
 
 
@@ -73,9 +64,8 @@ def theory(target: jax.Array, draft: jax.Array) -> dict[str, jax.Array]:
 
   Returns:
     `[n]` each: `1 - TV`, rejection sampling; `coupled`, match, where draft and
-    target choose with the same Gumbel noise (arXiv 2408.07978), and its lower
-    bound `(1 - TV)/(1 + TV)`; `sum p q`, independent noise; `p(best)`, the
-    draft's most likely token instead of a draw.
+    target choose with the same Gumbel noise (arXiv 2408.07978);
+    `p(best)`, the draft's most likely token instead of a draw.
   """
   common = jnp.sum(jnp.minimum(target, draft), axis=1)
   best = jnp.argmax(draft, axis=1)
@@ -92,26 +82,7 @@ def theory(target: jax.Array, draft: jax.Array) -> dict[str, jax.Array]:
   return {
     '1 - TV': common,
     'coupled': jnp.sum(coupled, axis=1),
-    '(1 - TV)/(1 + TV)': common / (2 - common),
-    'sum p q': jnp.sum(target * draft, axis=1),
     'p(best)': jnp.take_along_axis(target, best[:, None], axis=1)[:, 0],
-  }
-
-
-def _efficiency(
-  results: Iterable[result_lib.TextGeneration],
-) -> dict[str, float]:
-  """Tokens per target forward, and the standard error of that ratio by rows."""
-  rows = [row for result in results for row in result.origins if row]
-  tokens = np.array([len(row) for row in rows])
-  # Origin 0 is the target, whose token is the last of its forward.
-  forwards = np.array([row.count(0) + (row[-1] != 0) for row in rows])
-  rate = tokens.sum() / forwards.sum()
-  spread = np.square(tokens - rate * forwards).sum() / max(len(rows) - 1, 1)
-  return {
-    'measured': float(rate),
-    'standard_error': float(np.sqrt(spread / len(rows)) / forwards.mean()),
-    'forwards': int(forwards.sum()),
   }
 
 
@@ -158,17 +129,17 @@ def _decode_batches(
   generator: generator_lib.Generator,
   draft: model_lib.LanguageModel,
   prompts: Sequence[str],
-  topology: topology_lib.Topology,
+  number: int,
   rule: Verification,
   *,
   task: task_lib.Task,
 ) -> Iterable[result_lib.TextGeneration]:
-  """Decodes with a fixed topology; the last batch only if it is full."""
+  """Decodes with so many children; the last batch only if it is full."""
   scorer = specdec.LanguageModelScorer(draft)
-  drafter = specdec.fixed_drafter(scorer, topology)
+  drafter = specdec.fixed_drafter(scorer, topology_lib.k_ary(number, 1))
   drafted = dataclasses.replace(generator, drafter=drafter)
   starts = range(0, len(prompts) - task.batch_size + 1, task.batch_size)
-  title = f'{topology.branching} x {topology.max_depth}, {rule}'
+  title = f'{number}, {rule}'
   for start in tqdm.tqdm(starts, desc=title, unit='batch', file=sys.stderr):
     yield drafted.generate(
       prompts[start : start + task.batch_size],
@@ -179,27 +150,6 @@ def _decode_batches(
       sampling=task.sampling,
       max_new_tokens=task.max_new_tokens,
     )
-
-
-def _trees(
-  acceptance: Mapping[str, Any], chain_length: int, sizes: Sequence[int]
-) -> dict[str, topology_lib.Topology]:
-  """A chain, and the trees of some sizes that are best for drawn children.
-
-  `acceptance` is that of `measure`.
-  """
-  by_rank: list[float] = []
-  drawn = str(Verification('rejection', sampling_lib.WITHOUT_REPLACEMENT))
-  for number in sorted(map(int, acceptance)):
-    more = acceptance[str(number)][drawn]['measured'] - sum(by_rank)
-    ranks = number - len(by_rank)
-    by_rank += [max(more, 0.0) / ranks] * ranks
-  trees = {f'chain of {chain_length}': topology_lib.chain(chain_length)}
-  for size in sizes:
-    table = optimal.best_trees(by_rank, num_nodes=size, max_depth=size - 1)
-    paths = table.paths(size, size - 1)
-    trees[f'tree of {size}'] = topology_lib.from_paths(paths)
-  return trees
 
 
 def _checked_draft(
@@ -225,22 +175,18 @@ def measure(
   task: task_lib.Task,
   *,
   numbers_of_children: Sequence[int],
-  tree_sizes: Sequence[int] = (),
 ) -> dict[str, Any]:
   """Measures how often each rule of verification accepts.
 
   The drafter of the generator is not used: trees of depth 1 have the numbers of
-  children; a chain of `num_draft_tokens` and trees of some sizes, the root
-  included, measure block efficiency. A last batch that is not full is left out.
-  The seed of the batch from prompt i on is seed + i.
+  children. With children alone traversal is rejection. A last batch that is not
+  full is left out. The seed of the batch from prompt i on is seed + i.
 
   Returns:
-    `acceptance` by number of children and rule: `measured`, the share of target
-    forwards that accepted a draft token, `standard_error`, `forwards` and
-    `theory`, means over the same positions: `most`, see `ceilings.one_step`,
-    and for one child those of `theory`. And `block_efficiency` by shape and
-    rule: `measured`, `standard_error` between rows, `forwards`; `paths` by
-    shape.
+    By number of children and rule: `measured`, the share of target forwards
+    that accepted a draft token, `standard_error`, `forwards` and `theory`,
+    means over the same positions: `most`, see `ceilings.one_step`, and for one
+    child those of `theory`.
 
   Raises:
     ValueError: there is no draft, or decoding is greedy.
@@ -258,44 +204,26 @@ def measure(
     exactness.distributions(model, exactness.padded(ids), sampling)
     for model in (pair.target, draft)
   ]
-  accepted = lambda n, rule: _acceptance(
-    decode(topology_lib.k_ary(n, 1), rule), probs_of, n, rule
-  )
-  acceptance = {
-    str(n): {str(rule): accepted(n, rule) for rule in _OF_CHILDREN}
-    for n in numbers_of_children
-  }
-  trees = _trees(acceptance, task.drafting.num_draft_tokens, tree_sizes)
+  accepted = lambda n, rule: _acceptance(decode(n, rule), probs_of, n, rule)
   return {
-    'acceptance': acceptance,
-    'block_efficiency': {
-      name: {str(rule): _efficiency(decode(tree, rule)) for rule in _OF_TREES}
-      for name, tree in trees.items()
-    },
-    'paths': {name: tree.paths for name, tree in trees.items()},
+    str(n): {str(rule): accepted(n, rule) for rule in _RULES}
+    for n in numbers_of_children
   }
 
 
 def rows(figures: dict[str, Any]) -> list[dict[str, str]]:
   """The rows of a table of the figures of `measure`."""
   table = []
-  for rule in _OF_TREES:
+  for rule in _RULES:
     row = {'rule': str(rule), 'theory, 1 child': ''}
-    for number, by_rule in figures['acceptance'].items():
-      found = by_rule.get(str(rule))
-      measured, most = f'measured, {number} children', f'most, {number}'
-      row |= {measured: '', most: ''}
-      if found:
-        error = f'{found["standard_error"]:.3f}'
-        row[measured] = f'{found["measured"]:.3f} ± {error}'
-        if np.isfinite(found['theory'].get('most', np.nan)):
-          row[most] = f'{found["theory"]["most"]:.3f}'
-        if rule.theory in found['theory']:
-          value = found['theory'][rule.theory]
-          row['theory, 1 child'] = f'{rule.theory} = {value:.3f}'
-    for shape, by_rule in figures['block_efficiency'].items():
+    for number, by_rule in figures.items():
       found = by_rule[str(rule)]
-      error = f'{found["standard_error"]:.3f}'
-      row[f'{shape}: tokens per forward'] = f'{found["measured"]:.3f} ± {error}'
+      shown = f'{found["measured"]:.3f} ± {found["standard_error"]:.3f}'
+      row[f'measured, {number} children'] = shown
+      most = found['theory'].get('most', np.nan)
+      row[f'most, {number}'] = f'{most:.3f}' if np.isfinite(most) else ''
+      if rule.theory in found['theory']:
+        value = found['theory'][rule.theory]
+        row['theory, 1 child'] = f'{rule.theory} = {value:.3f}'
     table.append(row)
   return table
