@@ -21,7 +21,6 @@ from models.lab.training import corpus as corpus_lib
 from models.lab.training import head_trainer
 from models.lab.training import loss as loss_lib
 from models.lab.training import model_trainer
-from models.lab.training import optimizer as optimizer_lib
 from models.lab.training import tokenizer as tokenizer_lib
 from models.lab.training import trainer
 from models.nn import adapter
@@ -208,7 +207,7 @@ def test_muon_is_for_the_matrices_of_blocks_alone(name, number):
   _, gradients = _pure(tiny.module(tie_embeddings=False, num_layers=1))
   # At zero there is no weight decay to see.
   params = jax.tree.map(jnp.zeros_like, gradients)
-  optimizer = optimizer_lib.make_optimizer(
+  optimizer = trainer.make_optimizer(
     name, num_steps=10, learning_rate=0.1, warmup_steps=0
   )
   updates, _ = jax.jit(optimizer.update)(
