@@ -88,12 +88,13 @@ def _acceptance(numbers_of_children: list[int]) -> dict:
   from models.lab.bench import acceptance
 
   prompts = prompt_flags.file_prompts()
-  return acceptance.measure(
+  found = acceptance.measure(
     loading.generator(prompts, 1),
     prompts,
     loading.task(_BATCH_SIZE.value),
     numbers_of_children=numbers_of_children,
   )
+  return {'acceptance': found}
 
 
 def _draft() -> list[dict]:
@@ -145,7 +146,7 @@ def main(what: str) -> None:
   record.prepare_output(_OUTPUT.value)
   sizes = [int(size) for size in _LIST.value or _SIZES[what]]
   if what == 'acceptance':
-    figures = {'acceptance': _acceptance(sizes)}
+    figures = _acceptance(sizes)
     rows = acceptance.rows(figures['acceptance'])
   else:
     if what == 'kernels':
