@@ -68,7 +68,7 @@ def _measured(*seconds, prefill=0.0):
 
 
 def test_rows_part_where_one_ends_or_has_another_token():
-  parted = lambda row: timing.first_difference(row, [1, 2, 3])
+  parted = lambda row: exactness.first_difference(row, [1, 2, 3])
   assert [*map(parted, ([1, 2, 3], [1, 9, 3], [1]))] == [None, 1, 1]
 
 
