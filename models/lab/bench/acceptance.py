@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import sys
 from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,34 +24,25 @@ from specdec import model as model_lib
 from specdec import sampling as sampling_lib
 from specdec import sampling_arguments
 from specdec.tree import topology as topology_lib
-from specdec.verify import rules as rules_lib
 
 
-@dataclasses.dataclass(frozen=True)
-class Verification:
-  """The arguments `verify` and `children` of `specdec.generate`."""
+class Verification(NamedTuple):
+  """Arguments of `specdec.generate`, and the `theory` for a single child."""
 
   verify: str
-  children: str | None = None
+  children: str | None
+  theory: str
 
   def __str__(self):
     return self.verify + (f', {self.children}' if self.children else '')
 
-  @property
-  def theory(self) -> str:
-    """Acceptance probability of a single child, an entry of `theory`."""
-    rule = rules_lib.RULES[self.verify](self.children or sampling_lib.BEST)
-    if rule.keeps_tokens:
-      return 'coupled'
-    return 'p(best)' if rule.children == sampling_lib.BEST else '1 - TV'
-
 
 _RULES = (
-  Verification('match'),
-  Verification('rejection', sampling_lib.WITHOUT_REPLACEMENT),
-  Verification('rejection', sampling_lib.WITH_REPLACEMENT),
-  Verification('rejection', sampling_lib.BEST_AND_DRAWN),
-  Verification('rejection', sampling_lib.BEST),
+  Verification('match', None, 'coupled'),
+  Verification('rejection', sampling_lib.WITHOUT_REPLACEMENT, '1 - TV'),
+  Verification('rejection', sampling_lib.WITH_REPLACEMENT, '1 - TV'),
+  Verification('rejection', sampling_lib.BEST_AND_DRAWN, '1 - TV'),
+  Verification('rejection', sampling_lib.BEST, 'p(best)'),
 )
 
 
@@ -152,23 +144,6 @@ def _decode_batches(
     )
 
 
-def _checked_draft(
-  draft: model_lib.LanguageModel | None,
-  task: task_lib.Task,
-  num_prompts: int,
-) -> model_lib.LanguageModel:
-  """The draft; ValueError if there is no acceptance of sampling to measure."""
-  if not np.all(np.asarray(task.sampling.temperature) > 0):
-    raise ValueError('acceptance of sampling needs --temperature above 0')
-  if draft is None:
-    raise ValueError('acceptance needs a draft; give --draft')
-  if num_prompts < task.batch_size:
-    raise ValueError(
-      f'--batch_size={task.batch_size} needs as many prompts, got {num_prompts}'
-    )
-  return draft
-
-
 def measure(
   generator: generator_lib.Generator,
   prompts: Sequence[str],
@@ -189,14 +164,21 @@ def measure(
     child those of `theory`.
 
   Raises:
-    ValueError: there is no draft, or decoding is greedy.
+    ValueError: there is no draft, decoding is greedy, or there are too few
+      prompts for a batch.
   """
-  pair = generator.pair
-  draft = _checked_draft(pair.draft, task, len(prompts))
+  pair, draft = generator.pair, generator.pair.draft
+  if not np.all(np.asarray(task.sampling.temperature) > 0):
+    raise ValueError('acceptance of sampling needs --temperature above 0')
+  if draft is None:
+    raise ValueError('acceptance needs a draft; give --draft')
+  if len(prompts) < task.batch_size:
+    raise ValueError(
+      f'--batch_size={task.batch_size} needs as many prompts, got'
+      f' {len(prompts)}'
+    )
   decode = functools.partial(
-    _decode_batches,
-    *(generator, draft, prompts),
-    task=task,
+    _decode_batches, generator, draft, prompts, task=task
   )
   size = pair.target.spec.vocab_size
   sampling = sampling_arguments.to_params(task.sampling, 1, size)

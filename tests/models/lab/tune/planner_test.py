@@ -158,21 +158,21 @@ def test_samples_are_of_the_two_most_frequent_padded_lengths():
 
 
 def test_only_what_is_there_and_wanted_is_tried():
+  settings = settings_lib.DraftSettings
+  listed = lambda base, has_draft=True, longest=64: trials.list_candidates(
+    base, has_draft=has_draft, longest=longest
+  )
   for inner, has_draft, methods in (
     (None, True, 'chain tree staged ngram lookup ngram+lookup'),
     (None, False, 'ngram lookup ngram+lookup'),
     ('none', True, 'chain tree'),
     ('lookup', True, 'chain tree staged lookup'),
   ):
-    settings = settings_lib.DraftSettings(inner=inner)
-    listed = trials.list_candidates(settings, has_draft=has_draft, longest=64)
-    found = {candidate.method for candidate in listed}
+    found = {one.method for one in listed(settings(inner=inner), has_draft)}
     assert found == {trials.PLAIN, *methods.split()}
   # The user's choices are not varied.
   chosen = {'calibration': 0.7, 'max_depth': 5, 'capacity': 400}
-  base = settings_lib.with_options(settings_lib.DraftSettings(), chosen)
-  listed = trials.list_candidates(base, has_draft=True, longest=64)
-  for candidate in listed:
+  for candidate in listed(settings_lib.with_options(settings(), chosen)):
     assert candidate.drafting.stage.calibration == 0.7
     assert candidate.drafting.tree.max_depth == 5
     if candidate.method == 'staged':
@@ -180,9 +180,8 @@ def test_only_what_is_there_and_wanted_is_tried():
   for wanted, longest, read in (
     *((None, 512, {None, 256}), (None, 256, {None}), (100, 512, {100})),
   ):
-    base = settings_lib.DraftSettings(draft_prompt=wanted)
-    listed = trials.list_candidates(base, has_draft=True, longest=longest)
-    assert {candidate.drafting.draft_prompt for candidate in listed} == read
+    candidates = listed(settings(draft_prompt=wanted), longest=longest)
+    assert {one.drafting.draft_prompt for one in candidates} == read
 
 
 @pytest.mark.parametrize(
