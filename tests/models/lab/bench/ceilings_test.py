@@ -13,7 +13,7 @@ import pytest
 from scipy import optimize
 from scipy import sparse
 
-from models.lab.bench import ceilings
+from models.lab.bench import acceptance
 from specdec import sampling as sampling_lib
 from specdec.tree import topology as topology_lib
 
@@ -60,7 +60,7 @@ def test_one_step_against_a_linear_program(children):
   rng = np.random.default_rng(0)
   for vocab_size, number in [(3, 1), (3, 2), (4, 2), (4, 3), (5, 3), (5, 4)]:
     p, q = rng.dirichlet(np.full(vocab_size, 0.7), size=(2, 5))
-    found = ceilings.one_step(p, q, number, children)
+    found = acceptance.one_step(p, q, number, children)
     for one, target, draft in zip(found, p, q, strict=True):
 
       def bounds(choices, target=target):
