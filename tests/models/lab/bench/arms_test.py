@@ -22,7 +22,6 @@ from models.nn import adapter
 from models.text import choice as choice_lib
 from models.text import settings as settings_lib
 import specdec
-from specdec.tree import topology as topology_lib
 
 _CONTEXT = 96
 _LIMIT = 20
@@ -305,21 +304,3 @@ def test_what_is_not_known_is_refused(text, message):
     )
   with pytest.raises(ValueError, match=re.escape(message)):
     call()
-
-
-def test_options_change_what_they_name_and_nothing_else():
-  settings = settings_lib.DraftSettings()
-  options = {'num_nodes': '8', 'inner_rounds': '2', 'num_draft_tokens': '3'}
-  changed = settings_lib.with_options(settings, options)
-  assert (changed.tree.num_nodes, changed.stage.rounds) == (8, 4)
-  assert changed.inner_stage.rounds == 2
-  assert changed.inner_stage.width == settings.inner_stage.width
-  assert changed.num_draft_tokens == 3
-  assert settings_lib.with_options(settings, {}) == settings
-  fixed = settings_lib.with_options(settings, {'topology': 'chain:3'})
-  assert fixed.topology == topology_lib.chain(3)
-  assert settings_lib.with_options(fixed, {'topology': None}) == settings
-  values = {'inner': 'lookup', 'topology': 'k_ary:2x2', 'capacity': '99'}
-  for name in settings_lib.OPTIONS:
-    changed = settings_lib.with_options(settings, {name: values.get(name, '7')})
-    assert changed != settings, name
