@@ -81,7 +81,6 @@ def main() -> None:
   import pathlib
 
   from models.lab.bench import record
-  from models.lab.compiled import executed
   from models.lab.compiled import programs
   from models.lab.compiled import report as report_lib
   from models.nn import dtypes
@@ -122,8 +121,8 @@ def main() -> None:
     counted = report_lib.analyse(compiled)
     loops += [{'method': method} | loop for loop in counted]
     if _EXECUTED.value:
-      rounds = executed.rounds_per_step(method, task, compiled.cost_ratio)
-      steps.append({'method': method} | executed.per_step(counted, rounds))
+      rounds = report_lib.rounds_per_step(method, task, compiled.cost_ratio)
+      steps.append({'method': method} | report_lib.per_step(counted, rounds))
   print(record.rows_to_table(loops))
   figures = {'memory': memory, 'loops': loops}
   if steps:

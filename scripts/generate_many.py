@@ -141,7 +141,7 @@ def _output(name: str, number: float) -> Any:
   """The results so far, of so many; others are added."""
   import loading
 
-  from models.lab.training import run_record
+  from models.lab.training import kept
   from models.text import plan as plan_lib
   from models.text import sources as sources_lib
 
@@ -153,7 +153,7 @@ def _output(name: str, number: float) -> Any:
     'models': plan_lib.model_digests(sources),
   }
   settings = {name: settings[name] for name in settings if name not in _FREE}
-  return run_record.ResumableRows(pathlib.Path(name), settings, number)
+  return kept.ResumableRows(pathlib.Path(name), settings, number)
 
 
 def _row(

@@ -65,9 +65,6 @@ prompt_flags.define_num_prompts()
 _BATCH_SIZE = options.define_batch_size(4, 'of acceptance')
 _CORPUS = flags.DEFINE_string('corpus', '', 'default: the standard library')
 _PATTERN = flags.DEFINE_string('pattern', '*.py', 'file names of the corpus')
-_TREES = flags.DEFINE_list(
-  'trees', ['8', '32'], 'acceptance: sizes of trees, the root included'
-)
 _OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write')
 
 
@@ -91,13 +88,13 @@ def _acceptance(numbers_of_children: list[int]) -> dict:
   from models.lab.bench import acceptance
 
   prompts = prompt_flags.file_prompts()
-  return acceptance.measure(
+  found = acceptance.measure(
     loading.generator(prompts, 1),
     prompts,
     loading.task(_BATCH_SIZE.value),
     numbers_of_children=numbers_of_children,
-    tree_sizes=[int(size) for size in _TREES.value],
   )
+  return {'acceptance': found}
 
 
 def _draft() -> list[dict]:
@@ -150,7 +147,7 @@ def main(what: str) -> None:
   sizes = [int(size) for size in _LIST.value or _SIZES[what]]
   if what == 'acceptance':
     figures = _acceptance(sizes)
-    rows = acceptance.rows(figures)
+    rows = acceptance.rows(figures['acceptance'])
   else:
     if what == 'kernels':
       rows = kernel_times.kernels(sizes, _REPEATS.value)

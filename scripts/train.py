@@ -54,8 +54,8 @@ _integer(
 _integer(
   'inner_width',
   None,
-  'width of the feed-forward layer, or of an expert; default: that of the'
-  ' family, of --head as the target',
+  'width of the feed-forward layer; default: that of the family, of --head as'
+  ' the target',
 )
 _integer(
   'context',
@@ -68,11 +68,9 @@ _string('teacher', None, 'model folder to distil from (implies its tokenizer)')
 flags.DEFINE_integer(
   'vocab_size', 4096, 'vocabulary of a new tokenizer', lower_bound=257
 )
-_enum('family', 'gpt2', ['gpt2', 'llama', 'mixtral'], 'family of the model')
+_enum('family', 'gpt2', ['gpt2', 'llama'], 'family of the model')
 _integer('width', 320, 'width of the residual stream')
 _integer('layers', None, 'number of layers; default: 6, of --head=block 2')
-_integer('experts', 8, 'number of experts of --family=mixtral')
-_integer('experts_per_token', 2, 'number of experts per token')
 _enum(
   'head',
   None,
@@ -125,7 +123,7 @@ _SHARED = (
 )
 _OF_MODEL = (
   *('context', 'tokenizer', 'teacher', 'vocab_size', 'family', 'width'),
-  *('layers', 'experts', 'experts_per_token'),
+  'layers',
 )
 _OF_TARGET = (
   *('context', 'answer_tokens', 'target', 'target_dtype', 'head_vocabulary'),
@@ -141,7 +139,6 @@ _FIELDS = {
   'heads': 'num_heads',
   'kv_heads': 'num_kv_heads',
   'layers': 'num_layers',
-  'experts': 'num_experts',
   'head_vocabulary': 'vocabulary',
   'head_depth': 'depth',
   'anchors': 'num_anchors',
@@ -155,9 +152,6 @@ def _without_effect() -> dict[str, str]:
   why = 'without --head'
   if _FLAGS.head is not None:
     ours, why = _OF_HEADS[_FLAGS.head], f'with --head={_FLAGS.head}'
-  elif _FLAGS.family != 'mixtral':
-    family = f'with --family={_FLAGS.family}'
-    found |= dict.fromkeys(('experts', 'experts_per_token'), family)
   every = {*_OF_MODEL}.union(*_OF_HEADS.values())
   found |= dict.fromkeys(every - {*ours}, why)
   for given, useless in (

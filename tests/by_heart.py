@@ -50,8 +50,8 @@ def hidden(tokens):
   return logits, cache.hidden
 
 
-def fitted(make_loss, params, reads, *, steps):
-  """Parameters after training on the texts; of `make_loss` see the trainers.
+def fitted(function, params, reads, *, steps):
+  """Parameters after training on the texts, by a loss function of the trainers.
 
   `reads` are the states that the drafter reads.
   """
@@ -64,11 +64,8 @@ def fitted(make_loss, params, reads, *, steps):
     'choice': np.argmax(logits, -1),
   }
   base = tiny_heads.target().params['gpt2']
-  loss = make_loss(
-    embedding=base['wte']['embedding'],
-    lm_head=base['lm_head'],
-    dtype=jnp.dtype('float32'),
-  )
+  frozen = base['wte']['embedding'], base['lm_head'], None
+  loss = jax.tree_util.Partial(function, frozen)
   optimizer = optax.adam(optax.linear_schedule(5e-3, 0.0, steps))
 
   @jax.jit

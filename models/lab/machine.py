@@ -1,4 +1,4 @@
-"""Measurements of a machine: bandwidth, memory, and forwards.
+"""Measurements of a machine: bandwidth and forwards.
 
 The speed of a machine drifts. So alternatives are timed in turns, the bandwidth
 is measured again before every batch of a benchmark, and medians are used.
@@ -9,12 +9,8 @@ V(N) is the time of one target forward over N tree nodes of each row.
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
-import contextlib
-import ctypes
 import dataclasses
 import math
-import pathlib
-import re
 import time
 from typing import Any
 
@@ -265,29 +261,3 @@ def measure_step_costs(
     lambda num_nodes: verify(num_nodes, effort.num_steps), sizes, effort
   )
   return StepCosts(verification=seconds)
-
-
-_PROC = pathlib.Path('/proc/self')
-
-
-def _resident(key: str) -> int:
-  """A size in `/proc/self/status`, in bytes."""
-  found = re.search(rf'{key}:\s*(\d+) kB', (_PROC / 'status').read_text())
-  if found is None:
-    raise OSError(f'/proc/self/status has no {key}')
-  return 1024 * int(found[1])
-
-
-def host_peak(run: Callable[[], Any]) -> int:
-  """The peak of resident memory during a call, in bytes (Linux only).
-
-  Raises:
-    OSError: `/proc/self/clear_refs` or `/proc/self/status` is missing.
-  """
-  with contextlib.suppress(OSError, AttributeError):
-    # Memory that is free but resident would not be counted when it is reused.
-    ctypes.CDLL(None).malloc_trim(0)
-  (_PROC / 'clear_refs').write_text('5')  # VmHWM is set to VmRSS, `man 5 proc`
-  before = _resident('VmRSS')
-  run()
-  return max(_resident('VmHWM') - before, 0)

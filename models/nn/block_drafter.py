@@ -108,7 +108,7 @@ class _ConvolvedLayer(nn_llama.Layer):
     rotation: rope_lib.Rotation | None,
     mask: jax.Array,
     cache: cache_lib.KVCache | None,
-  ) -> tuple[jax.Array, cache_lib.KVCache | None, Any]:
+  ) -> tuple[jax.Array, cache_lib.KVCache | None]:
     normalize = functools.partial(
       layers.normalize, kernels=self.self_attn.o_proj.is_packed
     )
@@ -118,8 +118,8 @@ class _ConvolvedLayer(nn_llama.Layer):
     x = x + self.attention_conv.behind(out, dynamic)
     rows = normalize(x, self.post_attention_layernorm)
     rows, dynamic = self.mlp_conv.before(rows)
-    out, routing = self.mlp(rows, None, None)
-    return x + self.mlp_conv.behind(out, dynamic), cache, routing
+    out = self.mlp(rows, None, None)
+    return x + self.mlp_conv.behind(out, dynamic), cache
 
 
 class _MarkovHead(nnx.Module):
@@ -274,7 +274,7 @@ class BlockDrafter(nnx.Module):
     rotations = nn_llama.rotations(config, positions)
     masks = self._masks(positions, mask, cache)
     for layer, *seen in zip(self.layers, rotations, masks, strict=True):
-      x, cache, _ = layer(x, *seen, cache)
+      x, cache = layer(x, *seen, cache)
     x = layers.normalize(x, self.norm, kernels=self.fc.is_packed)
     blocks = x.reshape(x.shape[0], -1, config.block_size, x.shape[-1])
     drafts = blocks[:, :, config.block_size - config.depth :]

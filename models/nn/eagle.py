@@ -89,7 +89,7 @@ class _WideLayer(nn_llama.Layer):
     both = jnp.concatenate([embedded, normalized], axis=-1)
     residual = normalized if self.config.norm_before_residual else x
     x, cache = self.self_attn(both, None, rotation, mask, cache, residual)
-    return self.mlp(x, self.post_attention_layernorm, x)[0], cache
+    return self.mlp(x, self.post_attention_layernorm, x), cache
 
 
 class _BareLayer(nn_llama.Layer):
@@ -197,9 +197,9 @@ class Head(nnx.Module):
       x, cache = self.layers[0](embedded, states, *seen, cache)
     else:
       x = self._first_input(embedded, states)
-      x, cache, _ = self.layers[0](x, *seen, cache)
+      x, cache = self.layers[0](x, *seen, cache)
     for number, seen in enumerate(others, 1):
-      x, cache, _ = self.layers[number](x, *seen, cache)
+      x, cache = self.layers[number](x, *seen, cache)
     if config.kind == MTP or config.norm_output:
       x = layers.normalize(x, self.norm, kernels=self.fc.is_packed)
     return x, cache

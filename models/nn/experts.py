@@ -15,10 +15,8 @@ instead of 1.6 ms, and `jax.lax.ragged_dot`, which computes all experts there,
 
 from collections.abc import Callable
 from collections.abc import Sequence
-import functools
 from typing import Any
 from typing import NamedTuple
-from typing import TypeVar
 
 import jax
 from jax import lax
@@ -74,47 +72,12 @@ def _tokens_per_expert(experts: jax.Array, num_experts: int) -> jax.Array:
   return jnp.sum(chosen, axis=0, dtype=jnp.int32)
 
 
-def balance_loss(routing: Routing) -> jax.Array:
-  """Load-balancing loss `[]` of a layer (arXiv 2101.03961, eq. 4 to 6).
-
-  It is E times the sum over experts of the fraction of choices that fall on the
-  expert, times its mean probability; 1 if all experts are used equally.
-  """
-  num_experts = routing.probs.shape[-1]
-  counts = _tokens_per_expert(routing.experts, num_experts)
-  share = counts / routing.experts.size
-  mean = jnp.mean(routing.probs.reshape(-1, num_experts), axis=0)
-  return num_experts * jnp.sum(share * mean)
-
-
 def _block_size(num_tokens: int, per_token: int, num_experts: int) -> int:
   """Rows per block: the mean share of an expert, rounded up."""
   steps = -(-num_tokens * per_token // (num_experts * _BLOCK_STEP))
   return min(num_tokens, steps * _BLOCK_STEP, _MAX_BLOCK)
 
 
-_Carry = TypeVar('_Carry')
-_rows = lax.dynamic_slice_in_dim
-_put = functools.partial(lax.dynamic_update_slice_in_dim, axis=0)
-
-
-def _over_blocks(
-  start: jax.Array,
-  count: jax.Array,
-  block: int,
-  body: Callable[[jax.Array, jax.Array, _Carry], _Carry],
-  carry: _Carry,
-) -> _Carry:
-  """Folds `body(number, start of the block, carry)` over blocks of rows."""
-  return lax.fori_loop(
-    0,
-    (count + block - 1) // block,
-    lambda number, carry: body(number, start + number * block, carry),
-    carry,
-  )
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _apply(
   expert: Expert,
   block: int,
@@ -139,70 +102,20 @@ def _apply(
   """
   out = jnp.zeros(x.shape, jnp.float32)
   starts = jnp.cumsum(counts) - counts
-  for own, start, count in zip(weights, starts, counts, strict=True):
-
-    def compute(
-      number: jax.Array, start: jax.Array, out: jax.Array, own: Any = own
-    ) -> jax.Array:
-      del number
-      return _put(out, expert(own, _rows(x, start, block)), start)
-
-    out = _over_blocks(start, count, block, compute, out)
-  return out
-
-
-# Weights, rows and counts, see `_apply`.
-_Residuals = tuple[tuple[Any, ...], jax.Array, jax.Array]
-
-
-def _apply_fwd(
-  expert: Expert,
-  block: int,
-  weights: Sequence[Any],
-  x: jax.Array,
-  counts: jax.Array,
-) -> tuple[jax.Array, _Residuals]:
-  out = _apply(expert, block, weights, x, counts)
-  return out, (tuple(weights), x, counts)
-
-
-def _apply_bwd(
-  expert: Expert, block: int, residuals: _Residuals, grad: jax.Array
-) -> tuple[tuple[Any, ...], jax.Array, None]:
-  # JAX cannot differentiate a loop whose length is known only at run time.
-  weights, x, counts = residuals
-  grad_x = jnp.zeros_like(x)
-  grad_weights = []
-  starts = jnp.cumsum(counts) - counts
-  for own, start, count in zip(weights, starts, counts, strict=True):
+  for own, begin, count in zip(weights, starts, counts, strict=True):
 
     def compute(
       number: jax.Array,
-      start: jax.Array,
-      carry: tuple[jax.Array, Any],
+      out: jax.Array,
       own: Any = own,
-      count: jax.Array = count,
-    ) -> tuple[jax.Array, Any]:
-      grad_x, grad_own = carry
-      is_own = number * block + jnp.arange(block) < count
-      grad_rows = jnp.where(is_own[:, None], _rows(grad, start, block), 0.0)
-      _, pull = jax.vjp(expert, own, _rows(x, start, block))
-      more, grad_rows = pull(grad_rows)
-      grad_own = jax.tree.map(jnp.add, grad_own, more)
-      return _put(grad_x, grad_rows, start), grad_own
+      begin: jax.Array = begin,
+    ) -> jax.Array:
+      start = begin + number * block
+      found = expert(own, lax.dynamic_slice_in_dim(x, start, block))
+      return lax.dynamic_update_slice_in_dim(out, found, start, axis=0)
 
-    # Summed over the blocks in float32, whatever the dtype of the weights.
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), own)
-    grad_x, grad_own = _over_blocks(
-      start, count, block, compute, (grad_x, zeros)
-    )
-    grad_weights.append(
-      jax.tree.map(lambda leaf, grad: grad.astype(leaf.dtype), own, grad_own)
-    )
-  return tuple(grad_weights), grad_x, None
-
-
-_apply.defvjp(_apply_fwd, _apply_bwd)
+    out = lax.fori_loop(0, (count + block - 1) // block, compute, out)
+  return out
 
 
 def mix(

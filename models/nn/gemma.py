@@ -76,9 +76,9 @@ class Layer(nn_llama.Layer):
 
   def __call__(
     self, x: jax.Array, *args: Any, embedded: jax.Array | None = None
-  ) -> tuple[jax.Array, Any, Any]:
+  ) -> tuple[jax.Array, Any]:
     """As the block of a Llama; `embedded` is `[B, L, layer_width]` float32."""
-    x, *others = super().__call__(x, *args)
+    x, cache = super().__call__(x, *args)
     if embedded is not None:
       gate = layers.project(
         x,
@@ -91,7 +91,7 @@ class Layer(nn_llama.Layer):
         self.post_per_layer_input_norm,
         kernels=self.per_layer_projection.is_packed,
       )
-    return x * self.layer_scalar[...][None, None], *others
+    return x * self.layer_scalar[...][None, None], cache
 
 
 class Gemma4(nn_llama.Llama):

@@ -49,13 +49,13 @@ class FeedForward(nnx.Module):
 
   def __call__(
     self, x: jax.Array, norm: layers.Norm | None, residual: jax.Array | None
-  ) -> tuple[jax.Array, tuple[()]]:
+  ) -> jax.Array:
     linears = [self.gate_proj.parameters, self.up_proj.parameters]
     inner = layers.project(
       x, linears, norm=norm, activation=self.activation, gated=True
     )
     linears = [self.down_proj.parameters]
-    return layers.project(inner, linears, residual=residual), ()
+    return layers.project(inner, linears, residual=residual)
 
 
 class Layer(nnx.Module):
@@ -94,7 +94,7 @@ class Layer(nnx.Module):
     rotation: rope_lib.Rotation | None,
     mask: jax.Array,
     cache: _Cache,
-  ) -> tuple[jax.Array, _Cache, Any]:
+  ) -> tuple[jax.Array, _Cache]:
     config, mixer = self.config, getattr(self, self.mixer)
     kernels = mixer.o_proj.is_packed
     # A part's output joins the stream, at once or after a norm and a factor.
@@ -115,8 +115,8 @@ class Layer(nnx.Module):
       x, self.input_layernorm, rotation, mask, cache, x if at_once else None
     )
     x = add(x, out, behind)
-    out, routing = self.mlp(x, before, x if at_once else None)
-    return add(x, out, self.post_feedforward_layernorm), cache, routing
+    out = self.mlp(x, before, x if at_once else None)
+    return add(x, out, self.post_feedforward_layernorm), cache
 
 
 def rotations(
@@ -205,19 +205,14 @@ class Llama(nnx.Module):
     del tokens, x
     return [{}] * self.config.num_layers
 
-  def with_routing(
+  def __call__(
     self,
     tokens: jax.Array,
     positions: jax.Array,
     mask: jax.Array,
     cache: _Cache = None,
-  ) -> tuple[jax.Array, _Cache, tuple[Any, ...]]:
-    """Computes logits and cache as `models.nn.gpt2.GPT2` does.
-
-    Returns:
-      `[B, L, V]` float32 logits, the cache, and for each layer the
-      `models.nn.experts.Routing`, of shapes `[B, L, ...]`; () without experts.
-    """
+  ) -> tuple[jax.Array, _Cache]:
+    """Computes logits and cache as `models.nn.gpt2.GPT2` does."""
     embedding = self.embed_tokens.embedding.get_value()
     x = matrices_lib.take_rows(embedding, tokens)
     config = self.config
@@ -225,7 +220,7 @@ class Llama(nnx.Module):
       x *= config.embedding_scale
     seen = of_layers(config, positions, mask)
     inputs = self.layer_inputs(tokens, x)
-    given, routings = cache, []
+    given = cache
     if cache is None and config.kv_source is not None:
       cache = cache_lib.init_cache(
         *(x.shape[0], mask.shape[2]),
@@ -236,8 +231,7 @@ class Llama(nnx.Module):
     for layer, block in enumerate(self.layers):
       cache = cache_lib.write_hidden(cache, layer, x)
       with jax.named_scope(f'layer_{layer}'):
-        x, cache, routing = block(x, *seen[layer], cache, **inputs[layer])
-      routings.append(routing)
+        x, cache = block(x, *seen[layer], cache, **inputs[layer])
     cache = cache_lib.write_hidden(cache, len(self.layers), x)
     tied = config.tie_embeddings
     head = embedding if tied else self.lm_head.get_value()
@@ -248,13 +242,4 @@ class Llama(nnx.Module):
     if config.logit_divisor != 1.0:
       logits /= config.logit_divisor
     logits = layers.soft_cap(logits, config.logit_cap)
-    return logits, None if given is None else cache, tuple(routings)
-
-  def __call__(
-    self,
-    tokens: jax.Array,
-    positions: jax.Array,
-    mask: jax.Array,
-    cache: _Cache = None,
-  ) -> tuple[jax.Array, _Cache]:
-    return self.with_routing(tokens, positions, mask, cache)[:2]
+    return logits, None if given is None else cache

@@ -80,7 +80,7 @@ class Experts(nnx.Module):
 
   def __call__(
     self, x: jax.Array, norm: layers.Norm | None, residual: jax.Array | None
-  ) -> tuple[jax.Array, experts_lib.Routing]:
+  ) -> jax.Array:
     kernels = self.gate.is_packed
     rows = layers.normalize(x, norm, kernels=kernels)
     routing = experts_lib.route(
@@ -116,11 +116,11 @@ class Experts(nnx.Module):
       out += experts_lib.weighted_sum(rows_of, *chosen, kernels=kernels)
     out = out.reshape(x.shape)
     if self.config.shared_width:
-      shared = self.shared_expert(rows, None, None)[0]
+      shared = self.shared_expert(rows, None, None)
       if self.config.shared_gate:
         shared *= jax.nn.sigmoid(self.shared_expert_gate(rows))
       out += shared
-    return out if residual is None else residual + out, routing
+    return out if residual is None else residual + out
 
 
 class Mixtral(nn_llama.Llama):

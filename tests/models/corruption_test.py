@@ -26,7 +26,7 @@ import tiny_heads
 
 from models import kept_programs
 from models.checkpoints import hub
-from models.lab.training import run_record
+from models.lab.training import kept
 from models.lab.training import tokenizer as tokenizer_lib
 from models.lab.tune import plan_lookup
 from models.lab.tune import planner
@@ -154,8 +154,8 @@ _FILES = {
   'table': ('table.safetensors', _write_table, _read_table, True),
   'settings of a run': (
     'run.json',
-    lambda path: run_record.write_once(path, _RECORD),
-    lambda path: run_record.write_once(path, _RECORD),
+    lambda path: kept.write_once(path, _RECORD),
+    lambda path: kept.write_once(path, _RECORD),
     True,
   ),
   'topology': (

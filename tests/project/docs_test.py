@@ -1,10 +1,11 @@
-"""The examples in the documentation run as they are.
+"""Examples of pages run as they are, and words are plain.
 
 The embedded pair is a tiny one here; `--long` takes the embedded pair itself.
 """
 
 import pathlib
 import re
+import subprocess
 
 import pytest
 import tiny_demo
@@ -42,3 +43,50 @@ def test_examples_run(name, monkeypatch, capsys, request, tmp_path):
   for number, example in enumerate(_examples(_ROOT / name)):
     exec(compile(example, f'{name}, example {number}', 'exec'), scope)
   assert capsys.readouterr().out
+
+
+# A comment is read from its first line on, so earlier lines are no comment.
+_START = re.compile(
+  r'(?:^(?!\s*(?:#|//)).*\n\s*(?:#|//):? ?|\S.*  (?:#|//):? ?|"""|\'\'\')'
+  r'(?:Of|Those of|That of|As of|What|But for|So many)\b.*',
+  re.MULTILINE,
+)
+_MOST_WORDS = 1_200
+
+
+def _headless(text):
+  """Fragments such as `Of each row.`, with their lines."""
+  return [
+    f'{text.count(chr(10), 0, found.end()) + 1}: {found[0].splitlines()[-1]}'
+    for found in _START.finditer(text)
+  ]
+
+
+def test_comments_begin_with_a_subject():
+  listed = subprocess.run(
+    ['git', 'ls-files', '*.py', '*.cc', '*.h'],
+    **{'cwd': _ROOT, 'capture_output': True, 'text': True, 'check': True},
+  )
+  found = [
+    f'{name}:{fragment}'
+    for name in listed.stdout.split()
+    if name != 'tests/project/docs_test.py'
+    for fragment in _headless((_ROOT / name).read_text('utf-8'))
+  ]
+  assert not found, '\n'.join(['give these a subject:', *found])
+
+
+def test_fragments_are_found():
+  lines = 'x = 1\n# Of rows.\n# Of no block.\ny = 2  #: What is kept.\n'
+  assert _headless(lines) == ['2: # Of rows.', '4: y = 2  #: What is kept.']
+  assert _headless('"""Those of text."""\n') == ['1: """Those of text."""']
+  assert _headless('a;\n// As of rows\n') == ['2: // As of rows']
+  assert not _headless('# Each row\n# What it has.\n"""Texts of rows."""\n')
+
+
+def test_pages_are_short():
+  """A reader has time for so many words, numbers apart."""
+  for page in _ROOT.glob('docs/*.md'):
+    texts = page.read_text('utf-8').split()
+    words = sum(bool(re.match(r'\W*[^\W\d]', text)) for text in texts)
+    assert words <= _MOST_WORDS, (page.name, words)

@@ -1,12 +1,27 @@
-"""Measures how often rules of verification accept, beside theory."""
+"""Measures how often rules of verification accept, beside the most possible.
 
+Children of a node are a random set S, and the target wants a random token. A
+rule is a coupling of both, which accepts if the token is in S. By max-flow and
+min-cut (arXiv 2502.18779) the best coupling accepts with the probability
+
+    1 + min over sets H of tokens of ( p(H) - P(S is within H) )
+
+where p is the target's distribution. The minimum is at a set of the tokens
+with the least p/q, q being the draft's distribution.
+
+On a tree that does not depend on the target's noise, such as one of the best
+children, no rule accepts more tokens than the sum over the nodes of the
+target's probabilities of the paths to them: rejection reaches that.
+"""
+
+from collections.abc import Callable
 from collections.abc import Iterable
-from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
 import sys
 from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +29,7 @@ import numpy as np
 import tqdm
 
 from models.lab import task as task_lib
-from models.lab.bench import ceilings
 from models.lab.bench import exactness
-from models.lab.bench import optimal
 from models.text import generator as generator_lib
 from models.text import result as result_lib
 import specdec
@@ -25,41 +38,31 @@ from specdec import model as model_lib
 from specdec import sampling as sampling_lib
 from specdec import sampling_arguments
 from specdec.tree import topology as topology_lib
-from specdec.verify import rules as rules_lib
+
+# The logarithms of the times of `_without_replacement`, and their distance.
+_STEP = 0.3
+_LOG_TIMES = np.arange(-33.0, 4.0, _STEP)
+_MOST_DRAWN = 100  # tokens, as it takes the square of their number
+_CHUNK = 256  # positions at a time
 
 
-@dataclasses.dataclass(frozen=True)
-class Verification:
-  """The arguments `verify` and `children` of `specdec.generate`."""
+class Verification(NamedTuple):
+  """Arguments of `specdec.generate`, and the `theory` for a single child."""
 
   verify: str
-  children: str | None = None
+  children: str | None
+  theory: str
 
   def __str__(self):
     return self.verify + (f', {self.children}' if self.children else '')
 
-  @property
-  def theory(self) -> str:
-    """Acceptance probability of a single child, an entry of `theory`."""
-    rule = rules_lib.RULES[self.verify](self.children or sampling_lib.BEST)
-    if rule.keeps_tokens:
-      return 'coupled'
-    return 'p(best)' if rule.children == sampling_lib.BEST else '1 - TV'
 
-
-_OF_CHILDREN = (
-  Verification('match'),
-  Verification('rejection', sampling_lib.WITHOUT_REPLACEMENT),
-  Verification('rejection', sampling_lib.WITH_REPLACEMENT),
-  Verification('rejection', sampling_lib.BEST_AND_DRAWN),
-  Verification('rejection', sampling_lib.BEST),
-)
-# With children alone traversal is rejection, and with the best ones always.
-_OF_TREES = (
-  *_OF_CHILDREN,
-  Verification('traversal', sampling_lib.WITHOUT_REPLACEMENT),
-  Verification('traversal', sampling_lib.WITH_REPLACEMENT),
-  Verification('traversal', sampling_lib.BEST_AND_DRAWN),
+_RULES = (
+  Verification('match', None, 'coupled'),
+  Verification('rejection', sampling_lib.WITHOUT_REPLACEMENT, '1 - TV'),
+  Verification('rejection', sampling_lib.WITH_REPLACEMENT, '1 - TV'),
+  Verification('rejection', sampling_lib.BEST_AND_DRAWN, '1 - TV'),
+  Verification('rejection', sampling_lib.BEST, 'p(best)'),
 )
 
 
@@ -73,9 +76,8 @@ def theory(target: jax.Array, draft: jax.Array) -> dict[str, jax.Array]:
 
   Returns:
     `[n]` each: `1 - TV`, rejection sampling; `coupled`, match, where draft and
-    target choose with the same Gumbel noise (arXiv 2408.07978), and its lower
-    bound `(1 - TV)/(1 + TV)`; `sum p q`, independent noise; `p(best)`, the
-    draft's most likely token instead of a draw.
+    target choose with the same Gumbel noise (arXiv 2408.07978);
+    `p(best)`, the draft's most likely token instead of a draw.
   """
   common = jnp.sum(jnp.minimum(target, draft), axis=1)
   best = jnp.argmax(draft, axis=1)
@@ -92,27 +94,113 @@ def theory(target: jax.Array, draft: jax.Array) -> dict[str, jax.Array]:
   return {
     '1 - TV': common,
     'coupled': jnp.sum(coupled, axis=1),
-    '(1 - TV)/(1 + TV)': common / (2 - common),
-    'sum p q': jnp.sum(target * draft, axis=1),
     'p(best)': jnp.take_along_axis(target, best[:, None], axis=1)[:, 0],
   }
 
 
-def _efficiency(
-  results: Iterable[result_lib.TextGeneration],
-) -> dict[str, float]:
-  """Tokens per target forward, and the standard error of that ratio by rows."""
-  rows = [row for result in results for row in result.origins if row]
-  tokens = np.array([len(row) for row in rows])
-  # Origin 0 is the target, whose token is the last of its forward.
-  forwards = np.array([row.count(0) + (row[-1] != 0) for row in rows])
-  rate = tokens.sum() / forwards.sum()
-  spread = np.square(tokens - rate * forwards).sum() / max(len(rows) - 1, 1)
-  return {
-    'measured': float(rate),
-    'standard_error': float(np.sqrt(spread / len(rows)) / forwards.mean()),
-    'forwards': int(forwards.sum()),
-  }
+def _apart(p: np.ndarray, q: np.ndarray, number: int) -> np.ndarray:
+  """How often rejection accepts the best children and one drawn, `[n]`."""
+  order = np.argsort(-q, axis=1, kind='stable')
+  p, q = (np.take_along_axis(array, order, axis=1) for array in (p, q))
+  best, rest = p[:, : number - 1].sum(1), q[:, number - 1 :]
+  total = rest.sum(1, keepdims=True)
+  rest = np.where(total > 0, rest / np.where(total > 0, total, 1.0), 0.0)
+  # Where nothing is left to draw, the best children are all there are.
+  return best + np.minimum(p[:, number - 1 :], rest).sum(1)
+
+
+def _best(p: np.ndarray, q: np.ndarray, number: int) -> np.ndarray:
+  """The target's probability of the best children together, `[n]`."""
+  order = np.argsort(-q, axis=1, kind='stable')[:, :number]
+  possible = np.take_along_axis(q, order, axis=1) > 0
+  return (np.take_along_axis(p, order, axis=1) * possible).sum(1)
+
+
+def _with_replacement(q: np.ndarray, number: int) -> np.ndarray:
+  """`[n, V]`, the probability that all draws are among the first tokens."""
+  return np.minimum(np.cumsum(q, axis=1), 1.0) ** number
+
+
+def _without_replacement(q: np.ndarray, number: int) -> np.ndarray:
+  """As `_with_replacement`; fewer are drawn if there are fewer.
+
+  Draws without replacement are the order in which clocks of rates q ring. So
+  this is the probability that K of the clocks of the first tokens ring before
+  any other, whose first one rings at the rate r of what they have left: the
+  integral of x exp(-x) P(K have rung at the time x / r) over log(x). By the
+  trapezoid rule it is exact except for rounding.
+  """
+  x = np.exp(_LOG_TIMES)
+  weights = _STEP * x * np.exp(-x)
+  mass = np.cumsum(q, axis=1)
+  found = np.ones(q.shape)
+  for last in range(q.shape[1]):
+    rate = 1.0 - mass[:, last]
+    inner = rate > 1e-12  # or all that can be drawn is in H
+    times = x / np.where(inner, rate, 1.0)[:, None]
+    rung = -np.expm1(-q[:, : last + 1, None] * times[:, None])
+    fewer = np.zeros((number, *times.shape))  # by how many have rung
+    fewer[0] = 1.0
+    for prob in np.moveaxis(rung, 1, 0):
+      fewer[1:] = fewer[1:] * (1.0 - prob) + fewer[:-1] * prob
+      fewer[0] *= 1.0 - prob
+    enough = (1.0 - fewer.sum(0)) @ weights
+    found[:, last] = np.where(inner, enough, 1.0)
+  return found
+
+
+_WITHIN: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
+  sampling_lib.WITH_REPLACEMENT: _with_replacement,
+  sampling_lib.WITHOUT_REPLACEMENT: _without_replacement,
+}
+
+
+def one_step(
+  target: np.ndarray, draft: np.ndarray, number: int, children: str
+) -> np.ndarray:
+  """The most that is accepted of K children of one node.
+
+  Args:
+    target: `[n, V]`, distributions.
+    draft: `[n, V]`, distributions.
+    number: K.
+    children: one of `sampling.CHILDREN`.
+
+  Returns:
+    `[n]` float64, probabilities; NaN for several draws without replacement
+    among more than 100 tokens.
+  """
+  starts = range(0, len(target), _CHUNK)
+  rows = [slice(start, start + _CHUNK) for start in starts]
+  found = [
+    _one_step(
+      np.asarray(target[some]), np.asarray(draft[some]), number, children
+    )
+    for some in rows
+  ]
+  return np.concatenate([np.zeros(0), *found])
+
+
+def _one_step(
+  target: np.ndarray, draft: np.ndarray, number: int, children: str
+) -> np.ndarray:
+  p, q = target.astype(np.float64), draft.astype(np.float64)
+  if number == 1 and children == sampling_lib.WITHOUT_REPLACEMENT:
+    children = sampling_lib.WITH_REPLACEMENT
+  if children == sampling_lib.BEST:
+    return _best(p, q, number)
+  if children == sampling_lib.BEST_AND_DRAWN:
+    return _apart(p, q, number)
+  # Tokens that are never drawn come last; their order does not matter.
+  ratio = np.where(q > 0, p / np.where(q > 0, q, 1.0), np.inf)
+  order = np.argsort(ratio, axis=1)
+  p, q = (np.take_along_axis(array, order, axis=1) for array in (p, q))
+  num_drawn = int((q > 0).sum(1).max())
+  p, q = p[:, :num_drawn], q[:, :num_drawn]
+  if children == sampling_lib.WITHOUT_REPLACEMENT and num_drawn > _MOST_DRAWN:
+    return np.full(len(p), np.nan)
+  spare = np.cumsum(p, axis=1) - _WITHIN[children](q, number)
+  return 1.0 + np.minimum(spare.min(1), 0.0)
 
 
 def _acceptance(
@@ -139,7 +227,7 @@ def _acceptance(
         rates = jax.device_get(theory(target[padded], draft[padded]))
         found = {name: rate[: positions.size] for name, rate in rates.items()}
       if rule.children is not None:
-        found['most'] = ceilings.one_step(
+        found['most'] = one_step(
           target[positions], draft[positions], number, rule.children
         )
       expected.append(found)
@@ -158,17 +246,17 @@ def _decode_batches(
   generator: generator_lib.Generator,
   draft: model_lib.LanguageModel,
   prompts: Sequence[str],
-  topology: topology_lib.Topology,
+  number: int,
   rule: Verification,
   *,
   task: task_lib.Task,
 ) -> Iterable[result_lib.TextGeneration]:
-  """Decodes with a fixed topology; the last batch only if it is full."""
+  """Decodes with so many children; the last batch only if it is full."""
   scorer = specdec.LanguageModelScorer(draft)
-  drafter = specdec.fixed_drafter(scorer, topology)
+  drafter = specdec.fixed_drafter(scorer, topology_lib.k_ary(number, 1))
   drafted = dataclasses.replace(generator, drafter=drafter)
   starts = range(0, len(prompts) - task.batch_size + 1, task.batch_size)
-  title = f'{topology.branching} x {topology.max_depth}, {rule}'
+  title = f'{number}, {rule}'
   for start in tqdm.tqdm(starts, desc=title, unit='batch', file=sys.stderr):
     yield drafted.generate(
       prompts[start : start + task.batch_size],
@@ -181,76 +269,41 @@ def _decode_batches(
     )
 
 
-def _trees(
-  acceptance: Mapping[str, Any], chain_length: int, sizes: Sequence[int]
-) -> dict[str, topology_lib.Topology]:
-  """A chain, and the trees of some sizes that are best for drawn children.
-
-  `acceptance` is that of `measure`.
-  """
-  by_rank: list[float] = []
-  drawn = str(Verification('rejection', sampling_lib.WITHOUT_REPLACEMENT))
-  for number in sorted(map(int, acceptance)):
-    more = acceptance[str(number)][drawn]['measured'] - sum(by_rank)
-    ranks = number - len(by_rank)
-    by_rank += [max(more, 0.0) / ranks] * ranks
-  trees = {f'chain of {chain_length}': topology_lib.chain(chain_length)}
-  for size in sizes:
-    table = optimal.best_trees(by_rank, num_nodes=size, max_depth=size - 1)
-    paths = table.paths(size, size - 1)
-    trees[f'tree of {size}'] = topology_lib.from_paths(paths)
-  return trees
-
-
-def _checked_draft(
-  draft: model_lib.LanguageModel | None,
-  task: task_lib.Task,
-  num_prompts: int,
-) -> model_lib.LanguageModel:
-  """The draft; ValueError if there is no acceptance of sampling to measure."""
-  if not np.all(np.asarray(task.sampling.temperature) > 0):
-    raise ValueError('acceptance of sampling needs --temperature above 0')
-  if draft is None:
-    raise ValueError('acceptance needs a draft; give --draft')
-  if num_prompts < task.batch_size:
-    raise ValueError(
-      f'--batch_size={task.batch_size} needs as many prompts, got {num_prompts}'
-    )
-  return draft
-
-
 def measure(
   generator: generator_lib.Generator,
   prompts: Sequence[str],
   task: task_lib.Task,
   *,
   numbers_of_children: Sequence[int],
-  tree_sizes: Sequence[int] = (),
 ) -> dict[str, Any]:
   """Measures how often each rule of verification accepts.
 
   The drafter of the generator is not used: trees of depth 1 have the numbers of
-  children; a chain of `num_draft_tokens` and trees of some sizes, the root
-  included, measure block efficiency. A last batch that is not full is left out.
-  The seed of the batch from prompt i on is seed + i.
+  children. With children alone traversal is rejection. A last batch that is not
+  full is left out. The seed of the batch from prompt i on is seed + i.
 
   Returns:
-    `acceptance` by number of children and rule: `measured`, the share of target
-    forwards that accepted a draft token, `standard_error`, `forwards` and
-    `theory`, means over the same positions: `most`, see `ceilings.one_step`,
-    and for one child those of `theory`. And `block_efficiency` by shape and
-    rule: `measured`, `standard_error` between rows, `forwards`; `paths` by
-    shape.
+    By number of children and rule: `measured`, the share of target forwards
+    that accepted a draft token, `standard_error`, `forwards` and `theory`,
+    means over the same positions: `most`, see `one_step`, and for one
+    child those of `theory`.
 
   Raises:
-    ValueError: there is no draft, or decoding is greedy.
+    ValueError: there is no draft, decoding is greedy, or there are too few
+      prompts for a batch.
   """
-  pair = generator.pair
-  draft = _checked_draft(pair.draft, task, len(prompts))
+  pair, draft = generator.pair, generator.pair.draft
+  if not np.all(np.asarray(task.sampling.temperature) > 0):
+    raise ValueError('acceptance of sampling needs --temperature above 0')
+  if draft is None:
+    raise ValueError('acceptance needs a draft; give --draft')
+  if len(prompts) < task.batch_size:
+    raise ValueError(
+      f'--batch_size={task.batch_size} needs as many prompts, got'
+      f' {len(prompts)}'
+    )
   decode = functools.partial(
-    _decode_batches,
-    *(generator, draft, prompts),
-    task=task,
+    _decode_batches, generator, draft, prompts, task=task
   )
   size = pair.target.spec.vocab_size
   sampling = sampling_arguments.to_params(task.sampling, 1, size)
@@ -258,44 +311,26 @@ def measure(
     exactness.distributions(model, exactness.padded(ids), sampling)
     for model in (pair.target, draft)
   ]
-  accepted = lambda n, rule: _acceptance(
-    decode(topology_lib.k_ary(n, 1), rule), probs_of, n, rule
-  )
-  acceptance = {
-    str(n): {str(rule): accepted(n, rule) for rule in _OF_CHILDREN}
-    for n in numbers_of_children
-  }
-  trees = _trees(acceptance, task.drafting.num_draft_tokens, tree_sizes)
+  accepted = lambda n, rule: _acceptance(decode(n, rule), probs_of, n, rule)
   return {
-    'acceptance': acceptance,
-    'block_efficiency': {
-      name: {str(rule): _efficiency(decode(tree, rule)) for rule in _OF_TREES}
-      for name, tree in trees.items()
-    },
-    'paths': {name: tree.paths for name, tree in trees.items()},
+    str(n): {str(rule): accepted(n, rule) for rule in _RULES}
+    for n in numbers_of_children
   }
 
 
 def rows(figures: dict[str, Any]) -> list[dict[str, str]]:
   """The rows of a table of the figures of `measure`."""
   table = []
-  for rule in _OF_TREES:
+  for rule in _RULES:
     row = {'rule': str(rule), 'theory, 1 child': ''}
-    for number, by_rule in figures['acceptance'].items():
-      found = by_rule.get(str(rule))
-      measured, most = f'measured, {number} children', f'most, {number}'
-      row |= {measured: '', most: ''}
-      if found:
-        error = f'{found["standard_error"]:.3f}'
-        row[measured] = f'{found["measured"]:.3f} ± {error}'
-        if np.isfinite(found['theory'].get('most', np.nan)):
-          row[most] = f'{found["theory"]["most"]:.3f}'
-        if rule.theory in found['theory']:
-          value = found['theory'][rule.theory]
-          row['theory, 1 child'] = f'{rule.theory} = {value:.3f}'
-    for shape, by_rule in figures['block_efficiency'].items():
+    for number, by_rule in figures.items():
       found = by_rule[str(rule)]
-      error = f'{found["standard_error"]:.3f}'
-      row[f'{shape}: tokens per forward'] = f'{found["measured"]:.3f} ± {error}'
+      shown = f'{found["measured"]:.3f} ± {found["standard_error"]:.3f}'
+      row[f'measured, {number} children'] = shown
+      most = found['theory'].get('most', np.nan)
+      row[f'most, {number}'] = f'{most:.3f}' if np.isfinite(most) else ''
+      if rule.theory in found['theory']:
+        value = found['theory'][rule.theory]
+        row['theory, 1 child'] = f'{rule.theory} = {value:.3f}'
     table.append(row)
   return table

@@ -316,17 +316,13 @@ def _find_flips(
   for number, both in enumerate(pairs_of_batches):
     texts = zip(*(one.generation.tokens for one in both), strict=True)
     for row, (tokens, expected) in enumerate(texts):
-      offset = timing.first_difference(tokens, expected)
-      if offset is None:
-        continue
-      margin = exactness.choice_margin(
-        pairs[spec.dtype].target,
-        keys[row],
-        [*batches[number][row], *expected[:offset]],
-        task.sampling,
+      found = exactness.divergence(
+        *(pairs[spec.dtype].target, keys[row], batches[number][row]),
+        *(tokens, expected, task.sampling),
       )
-      place = {'batch': number, 'row': row, 'offset': offset}
-      flips.append(place | {'margin': margin})
+      if found is not None:
+        place = {'batch': number, 'row': row}
+        flips.append(place | {'offset': found[0], 'margin': found[1]})
   return flips
 
 

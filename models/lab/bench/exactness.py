@@ -190,3 +190,33 @@ def choice_margin(
   length = jnp.array(len(tokens), jnp.int32)
   params = sampling_arguments.to_params(sampling, 1, model.spec.vocab_size)
   return float(_margin(model, row_key, padded(tokens), length, params))
+
+
+def first_difference(
+  tokens: Sequence[int], expected: Sequence[int]
+) -> int | None:
+  """The first index at which two sequences differ; None if they are equal.
+
+  If a sequence is a prefix of the other, that is the length of the shorter.
+  """
+  if list(tokens) == list(expected):
+    return None
+  pairs = enumerate(zip(tokens, expected, strict=False))
+  shorter = min(len(tokens), len(expected))
+  return next((index for index, (a, b) in pairs if a != b), shorter)
+
+
+def divergence(
+  model: model_lib.LanguageModel,
+  row_key: jax.Array,
+  prompt: Sequence[int],
+  tokens: Sequence[int],
+  expected: Sequence[int],
+  sampling: sampling_lib.Sampling,
+) -> tuple[int, float] | None:
+  """The first difference of new tokens, and the `choice_margin` there."""
+  offset = first_difference(tokens, expected)
+  if offset is None:
+    return None
+  text = [*prompt, *expected[:offset]]
+  return offset, choice_margin(model, row_key, text, sampling)

@@ -14,7 +14,6 @@ import numpy as np
 import tqdm
 
 from models.lab.bench import exactness
-from models.lab.bench import timing
 from models.text import generator as generator_lib
 from models.text import result as result_lib
 from models.text import text_options
@@ -160,20 +159,16 @@ def check_tokens(
     _, found, rate = _decode(generator, prompts, seed, size, title, **options)
     divergences = []
     for number, (row, other) in enumerate(zip(expected, found, strict=True)):
-      offset = timing.first_difference(other, row)
-      if offset is None:
-        continue
-      text, key = (
-        ids[number] + row[:offset],
-        text_options.keys_of_seeds([seed + number], 1)[0],
+      (key,) = text_options.keys_of_seeds([seed + number], 1)
+      place = exactness.divergence(
+        generator.pair.target, key, ids[number], other, row, sampling
       )
-      margin = exactness.choice_margin(
-        generator.pair.target, key, text, sampling
-      )
-      shown = slice(offset, offset + 3)
-      divergences.append(
-        Divergence(number, offset, row[shown], other[shown], margin)
-      )
+      if place is not None:
+        offset, margin = place
+        shown = slice(offset, offset + 3)
+        divergences.append(
+          Divergence(number, offset, row[shown], other[shown], margin)
+        )
     checks.append(
       TokenCheck(
         batch_size=size,

@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.lab import machine
 from models.lab.bench import exactness
 from specdec import cache as cache_lib
 from specdec import mappings
@@ -138,33 +137,3 @@ def next_token_ranks(
   ranks = jnp.sum(scores > own, axis=-1)
   possible = own[..., 0] > sampling_lib.EXCLUDED
   return jnp.where(possible, ranks, scores.shape[-1]).astype(jnp.int32)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Trial:
-  """Counts and time of a replay of sample texts with one drafter."""
-
-  num_nodes: int  # N of the trees; 1 for plain decoding.
-  tokens: int  # Emitted tokens of all rows.
-  forwards: int  # Target forwards, summed over the rows that were not done.
-  steps: int  # Batched target forwards.
-  seconds: float  # Wall time of the replay, without reading prompts.
-
-  @property
-  def block_efficiency(self) -> float:
-    """Tokens per target forward."""
-    return self.tokens / max(self.forwards, 1)
-
-  @property
-  def drafting_seconds(self) -> float:
-    """Seconds per step of everything but the target."""
-    return self.seconds / max(self.steps, 1)
-
-  def step_seconds(self, costs: machine.StepCosts) -> float:
-    """Predicted seconds of one step."""
-    return self.drafting_seconds + costs.of_nodes(self.num_nodes)
-
-  def tokens_per_second(self, costs: machine.StepCosts) -> float:
-    """Predicted tokens per second after the prompt, all rows together."""
-    verification = self.steps * costs.of_nodes(self.num_nodes)
-    return self.tokens / (self.seconds + verification)

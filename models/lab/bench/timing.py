@@ -102,20 +102,6 @@ def time_arms(
   return results
 
 
-def first_difference(
-  tokens: Sequence[int], expected: Sequence[int]
-) -> int | None:
-  """The first index at which two sequences differ; None if they are equal.
-
-  If a sequence is a prefix of the other, that is the length of the shorter.
-  """
-  if list(tokens) == list(expected):
-    return None
-  pairs = enumerate(zip(tokens, expected, strict=False))
-  shorter = min(len(tokens), len(expected))
-  return next((index for index, (a, b) in pairs if a != b), shorter)
-
-
 _COUNTS = (
   *('new_tokens', 'target_forwards', 'accepted_histogram', 'stage_forwards'),
   *('origins', 'reads', 'positions'),

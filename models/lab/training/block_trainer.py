@@ -91,47 +91,33 @@ def _judge(
   return loss, best if ids is None else jnp.asarray(ids, jnp.int32)[best]
 
 
-def make_loss(
+@functools.cache  # Equal losses share their compiled programs.
+def loss_function(
   graph: nnx.GraphDef,
   config: block_drafter.BlockDrafterConfig,
-  *,
-  embedding: Any,
-  lm_head: Any,
-  ids: np.ndarray | None = None,
   first: int,
   num_anchors: int,
-  dtype: jnp.dtype,
-) -> jax.tree_util.Partial:
-  """Makes `(params, batch) -> (loss, accepted)`, of a batch of `Features`.
+  dtype: str,
+) -> target_trainer.LossFunction:
+  """Makes the loss of a batch, for `TargetTraining.begin`.
 
   Args:
     graph: of the module.
     config: its shape.
-    embedding: `[V, H]`, which is not trained.
-    lm_head: `[D, H]`, the output matrix of the target for the tokens that are
-      drafted, which is not trained.
-    ids: `[D]`, the tokens of a reduced vocabulary; None for all.
     first: the first position of a window that may be an anchor.
     num_anchors: N, of a window, as far as it has so many.
     dtype: of the matrices.
 
   Returns:
-    A function of float32 params, those of the module by name; a pytree, as that
-    of `loss.make_loss`. `accepted [D]` is how often the token that would be
-    drafted first at each position, behind the true tokens, is the target's.
+    The function. `accepted [D]` is how often the token that would be drafted
+    first at each position, behind the true tokens, is the target's.
   """
-  function = _loss_function(graph, config, first, num_anchors, dtype)
-  return jax.tree_util.Partial(function, (embedding, lm_head, ids))
-
-
-@functools.cache  # Equal losses share their compiled programs.
-def _loss_function(graph, config, first, num_anchors, dtype):
   size, depth = config.block_size, config.depth
   weights = np.exp(-np.arange(depth) / _GAMMA)
 
   def loss(frozen, params, batch):
     embedding, lm_head, ids = frozen
-    module = nnx.merge(graph, loss_lib.cast(params, dtype))
+    module = nnx.merge(graph, loss_lib.cast(params, jnp.dtype(dtype)))
     tokens = jnp.asarray(batch['tokens'])
     batch_size, length = tokens.shape
     at = jax.vmap(lambda row, index: row[index])
@@ -231,25 +217,16 @@ class BlockTraining(target_trainer.TargetTraining):
     self,
     config: block_drafter.BlockDrafterConfig,
     lesson: target_trainer.Lesson,
-    train_set: target_trainer.Features,
-  ) -> tuple[Any, jax.tree_util.Partial, Callable[..., None]]:
-    """Makes `params`, `loss` and `save` of `trainer.Trainee`."""
-    ids = self.most_frequent(train_set, config.vocab_size)
-    graph, variables = nnx.split(
-      block_drafter.BlockDrafter(
-        config, self.vocabulary, rngs=nnx.Rngs(self.seed)
-      )
+    lm_head: jax.Array,
+    ids: np.ndarray | None,
+  ) -> tuple[Any, target_trainer.LossFunction, Callable[..., None]]:
+    """Draws the weights; see the base class."""
+    module = block_drafter.BlockDrafter(
+      config, self.vocabulary, rngs=nnx.Rngs(self.seed)
     )
-    lm_head = lesson.outputs(ids)
-    loss = make_loss(
-      graph,
-      config,
-      embedding=lesson.embedding,
-      lm_head=lm_head.astype(self.dtype),
-      ids=ids,
-      first=self._first,
-      num_anchors=self.num_anchors,
-      dtype=jnp.dtype(self.dtype),
+    graph, variables = nnx.split(module)
+    function = loss_function(
+      graph, config, self._first, self.num_anchors, self.dtype
     )
 
     def save(params: Any, folder: pathlib.Path, dtype: str) -> None:
@@ -263,4 +240,4 @@ class BlockTraining(target_trainer.TargetTraining):
         dtype=dtype,
       )
 
-    return nnx.to_pure_dict(variables), loss, save
+    return nnx.to_pure_dict(variables), function, save

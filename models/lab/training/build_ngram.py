@@ -17,7 +17,6 @@ import tqdm
 from models.checkpoints import hub
 from models.lab.training import corpus as corpus_lib
 from models.lab.training import kept
-from models.lab.training import run_record
 from models.text import choice as choice_lib
 from models.text import pair as pair_lib
 from models.text import plan as plan_lib
@@ -124,7 +123,7 @@ def _sample(
   start = _start_token(pair, draft['name'])
   record = dataclasses.asdict(samples) | {'draft': draft}
   del record['num_tokens']  # The first shards of a longer run are equal.
-  run_record.write_once(workdir / 'samples.json', record)
+  kept.write_once(workdir / 'samples.json', record)
   paths = [
     workdir / f'samples-{shard:06d}.npy' for shard in range(samples.num_shards)
   ]
@@ -181,9 +180,7 @@ def build(
   shards, sources = [], {}
   if corpus is not None:
     record = dataclasses.asdict(corpus)
-    run_record.write_once(
-      workdir / 'corpus.json', record | {'tokenizer': vocabulary}
-    )
+    kept.write_once(workdir / 'corpus.json', record | {'tokenizer': vocabulary})
     path = workdir / 'corpus.npy'
     tokens = corpus.kept_tokens(path, tokenizer, held_out=False)
     shards.append(path)

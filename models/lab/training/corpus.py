@@ -10,7 +10,6 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from models.lab.training import kept
-from models.lab.training import run_record
 from specdec.text import text_files
 
 _SKIPPED_FOLDERS = frozenset({'site-packages', '__pycache__', '.git'})
@@ -113,7 +112,7 @@ class Corpus:
       split: f'{len(tokens)} tokens, {digest(tokens)}'
       for split, tokens in found.items()
     }
-    run_record.write_once(workdir / 'tokens.json', record)
+    kept.write_once(workdir / 'tokens.json', record)
     return found['train'], found['held_out']
 
 

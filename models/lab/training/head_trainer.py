@@ -59,42 +59,27 @@ def _judge(
   return mean(losses), mean(best == choices)
 
 
-def make_loss(
-  graph: nnx.GraphDef,
-  config: eagle.HeadConfig,
-  *,
-  embedding: Any,
-  lm_head: Any,
-  ids: np.ndarray | None,
-  num_steps: int,
-  dtype: jnp.dtype,
-) -> jax.tree_util.Partial:
-  """Makes `(params, batch) -> (loss, accepted)`, of a batch of `Features`.
+@functools.cache  # Equal losses share their compiled programs.
+def loss_function(
+  graph: nnx.GraphDef, config: eagle.HeadConfig, num_steps: int, dtype: str
+) -> target_trainer.LossFunction:
+  """Makes the loss of a batch, for `TargetTraining.begin`.
 
   Args:
     graph: of the module.
     config: its shape.
-    embedding: `[V, H]`, which is not trained.
-    lm_head: `[D, width]`, the output matrix of the target for these tokens.
-    ids: `[D]`, the tokens of a reduced vocabulary; None for all.
     num_steps: S, of training-time test.
     dtype: of the matrices.
 
   Returns:
-    A function of float32 params, those of the module by name and `lm_head` if
-    the head has one of its own; a pytree, as that of `loss.make_loss`. The loss
-    is in nats per token, the mean over steps that count less and less.
+    The function; `lm_head` is among its params if the head has one of its own.
+    The loss is in nats per token, the mean over steps that count less and less.
     `accepted [S]` is how often the head's most likely token is the target's.
   """
-  function = _loss_function(graph, config, num_steps, dtype)
-  return jax.tree_util.Partial(function, (embedding, lm_head, ids))
 
-
-@functools.cache  # Equal losses share their compiled programs.
-def _loss_function(graph, config, num_steps, dtype):
   def loss(frozen, params, batch):
     embedding, lm_head, ids = frozen
-    params = loss_lib.cast(params, dtype)
+    params = loss_lib.cast(params, jnp.dtype(dtype))
     own = {name: part for name, part in params.items() if name != 'lm_head'}
     matrix = params.get('lm_head', lm_head)
     module = nnx.merge(graph, own)
@@ -151,27 +136,18 @@ class HeadTraining(target_trainer.TargetTraining):
     self,
     config: eagle.HeadConfig,
     lesson: target_trainer.Lesson,
-    train_set: target_trainer.Features,
-  ) -> tuple[Any, jax.tree_util.Partial, Callable[..., None]]:
-    """Makes `params`, `loss` and `save` of `trainer.Trainee`."""
-    ids = self.most_frequent(train_set, config.vocab_size)
+    lm_head: jax.Array,
+    ids: np.ndarray | None,
+  ) -> tuple[Any, target_trainer.LossFunction, Callable[..., None]]:
+    """Draws the weights; see the base class."""
     graph, variables = nnx.split(eagle.Head(config, rngs=nnx.Rngs(self.seed)))
     params = nnx.to_pure_dict(variables)
     # The output matrix is made for states that the target has normalised.
     norm = lesson.target.params.get('norm') or lesson.target.params['ln_f']
     params['norm']['scale'] = jnp.asarray(norm['scale'])
-    lm_head = lesson.outputs(ids)
     if ids is not None:
       params['lm_head'] = lm_head  # To begin with.
-    loss = make_loss(
-      graph,
-      config,
-      embedding=lesson.embedding,
-      lm_head=lm_head.astype(self.dtype),
-      ids=ids,
-      num_steps=self.depth,
-      dtype=jnp.dtype(self.dtype),
-    )
+    function = loss_function(graph, config, self.depth, self.dtype)
 
     def save(params: Any, folder: pathlib.Path, dtype: str) -> None:
       own = dict(params)
@@ -179,4 +155,4 @@ class HeadTraining(target_trainer.TargetTraining):
       module = nnx.merge(graph, own)
       heads.save(module, folder, lm_head=matrix, ids=ids, dtype=dtype)
 
-    return params, loss, save
+    return params, function, save

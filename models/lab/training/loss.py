@@ -11,24 +11,17 @@ import optax
 
 from models.lab.training import corpus as corpus_lib
 from models.nn import adapter
-from models.nn import experts as experts_lib
 from specdec import mappings
 from specdec import model as model_lib
 
 
-def _forward(
-  graph, params, tokens: jax.Array
-) -> tuple[jax.Array, jax.Array | float]:
-  """Causal logits, and the layers' mean balance loss, 0 without experts."""
+def _logits(graph, params, tokens: jax.Array) -> jax.Array:
+  """Causal logits."""
   batch_size, length = tokens.shape
   positions = jnp.broadcast_to(jnp.arange(length)[None], tokens.shape)
   causal = jnp.tril(jnp.ones((length, length), bool))
   mask = jnp.broadcast_to(causal[None], (batch_size, length, length))
-  module = nnx.merge(graph, params)
-  if module.config.num_experts == 1:
-    return module(tokens, positions, mask)[0], 0.0
-  logits, _, routings = module.with_routing(tokens, positions, mask)
-  return logits, sum(map(experts_lib.balance_loss, routings)) / len(routings)
+  return nnx.merge(graph, params)(tokens, positions, mask)[0]
 
 
 def cast(params: Any, dtype: jnp.dtype) -> Any:
@@ -46,16 +39,15 @@ def make_loss(
   *,
   dtype: jnp.dtype,
   teacher: adapter.Module | None = None,
-  balance_weight: float = 0.0,
 ) -> jax.tree_util.Partial:
   """Makes `(params, windows) -> (nats per token, ())`.
 
   Without a teacher it is the cross-entropy with the next token, with a teacher
   the cross-entropy with its next-token distribution, which has the gradient of
   the forward Kullback-Leibler divergence (DistillSpec, Zhou et al. 2023,
-  arXiv 2310.08461, section 4). `models.nn.experts.balance_loss` is added with
-  its weight. `graph` is that of the module that `params` belong to, and `dtype`
-  that of the matrices during the forward and backward pass.
+  arXiv 2310.08461, section 4). `graph` is that of the module that `params`
+  belong to, and `dtype` that of the matrices during the forward and backward
+  pass.
 
   Returns:
     A function of float32 params and `[B, L + 1]` int32 windows. It is a pytree
@@ -66,21 +58,21 @@ def make_loss(
   if teacher is not None:
     teacher_graph, teacher_variables = nnx.split(teacher)
     teacher_params = cast(nnx.to_pure_dict(teacher_variables), dtype)
-  function = _loss_function(graph, teacher_graph, dtype, balance_weight)
+  function = _loss_function(graph, teacher_graph, dtype)
   return jax.tree_util.Partial(function, teacher_params)
 
 
 @functools.cache  # Equal losses share their compiled programs.
-def _loss_function(graph, teacher_graph, dtype, balance_weight):
+def _loss_function(graph, teacher_graph, dtype):
   def loss(teacher_params, params, windows):
     tokens, targets = windows[:, :-1], windows[:, 1:]
-    logits, balance = _forward(graph, cast(params, dtype), tokens)
+    logits = _logits(graph, cast(params, dtype), tokens)
     if teacher_graph is None:
       losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     else:
-      theirs, _ = _forward(teacher_graph, teacher_params, tokens)
+      theirs = _logits(teacher_graph, teacher_params, tokens)
       losses = optax.softmax_cross_entropy(logits, jax.nn.softmax(theirs))
-    return losses.mean() + balance_weight * balance, ()
+    return losses.mean(), ()
 
   return loss
 

@@ -20,14 +20,12 @@ from models.lab.training import trainer
 from models.nn import adapter
 from models.nn import gpt2 as nn_gpt2
 from models.nn import llama_config
-from models.nn import mixtral as mixtral_lib
 from models.text import pair as pair_lib
 from models.text import plan as plan_lib
 
 _CONFIGS: dict[str, Any] = {
   'gpt2': nn_gpt2.GPT2Config,
   'llama': llama_config.LlamaConfig,
-  'mixtral': mixtral_lib.MixtralConfig,
 }
 
 
@@ -43,7 +41,7 @@ class ModelTraining(trainer.Training):
   that has the same shape.
 
   Attributes:
-    family: gpt2, llama or mixtral; see their configs for the shape.
+    family: gpt2 or llama; see their configs for the shape.
     num_positions: the context.
     num_kv_heads: None: as `num_heads`.
     inner_width: None: the default of the family.
@@ -52,8 +50,6 @@ class ModelTraining(trainer.Training):
     teacher: a model to distil from, whose tokenizer is used.
     phases: windows longer than context or batch are cut.
     eval_tokens: per held-out loss, at most, in windows of the current length.
-    balance_weight: of the load-balancing loss of a mixture of experts
-      (arXiv 2101.03961, section 2.2).
   """
 
   family: str = 'gpt2'
@@ -63,8 +59,6 @@ class ModelTraining(trainer.Training):
   num_positions: int = 1024
   num_kv_heads: int | None = None
   inner_width: int | None = None
-  num_experts: int = 8
-  experts_per_token: int = 2
   vocab_size: int = 4096
   tokenizer: str | None = None
   teacher: str | None = None
@@ -75,7 +69,6 @@ class ModelTraining(trainer.Training):
     (0.05, 1024),
   )
   eval_tokens: int = 32768
-  balance_weight: float = 0.01
 
   def __post_init__(self):
     self.config(self.vocab_size)  # It raises ValueError.
@@ -184,9 +177,7 @@ class ModelTraining(trainer.Training):
     """The model, its losses and its batches; tokens are `[tokens]` int32."""
     graph, variables = nnx.split(model)
     dtype = jnp.dtype(self.dtype)
-    loss = loss_lib.make_loss(
-      graph, dtype=dtype, teacher=teacher, balance_weight=self.balance_weight
-    )
+    loss = loss_lib.make_loss(graph, dtype=dtype, teacher=teacher)
     next_token = loss_lib.make_loss(graph, dtype=dtype)
 
     def batch(step: int) -> np.ndarray:

@@ -13,7 +13,6 @@ import jax
 import orbax.checkpoint as ocp
 
 from models.lab.training import kept
-from models.lab.training import run_record
 
 _FILES = 1 << 16  # Bytes of a checkpoint besides those of its arrays.
 
@@ -76,7 +75,7 @@ def save(folder: pathlib.Path, state: Any, curve: list[dict[str, Any]]) -> None:
     args, path = ocp.args.StandardSave(state), partial / 'state'
     with _orbax() as checkpointer:
       checkpointer.save(path.absolute(), args=args)
-    run_record.save_json(partial / 'curve.json', curve)
+    kept.save_json(partial / 'curve.json', curve)
 
   newest = [point['step'] for point in curve[-2:]]
   kept.save(folder / str(newest[-1]), write)

@@ -40,6 +40,14 @@ _WINDOWS = 32  # In a file.
 _ROWS = 128  # Rows of logits at once.
 _LARGEST = 65504.0  # In float16; a few values of the states may be larger.
 
+LossFunction = Callable[[Any, Any, dict[str, Any]], tuple[jax.Array, jax.Array]]
+"""From what is not trained, params and a batch of `Features` to a loss.
+
+The first are the embedding `[V, H]`, and `lm_head` and `ids` of `begin`; params
+are float32, those of a module by name. The results are those of
+`trainer.Trainee.loss`.
+"""
+
 
 def token_dtype(num_states: int, width: int) -> np.dtype:
   """The record that is kept for each token that a target reads.
@@ -333,9 +341,17 @@ class TargetTraining(trainer.Training):
 
   @abc.abstractmethod
   def begin(
-    self, config: Any, lesson: Lesson, train_set: Features
-  ) -> tuple[Any, jax.tree_util.Partial, Callable[..., None]]:
-    """Makes `params`, `loss` and `save` of `trainer.Trainee`."""
+    self,
+    config: Any,
+    lesson: Lesson,
+    lm_head: jax.Array,
+    ids: np.ndarray | None,
+  ) -> tuple[Any, LossFunction, Callable[..., None]]:
+    """Makes `params`, the loss and `save` of `trainer.Trainee`.
+
+    `lm_head` `[D, H]` float32 is the output matrix of the target for the tokens
+    that are drafted, `ids` `[D]`, which are None for all.
+    """
 
   def window_length(self, step: int) -> int:
     """The tokens of a window, which are the same in all steps."""
@@ -382,7 +398,11 @@ class TargetTraining(trainer.Training):
       folder = workdir / 'features' / name
       sets.append(lesson.features(chosen, token, folder, report))
     train_set, held_out = sets
-    params, loss, save = self.begin(config, lesson, train_set)
+    ids = self.most_frequent(train_set, config.vocab_size)
+    lm_head = lesson.outputs(ids)
+    params, function, save = self.begin(config, lesson, lm_head, ids)
+    frozen = lesson.embedding, lm_head.astype(self.dtype), ids
+    loss = jax.tree_util.Partial(function, frozen)
     size = self.batch_size(0)
     return trainer.Trainee(
       params=params,

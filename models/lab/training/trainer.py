@@ -16,15 +16,17 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from optax import contrib
 
 from models.lab.training import corpus as corpus_lib
 from models.lab.training import kept
-from models.lab.training import optimizer as optimizer_lib
 from models.lab.training import run_checkpoints
-from models.lab.training import run_record
 
 Report = Callable[[Any], None]
 Claim = Callable[..., pathlib.Path]
+
+# Weights are stored [out, in]; the default of optax is [in, out].
+_OUT_IN = contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Training(abc.ABC):
   batch_tokens: int = 4096  # Tokens per step, at most.
   learning_rate: float = 5e-3  # Peak, reached after `warmup_steps`.
   warmup_steps: int = 50  # At most a tenth of the steps.
-  optimizer: str = optimizer_lib.MUON  # See `models.lab.training.optimizer`.
+  optimizer: str = 'muon'  # See `make_optimizer`.
   eval_every: int = 100  # Steps between held-out losses.
   seed: int = 0  # Draws weights and batches.
   dtype: str = 'bfloat16'  # Matrix products; the rest: float32.
@@ -113,6 +115,48 @@ class Training(abc.ABC):
         the settings are known to fit.
       report: is called with what is printed.
     """
+
+
+def _is_block_matrix(path, leaf) -> bool:
+  keys = [getattr(entry, 'key', None) for entry in path]
+  return leaf.ndim == 2 and keys[0] in ('h', 'layers')
+
+
+@functools.cache  # Equal optimizers share the compiled step.
+def make_optimizer(
+  name: str, *, learning_rate: float, warmup_steps: int, num_steps: int
+) -> optax.GradientTransformation:
+  """`muon` (AdamW outside of blocks) or `adamw`; the rate rises, then falls.
+
+  Updates of Muon (Jordan et al. 2024) are scaled to the root mean square of
+  others (Liu et al. 2025, arXiv 2502.16982, eq. 4), so one learning rate, the
+  peak, serves all. The work of Muon does not depend on the tokens of a step.
+  With few of them it is most of a step.
+  """
+  rate = optax.join_schedules(
+    [
+      optax.linear_schedule(0.0, learning_rate, warmup_steps),
+      optax.linear_schedule(learning_rate, 0.0, num_steps - warmup_steps),
+    ],
+    [warmup_steps],
+  )
+  return optax.chain(
+    optax.clip_by_global_norm(1.0),
+    contrib.muon(
+      rate,
+      muon_weight_dimension_numbers=lambda params: (
+        jax.tree_util.tree_map_with_path(
+          lambda path, leaf: (
+            _OUT_IN if name == 'muon' and _is_block_matrix(path, leaf) else None
+          ),
+          params,
+        )
+      ),
+      consistent_rms=0.2,
+      weight_decay=0.1,
+      adam_b2=0.95,
+    ),
+  )
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -175,7 +219,7 @@ def fit(
     FloatingPointError: a loss or weight is not a number.
     OSError: a checkpoint cannot be written; those before it are kept.
   """
-  optimizer = optimizer_lib.make_optimizer(
+  optimizer = make_optimizer(
     training.optimizer,
     learning_rate=training.learning_rate,
     warmup_steps=min(training.warmup_steps, training.num_steps // 10),
@@ -213,7 +257,7 @@ def fit(
     last = dataclasses.asdict(progress)
     curve.append(last)
     run_checkpoints.save(checkpoints, state, curve)
-    run_record.save_json(workdir / 'loss_curve.json', curve)
+    kept.save_json(workdir / 'loss_curve.json', curve)
     tokens, losses = 0, []
   return state['params'], curve
 
@@ -240,7 +284,7 @@ def run(
 
   def claim(**facts: Any) -> pathlib.Path:
     record = {'kind': type(training).__name__, **dataclasses.asdict(training)}
-    run_record.write_once(workdir / 'run.json', record | facts)
+    kept.write_once(workdir / 'run.json', record | facts)
     return workdir
 
   trainee = training.prepare(claim, report)
@@ -248,7 +292,7 @@ def run(
 
   def write(folder: pathlib.Path) -> None:
     trainee.save(params, folder, output_dtype)
-    run_record.save_json(folder / 'loss_curve.json', curve)
+    kept.save_json(folder / 'loss_curve.json', curve)
 
   kept.fill(output, write)
   report(f'wrote {output}')

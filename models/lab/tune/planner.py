@@ -34,7 +34,6 @@ from models.lab import task as task_lib
 from models.lab.bench import exactness
 from models.lab.bench import optimal
 from models.lab.bench import replay
-from models.lab.tune import candidate_methods
 from models.lab.tune import trials
 from models.text import chat_template
 from models.text import drafters
@@ -256,14 +255,15 @@ def _replay(
     taken, found = search.decode(oracle, drafter, sample, _REPLAYS_END)
     seconds += taken
     stats.append(found.stats)
-  trial = replay.Trial(
-    num_nodes=num_nodes,
+  return trials.Tried(
+    candidate,
+    drafter,
     tokens=sum(counts.new_tokens for counts in stats),
     forwards=sum(counts.target_forwards for counts in stats),
     steps=sum(counts.reads['target']['forwards'] for counts in stats),
     seconds=seconds,
+    decodes=[],
   )
-  return trials.Tried(candidate, drafter, trial, [])
 
 
 def _replay_all(
@@ -273,7 +273,7 @@ def _replay_all(
   costs: machine.StepCosts,
 ) -> None:
   """Adds the candidates to `tried`, by name, plain decoding first."""
-  listed = candidate_methods.list_candidates(
+  listed = trials.list_candidates(
     search.drafting,
     has_draft=search.pair.drafting_model is not None,
     longest=max(sample.length for sample in samples.batches),
@@ -288,8 +288,8 @@ def _replay_all(
       tried[candidate.name] = found
       search.report(
         f'{candidate.name}:'
-        f' {found.trial.tokens_per_second(costs):.1f} tokens/s predicted,'
-        f' block efficiency {found.trial.block_efficiency:.2f}'
+        f' {found.tokens_per_second(costs):.1f} tokens/s predicted,'
+        f' block efficiency {found.block_efficiency:.2f}'
       )
 
 
@@ -310,8 +310,8 @@ def _fixed_trees(
   if first is None or search.pair.draft is None:
     return  # A head cannot be asked for ranks without its target.
   # The rest of a step is small and is counted as drafting.
-  forward = first.trial.drafting_seconds / (first.trial.num_nodes - 1)
-  plain = tried[candidate_methods.PLAIN].trial.step_seconds(costs)
+  forward = first.drafting_seconds / (first.num_nodes - 1)
+  plain = tried[trials.PLAIN].step_seconds(costs)
   ranks = _token_ranks(search, samples)
   topology = optimal.fastest_tree(
     optimal.acceptance_by_rank(ranks, _MAX_BRANCHING).tolist(),

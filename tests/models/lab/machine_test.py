@@ -1,10 +1,14 @@
-"""Measurements of a machine, and predictions from them by hand."""
+"""Measurements of a machine, and where the time of a call goes."""
 
+import time
+
+import jax
+import jax.numpy as jnp
 import pytest
 import tiny
 
+from models.lab import forward_times
 from models.lab import machine
-from models.lab.bench import replay
 
 _COSTS = machine.StepCosts(verification={1: 0.1, 4: 0.13, 8: 0.21})
 
@@ -18,21 +22,6 @@ def test_v_is_linear_between_the_measured_sizes():
       _COSTS.of_nodes(outside)
   with pytest.raises(ValueError, match='1 node'):
     machine.StepCosts(verification={4: 1.0})
-
-
-def test_a_prediction_by_hand():
-  counts = {'num_nodes': 4, 'steps': 40, 'seconds': 2.0}
-  trial = replay.Trial(tokens=100, forwards=40, **counts)
-  # 2 s of replay and 40 steps of 0.13 s.
-  assert trial.tokens_per_second(_COSTS) == pytest.approx(100 / (2 + 5.2))
-  assert trial.block_efficiency == 2.5
-  # A step: 0.05 s of drafting and 0.13 s of the target.
-  assert trial.drafting_seconds == pytest.approx(0.05)
-  assert trial.step_seconds(_COSTS) == pytest.approx(0.18)
-  # Rows share their steps: one of 4 is slow, and the others wait for it.
-  trial = replay.Trial(tokens=400, forwards=100, **counts)
-  assert trial.block_efficiency == 4.0
-  assert trial.tokens_per_second(_COSTS) == pytest.approx(400 / 7.2)
 
 
 def _measure(target=None, texts=((1, 2, 3), (4,)), context=40, **effort):
@@ -71,3 +60,44 @@ def test_bandwidth_is_the_median_of_samples(monkeypatch):
   samples = found['bytes_per_second_samples']
   assert len(samples) == 3
   assert found['bytes_per_second'] == sorted(samples)[1] > 0
+
+
+_PROGRAM = """
+ENTRY %main (a: f32[2]) -> f32[2] {
+  %a = f32[2]{0} parameter(0)
+  %call.1 = (f32[1,3]{1,0}, s8[4]{0}) custom-call(%a), \
+custom_call_target="mul", operand_layout_constraints={f32[1,2]{1,0}, u32[7]{0}}
+  %add_fusion = f32[2]{0} fusion(%a), metadata={op_name="f/while/add"}
+  %while.2 = (s32[]) while(%a), condition=%c, body=%b
+  ROOT %copy = f32[2]{0} copy(%add_fusion)
+"""
+
+
+def test_operations_are_named_by_what_they_compute():
+  assert forward_times.labels(_PROGRAM) == {
+    'call.1': 'mul f32[1,2] -> f32[1,3]',
+    'add_fusion': 'fusion add -> f32[2]',
+    'copy': 'copy -> f32[2]',
+  }
+
+
+def test_the_times_of_a_call_add_up():
+  size, repeats = 256, 3
+  x = jnp.ones((size, size))
+  compiled = jax.jit(lambda x: jnp.sin(x @ x)).lower(x).compile()
+
+  def call():
+    begin = time.perf_counter()
+    for _ in range(repeats):
+      jax.block_until_ready(compiled(x))
+    return (time.perf_counter() - begin) / repeats
+
+  rows = forward_times.operations(call, repeats, compiled.as_text())
+  by_name = {row['operation']: row for row in rows}
+  (product,) = (row for name, row in by_name.items() if 'dot' in name)
+  assert product['calls'] == 1
+  assert product['operation'].endswith(f'-> f32[{size},{size}]')
+  *parts, whole, alone = rows
+  assert sum(row['ms'] for row in parts) == pytest.approx(whole['ms'])
+  assert (whole['operation'], alone['calls']) == ('all', 1)
+  assert min(product['ms'], alone['ms']) > 0

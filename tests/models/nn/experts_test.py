@@ -1,4 +1,4 @@
-"""Experts: routing, the grouped product and its gradient."""
+"""Experts: routing and the grouped product."""
 
 import functools
 
@@ -6,11 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import variants
 
-from models.checkpoints import hub
 from models.nn import experts as experts_lib
-from specdec import cache as cache_lib
 
 _WIDTH = 6
 
@@ -49,25 +46,19 @@ def test_blocks_are_about_the_share_of_an_expert():
   ('num_tokens', 'num_experts', 'count', 'block'),
   [(1, 3, 2, 128), (11, 3, 2, 3), (5, 2, 2, 1), (7, 3, 1, 2)],
 )
-def test_values_and_gradients_are_those_of_brute_force(
+def test_values_are_those_of_brute_force(
   num_tokens, num_experts, count, block, monkeypatch
 ):
   _use_blocks_of(block, monkeypatch)
   weights, x, logits = _inputs(num_tokens, num_experts)
-
-  def total(combine, weights, x, logits):
-    routing = experts_lib.route(logits, count, renormalize=True)
-    return jnp.sum(jnp.sin(combine(weights, x, routing)))
-
-  def run(combine):
-    of = functools.partial(total, combine)
-    return jax.value_and_grad(of, (0, 1, 2))(weights, x, logits)
-
   combines = functools.partial(experts_lib.mix, _expert), _by_brute_force
-  actual, expected = jax.jit(lambda: [*map(run, combines)])()
-  close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
-  jax.tree.map(close, actual, expected)
-  assert all(np.any(one != 0) for one in jax.tree.leaves(expected[1])[-2:])
+
+  @jax.jit
+  def run():
+    routing = experts_lib.route(logits, count, renormalize=True)
+    return [combine(weights, x, routing) for combine in combines]
+
+  np.testing.assert_allclose(*run(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize('block', [128, 2])
@@ -102,28 +93,3 @@ def test_as_many_blocks_are_computed_as_there_are_rows_for(monkeypatch):
   )
   jax.effects_barrier()
   assert blocks == [3] * (3 + 2 + 0 + 2)
-
-
-def test_balance_by_hand():
-  for experts, first, expected in (
-    *(([0, 1], [0.5, 0.5], 1.0), ([0, 0], [0.9, 0.7], 2 * 0.8)),
-    # Choices 3 : 1 of two, probabilities 0.6 : 0.4 on average.
-    ([0, 0, 0, 1], [0.9, 0.7, 0.6, 0.2], 2 * (0.75 * 0.6 + 0.25 * 0.4)),
-  ):
-    probs = np.stack([first, 1 - np.array(first)], 1).astype(np.float32)
-    chosen = np.array(experts)[:, None]
-    routing = experts_lib.Routing(chosen, probs[:, :1], probs)
-    assert jax.jit(experts_lib.balance_loss)(routing) == pytest.approx(expected)
-
-
-def test_routing_is_that_of_transformers(tmp_path):
-  module = hub.load_module(variants.write('mixtral', tmp_path / 'model'))
-  tokens = variants.tokens('mixtral')
-  batch_size, length = tokens.shape
-  positions = np.broadcast_to(np.arange(length), tokens.shape)
-  mask = cache_lib.causal_mask(np.zeros(batch_size, np.int32), length, length)
-  *_, routings = jax.jit(module.with_routing)(tokens, positions, mask)
-  chosen = np.sort([routing.experts for routing in routings])
-  expected = np.load(variants.RESULTS)['chosen_experts']
-  np.testing.assert_array_equal(chosen, expected)
-  assert set(expected.ravel().tolist()) == {0, 1, 2, 3}

@@ -576,11 +576,9 @@ def _trained(folder):
     reads=tiny_heads.READS,
   )
   graph, variables = nnx.split(eagle.Head(config, rngs=nnx.Rngs(0)))
-  make_loss = functools.partial(
-    head_trainer.make_loss, graph, config, ids=None, num_steps=_DRAFTED
-  )
+  function = head_trainer.loss_function(graph, config, _DRAFTED, 'float32')
   params = by_heart.fitted(
-    *(make_loss, nnx.to_pure_dict(variables), config.reads), steps=1200
+    *(function, nnx.to_pure_dict(variables), config.reads), steps=1200
   )
   heads.save(nnx.merge(graph, params), folder)
   return tiny_heads.load(folder)

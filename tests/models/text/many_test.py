@@ -11,7 +11,7 @@ import pytest
 import tiny_demo
 
 import models
-from models.lab.training import run_record
+from models.lab.training import kept
 from models.text import many as many_lib
 import specdec
 
@@ -248,7 +248,7 @@ def test_an_interrupt_keeps_the_rows_and_is_one_line(tmp_path, monkeypatch):
 def test_files_of_results_survive_a_kill_at_every_byte(tmp_path):
   path = tmp_path / 'rows.jsonl'
   rows = [{'index': 0, 'text': 'a\nü'}, {'index': 1, 'text': ''}]
-  opened = lambda **settings: run_record.ResumableRows(path, settings, 2)
+  opened = lambda **settings: kept.ResumableRows(path, settings, 2)
   results = opened(seed=0, stop=('a',))
   for row in rows:
     results.add(row)
@@ -278,4 +278,4 @@ def test_files_of_results_survive_a_kill_at_every_byte(tmp_path):
   with refused(match=r'there, but not rows.jsonl.run.json, the settings of it'):
     opened(seed=0)
   with refused(match=f'{tmp_path} is no regular file; give another --output'):
-    run_record.ResumableRows(tmp_path, {}, 2)
+    kept.ResumableRows(tmp_path, {}, 2)

@@ -9,7 +9,7 @@ import pytest
 import safetensors
 
 from models.lab.bench import record
-from models.lab.training import run_record
+from models.lab.training import kept
 from specdec.text import whole_files
 
 
@@ -110,12 +110,12 @@ def _other(path):
     ),
     (
       'rows.jsonl',
-      lambda path: run_record.ResumableRows(path, {}, 1),
+      lambda path: kept.ResumableRows(path, {}, 1),
       r'rows\.jsonl is being written .* ends, or give another --output',
     ),
     (
       '.lock',
-      lambda path: run_record.write_once(path.with_name('run.json'), {}),
+      lambda path: kept.write_once(path.with_name('run.json'), {}),
       'a folder is being written .* ends, or give another --workdir',
     ),
   ],

@@ -1,5 +1,4 @@
-"""Acceptance by lossless rules, beside the most that any could; and one that is
-not lossless.
+"""Acceptance by lossless rules, beside the most that any could.
 
 docs/verification.md has some of the figures.
 """
@@ -14,7 +13,7 @@ import pytest
 from scipy import optimize
 from scipy import sparse
 
-from models.lab.bench import ceilings
+from models.lab.bench import acceptance
 from specdec import sampling as sampling_lib
 from specdec.tree import topology as topology_lib
 
@@ -61,7 +60,7 @@ def test_one_step_against_a_linear_program(children):
   rng = np.random.default_rng(0)
   for vocab_size, number in [(3, 1), (3, 2), (4, 2), (4, 3), (5, 3), (5, 4)]:
     p, q = rng.dirichlet(np.full(vocab_size, 0.7), size=(2, 5))
-    found = ceilings.one_step(p, q, number, children)
+    found = acceptance.one_step(p, q, number, children)
     for one, target, draft in zip(found, p, q, strict=True):
 
       def bounds(choices, target=target):
@@ -191,56 +190,3 @@ def test_the_table(shape, children, by_rejection, by_traversal, most):
     np.testing.assert_allclose(found, [ceiling, ceiling], atol=1e-6)
   means = [np.mean(one) for one in (*found, ceiling)]
   assert means == pytest.approx([by_rejection, by_traversal, most], abs=1e-4)
-
-
-def _hierarchical_law(worlds, length, *, is_capped):
-  """One path by the released code of arXiv 2601.05724; like `traversal_law`.
-
-  The whole path is accepted with the ratio of its probabilities, the prefixes
-  with what is left of ratios capped at 1. `is_capped`: all are capped.
-  """
-  found, accepted = np.zeros(len(worlds.length)), np.zeros(len(worlds.names))
-  states = np.flatnonzero(worlds.length == 0)[:, None]
-  mass, ratio, weights = np.ones(len(states)), 1.0, np.ones(states.shape)
-  for _ in range(length):
-    law = worlds.draft[states[:, -1]]
-    at, token = np.nonzero(law)
-    states, mass = states[at], mass[at] * law[at, token]
-    here = worlds.exact[states[:, -1], token] / law[at, token]
-    ratio = np.broadcast_to(ratio, len(law))[at] * here
-    weights = np.column_stack(
-      [weights[at], np.minimum(1, weights[at, -1] * here)]
-    )
-    states = np.column_stack([states, worlds.after(states[:, -1], token)])
-  chance = weights[:, -1] if is_capped else np.minimum(ratio, 1.0)
-  wanted = worlds.exact[states[:, -1]]
-  for depth in reversed(range(length + 1)):
-    here = states[:, depth]
-    if depth < length:
-      weight = weights[:, depth, None]
-      left = np.maximum(weight * worlds.exact[here] - worlds.draft[here], 0)
-      total = left.sum(1)
-      chance = total / (total + 1 - weight[:, 0])
-      wanted = left / np.maximum(total, 1e-30)[:, None]
-    now = mass * chance
-    enumeration.spread(found, worlds.following(here), now[:, None] * wanted)
-    world = here // len(worlds.contexts)
-    enumeration.spread(accepted, world, depth * now)
-    mass = mass - now
-  enumeration.finish(worlds, found, length + 1)
-  return worlds.of_length(found, length + 1), accepted
-
-
-@pytest.mark.parametrize(('length', 'shift'), [(2, 0.0298), (3, 0.0548)])
-def test_hierarchical_verification_is_not_lossless(length, shift):
-  """As released; corrected, it accepts what traversal accepts of a chain."""
-  worlds = _many_worlds()
-  exact = worlds.exact_law(length + 1)
-  law, _ = _hierarchical_law(worlds, length, is_capped=False)
-  distances = enumeration.distance(law, exact)
-  assert distances.mean() == pytest.approx(shift, abs=1e-4)
-  law, accepted = _hierarchical_law(worlds, length, is_capped=True)
-  assert enumeration.distance(law, exact).max() < 1e-6
-  chain = topology_lib.chain(length)
-  _, by_traversal = enumeration.traversal_law(worlds, chain, _WITHOUT)
-  np.testing.assert_allclose(accepted, by_traversal, atol=1e-6)

@@ -78,18 +78,6 @@ def test_forward_cost_by_hand():
   assert cost.num_bytes == sum(parts[2:6])
 
 
-def test_every_kernel_has_its_own_roofline():
-  cost = cost_model.forward_cost(_SMALL, batch_size=2, context=1000)
-  cache_bytes = cost.cache_read_bytes + cost.cache_write_bytes
-  work = (
-    ((cost.num_bytes - cache_bytes) / 100, cost.matmul_flops / 1e3),
-    (cache_bytes / 100, cost.attention_flops / 1e3),
-  )
-  assert cost.seconds(_MACHINE) == pytest.approx(sum(map(max, work)))
-  four = _MACHINE.times(4)
-  assert cost.seconds(four) == pytest.approx(cost.seconds(_MACHINE) / 4)
-
-
 def _mean_tokens(shape, acceptance):
   """The mean of emitted tokens over all texts of the target, by enumeration."""
   known = set(shape.paths)

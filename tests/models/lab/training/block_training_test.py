@@ -44,13 +44,10 @@ def _learned():
   """A module that knows the texts by heart."""
   config = _training().config(tiny_heads.TARGET)
   graph, params = _module(config)
-  make_loss = functools.partial(
-    block_trainer.make_loss,
-    *(graph, config),
-    first=by_heart.PROMPT - 1,
-    num_anchors=12,
+  function = block_trainer.loss_function(
+    *(graph, config), by_heart.PROMPT - 1, 12, 'float32'
   )
-  params = by_heart.fitted(make_loss, params, config.reads, steps=2000)
+  params = by_heart.fitted(function, params, config.reads, steps=2000)
   return nnx.merge(graph, params)
 
 
@@ -168,16 +165,9 @@ def check_loss():
       hits.append(ids[log_probs.argmax(1)] == batch['choice'][row, before])
   weights = np.exp(-np.arange(_DEPTH) / 4)
   expected = np.mean(losses, 0) @ weights / weights.sum()
-  loss = block_trainer.make_loss(
-    *(graph, config),
-    embedding=jnp.asarray(embedding),
-    lm_head=jnp.asarray(lm_head),
-    ids=ids,
-    first=first,
-    num_anchors=100,
-    dtype=jnp.dtype('float32'),
-  )
-  found, accepted = jax.jit(lambda: loss(params, batch))()
+  loss = block_trainer.loss_function(graph, config, first, 100, 'float32')
+  frozen = jnp.asarray(embedding), jnp.asarray(lm_head), ids
+  found, accepted = jax.jit(lambda: loss(frozen, params, batch))()
   np.testing.assert_allclose(found, expected, rtol=3e-6)
   np.testing.assert_allclose(accepted, np.mean(hits, 0), atol=1e-6)
 

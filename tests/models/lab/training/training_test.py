@@ -21,11 +21,9 @@ from models.lab.training import corpus as corpus_lib
 from models.lab.training import head_trainer
 from models.lab.training import loss as loss_lib
 from models.lab.training import model_trainer
-from models.lab.training import optimizer as optimizer_lib
 from models.lab.training import tokenizer as tokenizer_lib
 from models.lab.training import trainer
 from models.nn import adapter
-from models.nn import experts as experts_lib
 from models.nn import rope as rope_lib
 import specdec
 
@@ -186,7 +184,6 @@ def test_bad_input_is_refused(message, make, values):
     ('--head_depth=2 --head=block', '--head_depth has no effect with --head=b'),
     ('--head=eagle3 --anchors=2', '--anchors has no effect with --head=eagle3'),
     ('--head=block --context=192', '--answer_tokens=192 leaves no prompt'),
-    ('--experts=2 --family=llama', '--experts has no effect with --family='),
     ('--vocab_size=300 --tokenizer=x', '--vocab_size has no effect with --tok'),
     ('--tokenizer=x --teacher=y', '--tokenizer has no effect with --teacher;'),
     ('--vocab_size=256', '--vocab_size=256'),
@@ -210,7 +207,7 @@ def test_muon_is_for_the_matrices_of_blocks_alone(name, number):
   _, gradients = _pure(tiny.module(tie_embeddings=False, num_layers=1))
   # At zero there is no weight decay to see.
   params = jax.tree.map(jnp.zeros_like, gradients)
-  optimizer = optimizer_lib.make_optimizer(
+  optimizer = trainer.make_optimizer(
     name, num_steps=10, learning_rate=0.1, warmup_steps=0
   )
   updates, _ = jax.jit(optimizer.update)(
@@ -266,26 +263,6 @@ def test_loss_is_that_of_the_next_token_or_of_the_teacher():
   # As constants of a program the weights of a teacher would be copied into it.
   given = jax.tree.leaves(run.lower(params, losses[2]).args_info)
   assert len(given) == len(jax.tree.leaves((params, _pure(teacher)[1])))
-
-
-def test_a_mixture_also_learns_to_use_its_experts_alike():
-  module = tiny.llama_module('mixtral')
-  graph, params = _pure(module)
-  tokens = jnp.asarray(_WINDOWS)[:, :-1]
-  positions = np.broadcast_to(np.arange(8), tokens.shape)
-  mask = np.broadcast_to(np.tri(8, dtype=bool), (len(tokens), 8, 8))
-
-  @jax.jit
-  def losses_and_balance():
-    *_, routings = module.with_routing(tokens, positions, mask)
-    balance = jnp.stack([*map(experts_lib.balance_loss, routings)]).mean()
-    make = functools.partial(loss_lib.make_loss, graph, dtype=jnp.float32)
-    losses = [make(balance_weight=one)(params, _WINDOWS)[0] for one in (0, 2)]
-    return *losses, balance
-
-  plain, weighted, balance = losses_and_balance()
-  assert balance > 1.0
-  np.testing.assert_allclose(weighted - plain, 2 * balance, rtol=1e-4)
 
 
 def _train(training, folder, report=str):

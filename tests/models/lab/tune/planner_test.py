@@ -8,12 +8,11 @@ import numpy as np
 import plans
 import pytest
 import tiny
+import tiny_drafters
 
 from models.lab import machine
 from models.lab import task as task_lib
-from models.lab.bench import replay
 from models.lab.training import tokenizer as tokenizer_lib
-from models.lab.tune import candidate_methods
 from models.lab.tune import plan_lookup
 from models.lab.tune import planner
 from models.lab.tune import trials
@@ -30,7 +29,7 @@ _LONG = (_TEXT[:150], _TEXT[9:160])
 _SAMPLING = specdec.Sampling(temperature=0.7)
 # Before a test replaces it.
 _MEASURE = machine.measure_step_costs
-_FEW = {candidate_methods.PLAIN, 'chain 2', 'lookup N=8'}
+_FEW = {trials.PLAIN, 'chain 2', 'lookup N=8'}
 _REFUSED = 'ngram N=8'  # The table was built with another tokenizer.
 
 
@@ -83,10 +82,8 @@ def winning(monkeypatch):
 
   V is the same for any N, so that speculation is predicted to win.
   """
-  kept = tuple(
-    one for one in candidate_methods._CANDIDATES if one[0] in {*_FEW, _REFUSED}
-  )
-  monkeypatch.setattr(candidate_methods, '_CANDIDATES', kept)
+  kept = tuple(one for one in trials._CANDIDATES if one[0] in {*_FEW, _REFUSED})
+  monkeypatch.setattr(trials, '_CANDIDATES', kept)
   monkeypatch.setattr(planner, 'NODE_COUNTS', (1, 8))
   monkeypatch.setattr(planner, '_LENGTHS', (512,))
   costs = machine.StepCosts(verification={1: 10.0, 8: 10.0})
@@ -161,23 +158,21 @@ def test_samples_are_of_the_two_most_frequent_padded_lengths():
 
 
 def test_only_what_is_there_and_wanted_is_tried():
+  settings = settings_lib.DraftSettings
+  listed = lambda base, has_draft=True, longest=64: trials.list_candidates(
+    base, has_draft=has_draft, longest=longest
+  )
   for inner, has_draft, methods in (
     (None, True, 'chain tree staged ngram lookup ngram+lookup'),
     (None, False, 'ngram lookup ngram+lookup'),
     ('none', True, 'chain tree'),
     ('lookup', True, 'chain tree staged lookup'),
   ):
-    settings = settings_lib.DraftSettings(inner=inner)
-    listed = candidate_methods.list_candidates(
-      settings, has_draft=has_draft, longest=64
-    )
-    found = {candidate.method for candidate in listed}
-    assert found == {candidate_methods.PLAIN, *methods.split()}
+    found = {one.method for one in listed(settings(inner=inner), has_draft)}
+    assert found == {trials.PLAIN, *methods.split()}
   # The user's choices are not varied.
   chosen = {'calibration': 0.7, 'max_depth': 5, 'capacity': 400}
-  base = settings_lib.with_options(settings_lib.DraftSettings(), chosen)
-  listed = candidate_methods.list_candidates(base, has_draft=True, longest=64)
-  for candidate in listed:
+  for candidate in listed(settings_lib.with_options(settings(), chosen)):
     assert candidate.drafting.stage.calibration == 0.7
     assert candidate.drafting.tree.max_depth == 5
     if candidate.method == 'staged':
@@ -185,11 +180,8 @@ def test_only_what_is_there_and_wanted_is_tried():
   for wanted, longest, read in (
     *((None, 512, {None, 256}), (None, 256, {None}), (100, 512, {100})),
   ):
-    base = settings_lib.DraftSettings(draft_prompt=wanted)
-    listed = candidate_methods.list_candidates(
-      base, has_draft=True, longest=longest
-    )
-    assert {candidate.drafting.draft_prompt for candidate in listed} == read
+    candidates = listed(settings(draft_prompt=wanted), longest=longest)
+    assert {one.drafting.draft_prompt for one in candidates} == read
 
 
 @pytest.mark.parametrize(
@@ -208,18 +200,18 @@ def test_a_plan_is_made_of_what_was_counted(make_pair, long, lengths, winning):
   figures = _by_name(plan)
   (fixed,) = figures.keys() - _FEW
   assert fixed.startswith('fixed tree N=8')
-  assert figures[candidate_methods.PLAIN]['block_efficiency'] == 1
-  assert figures[candidate_methods.PLAIN]['min_block_efficiency'] == 1
+  assert figures[trials.PLAIN]['block_efficiency'] == 1
+  assert figures[trials.PLAIN]['min_block_efficiency'] == 1
   assert figures['chain 2']['block_efficiency'] > 1
   assert any(f'{_REFUSED} is left out: the n-gram' in line for line in lines)
   assert bool(plan.ends_per_token) == bool(pair.eos_ids)
   chosen = ['lookup N=8', next(n for n in figures if n in ('chain 2', fixed))]
   decoded = {name for name in figures if figures[name]['measured']}
-  assert decoded == {candidate_methods.PLAIN, *chosen}
+  assert decoded == {trials.PLAIN, *chosen}
   plain, *ways = plan.ways
-  assert plain.name == candidate_methods.PLAIN
+  assert plain.name == trials.PLAIN
   assert {way.name for way in ways} <= {*chosen}
-  measured = figures[candidate_methods.PLAIN]['measured']
+  measured = figures[trials.PLAIN]['measured']
   assert plain.new_token_seconds[32] == pytest.approx(2 / measured)
   assert plain.new_token_seconds.keys() == lengths
   for way in ways:
@@ -236,23 +228,39 @@ def test_a_plan_is_made_of_what_was_counted(make_pair, long, lengths, winning):
   assert any('chain 2: ' in line for line in lines)
 
 
-def _tried(tokens=1, **options):
-  trial = replay.Trial(
-    num_nodes=1, tokens=tokens, forwards=1, steps=1, seconds=0.0
+def _tried(tokens=1, *decodes, drafter=specdec.PLAIN, counts=(1, 1, 0.0), **kw):
+  """A candidate; `counts` are forwards, steps and seconds."""
+  return trials.Tried(
+    plans.candidate(**kw), drafter, tokens, *counts, [*decodes]
   )
-  return trials.Tried(plans.way(**options), specdec.PLAIN, trial, [])
+
+
+def test_a_prediction_by_hand():
+  costs = machine.StepCosts(verification={1: 0.1, 4: 0.13})
+  chain = tiny_drafters.simple('chain', _pair().draft)
+  found = _tried(100, drafter=chain, counts=(40, 40, 2.0))
+  # 2 s of replay and 40 steps of 0.13 s.
+  assert found.tokens_per_second(costs) == pytest.approx(100 / (2 + 5.2))
+  assert found.block_efficiency == 2.5
+  # A step: 0.05 s of drafting and 0.13 s of the target.
+  assert found.drafting_seconds == pytest.approx(0.05)
+  assert found.step_seconds(costs) == pytest.approx(0.18)
+  # Rows share their steps: one of 4 is slow, and the others wait for it.
+  found = _tried(400, drafter=chain, counts=(100, 40, 2.0))
+  assert found.block_efficiency == 4.0
+  assert found.tokens_per_second(costs) == pytest.approx(400 / 7.2)
 
 
 def test_what_reading_a_prompt_takes_and_which_ways_are_kept():
   tail = {'method': 'tree', 'draft_prompt': 256}
   tried = {
-    **{candidate_methods.PLAIN: _tried(method='plain'), 'b': _tried(3)},
+    **{trials.PLAIN: _tried(method='plain'), 'b': _tried(3)},
     **{'a': _tried(2, method='chain'), 'c': _tried(1, **tail)},
     **{'d': _tried(4, method='chain'), 'e': _tried(2, method='ngram')},
   }
   reading = {64: (1.0, 0.5), 512: (8.0, 4.0)}
   for name, expected in {
-    **{candidate_methods.PLAIN: {64: 1.0, 512: 8.0}, 'b': {64: 1.0, 512: 8.0}},
+    **{trials.PLAIN: {64: 1.0, 512: 8.0}, 'b': {64: 1.0, 512: 8.0}},
     **{'a': {64: 1.5, 512: 12.0}, 'c': {64: 1.5, 512: 10.0}},
   }.items():
     assert trials.reading_seconds(tried[name], reading) == expected
@@ -263,24 +271,15 @@ def test_what_reading_a_prompt_takes_and_which_ways_are_kept():
 
 def test_ways_that_are_never_faster_than_plain_decoding_are_left_out():
   short, long = trials.Sample([[1] * 9], [[2] * 8]), 512
-  decodes = {
-    'plain': _decoded(64, (8, 8)) + _decoded(long, (8, 8)),
-    # Faster after long prompts alone, even with its error.
-    'd': _decoded(64, (8, 8)) + _decoded(long, (4, 8)),
-    'b': _decoded(64, (8, 8)) + _decoded(long, (7, 8)),
-  }
+  decoded = lambda seconds: _decoded(64, (8, 8)) + _decoded(long, (seconds, 8))
   tried = {
-    'plain': _tried(method='plain', name='plain'),
-    **{'d': _tried(4, method='chain', name='d'), 'b': _tried(3, name='b')},
+    trials.PLAIN: _tried(1, *decoded(8), method='plain', name='plain'),
+    # Faster after long prompts alone, even with its error.
+    'd': _tried(4, *decoded(4), method='chain', name='d'),
+    'b': _tried(3, *decoded(7), name='b'),
   }
-  for name, found in tried.items():
-    way = found.candidate
-    own = plan_lib.Candidate(
-      name=name, method=way.method, drafting=way.drafting
-    )
-    tried[name] = found._replace(candidate=own, decodes=decodes[name])
   plan = trials.plan_of(
-    {candidate_methods.PLAIN: tried['plain'], **tried},
+    tried,
     trials.Samples([short], limit=8, ends_per_token=0.25),
     machine.StepCosts(verification={1: 1.0}),
     {64: (1.0, 0.5)},
@@ -299,7 +298,7 @@ def test_when_the_budget_is_spent_a_plan_is_made_of_what_is_known():
   plan = _plan(plan_seconds=1, clock=lambda: next(clock), report=lines.append)
   # One sample, and plain decoding and one drafter were tried and decoded.
   figures = _by_name(plan)
-  assert figures.keys() == {'lookup N=8', candidate_methods.PLAIN}
+  assert figures.keys() == {'lookup N=8', trials.PLAIN}
   assert all(one['measured'] > 0 for one in figures.values())
   assert sum('sample batch' in line for line in lines) == 1
   assert any('out of time for replays' in line for line in lines)
@@ -310,11 +309,11 @@ def test_when_the_budget_is_spent_a_plan_is_made_of_what_is_known():
 def test_when_the_user_interrupts_a_plan_is_made_of_what_is_known(moment):
   lines = []
   plan = _plan(report=_interrupting(moment, lines))
-  assert {candidate_methods.PLAIN, 'lookup N=8'} <= _by_name(plan).keys()
+  assert {trials.PLAIN, 'lookup N=8'} <= _by_name(plan).keys()
   assert 'interrupted' in lines[-1]
   # Nothing was measured with the target, and the predictions are clear.
   assert all(figures['measured'] is None for figures in plan.candidates)
-  assert plan.usual.name != candidate_methods.PLAIN
+  assert plan.usual.name != trials.PLAIN
   assert plan.usual.min_block_efficiency == pytest.approx(1.0, rel=0.1)
 
 
@@ -324,4 +323,4 @@ def test_what_cannot_be_planned_is_refused():
     _plan(plan_seconds=0)
   # An interrupt before any drafter was tried leaves no plan.
   with pytest.raises(KeyboardInterrupt):
-    _plan(report=_interrupting(f'{candidate_methods.PLAIN}: ', []))
+    _plan(report=_interrupting(f'{trials.PLAIN}: ', []))
