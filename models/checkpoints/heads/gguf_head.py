@@ -7,7 +7,6 @@ stores the ids of a reduced vocabulary where others store offsets.
 from collections.abc import Iterator
 from collections.abc import Mapping
 import dataclasses
-import re
 from typing import Any
 
 import numpy as np
@@ -51,22 +50,6 @@ _OWN_KEYS = {
 _WIDTHS = {'attention.value_length', 'rope.dimension_count'}
 _OTHER_KEYS = {'tensor_data_layout', 'rope.scaling.type', *_WIDTHS}
 _OF_BLOCK = {'target_layers', gguf_config.PATTERN, 'rope.dimension_sections'}
-_NAMES = gguf_config.LLAMA_NAMES | {
-  'fc': 'fc',
-  'attn_norm_2': 'hidden_norm',
-  'enc_output_norm': 'hidden_norm',
-  'markov_w1': 'markov_head.markov_w1',
-  'markov_w2': 'markov_head.markov_w2',
-  'conf_proj': 'confidence_head.proj',
-  'attn_conv_base': 'attention_conv.base_kernel',
-  'attn_conv_proj': 'attention_conv.kernel_projection',
-  'ffn_conv_base': 'mlp_conv.base_kernel',
-  'ffn_conv_proj': 'mlp_conv.kernel_projection',
-  'selector_predecessor': 'markov_head.markov_w1',
-  'selector_successor': 'markov_head.markov_w2',
-  'selector_hidden': 'markov_head.hidden_projection',
-}
-_TENSOR = re.compile(r'(?:blk\.(\d+)\.)?(\w+)(\.weight|\.bias)?')
 _INTEGERS = {26: np.int32, 27: np.int64}  # By their numbers in GGUF.
 
 
@@ -167,10 +150,8 @@ class GGUFHead(gguf.GGUFFile):
         continue
       if name == gguf_config.ROPE_FACTORS and name_of_kind == _BLOCK:
         continue  # It is read with the keys.
-      known = name.replace('enc.output_norm', 'enc_output_norm')
-      found = _TENSOR.fullmatch(known)
-      if found is None or found[2] not in _NAMES:
+      ours = gguf_config.canonical_name(name, gguf_config.NAMES)
+      if ours is None:
         raise ValueError(f'tensor {name} is not part of an {name_of_kind}')
-      prefix = f'layers.{found[1]}.' if found[1] else ''
-      ours = f'{prefix}{_NAMES[found[2]]}{found[3] or ""}'
-      yield ours, gguf_tensor.Tensor(info, num_heads=heads.get(found[2]))
+      number = heads.get(name.rpartition('.')[0].rpartition('.')[2])
+      yield ours, gguf_tensor.Tensor(info, num_heads=number)

@@ -197,12 +197,10 @@ def read_all(
       raise ValueError(f'rope_parameters lacks {missing[0]!r}')
     found = {key: read(raw[key]) for key in kinds}
     return tuple(found[key] for key in config.layer_types)
-  if ropes == 'stated' and config.position_embedding_type != 'rope':
+  if getattr(config, 'position_embedding_type', 'rope') != 'rope':
     return (None,) * number
   rope = read(raw)
-  if ropes != 'no_rope_layers':
-    return (rope,) * number
-  rotates = config.no_rope_layers
+  rotates = getattr(config, 'no_rope_layers', [1] * number)
   if len(rotates) != number:
     raise ValueError(
       f'no_rope_layers has {len(rotates)} entries for {number} layers'
