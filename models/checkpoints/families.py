@@ -17,7 +17,6 @@ import numpy as np
 import transformers
 
 from models.checkpoints import gpt2 as checkpoints_gpt2
-from models.checkpoints import gpt_oss as checkpoints_gpt_oss
 from models.checkpoints import llama as checkpoints_llama
 from models.checkpoints import tensor_names
 from models.checkpoints.keys import config_keys
@@ -129,10 +128,9 @@ FAMILIES = (
     'gpt-oss',
     mixtral_lib.GptOssConfig,
     module=mixtral_lib.Mixtral,
-    canonical_name=checkpoints_gpt_oss.canonical_name,
-    parts=checkpoints_gpt_oss.parts,
-    stored_name=checkpoints_gpt_oss.stored_name,
-    is_transposed=checkpoints_gpt_oss.is_transposed,
+    canonical_name=tensor_names.gpt_oss_name,
+    parts=functools.partial(tensor_names.parts, interleaved=True),
+    is_transposed=lambda name: '.experts.' in name and name.endswith('.weight'),
     stays_float=lambda name: 'gate.' in name,
   ),
   _related(

@@ -8,7 +8,6 @@ import transformers
 
 from models.checkpoints.keys import config_keys
 from models.nn import gpt2 as nn_gpt2
-from models.nn import layers
 
 # Buffers of old checkpoints: the causal mask, which is an argument here.
 _BUFFERS = re.compile(r'h\.\d+\.attn\.(bias|masked_bias)')
@@ -47,11 +46,6 @@ def read_config(raw: Mapping[str, Any]) -> nn_gpt2.GPT2Config:
   read = config_keys.select(kind, raw, _READ)
   config = kind.from_dict(read)
   config_keys.refuse_unread(raw, {*_READ, *read}, resolved=config)
-  if config.activation_function not in layers.ACTIVATIONS:
-    raise ValueError(
-      f'activation_function={config.activation_function!r} is not known;'
-      f' choose from {sorted(layers.ACTIVATIONS)}'
-    )
   return nn_gpt2.GPT2Config(
     **{ours: getattr(config, key) for ours, key in _KEYS.items()}
   )

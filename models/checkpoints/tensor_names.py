@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import llama as checkpoints_llama
 from models.checkpoints.keys import model_types
 from models.checkpoints.keys import tensor_parts
@@ -104,6 +105,21 @@ def delta_name(stored: str, config: delta_lib.DeltaConfig) -> str | None:
   return renamed('qwen3_5_text', _LANGUAGE.sub('', stored, count=1), config)
 
 
+def gpt_oss_name(stored: str, config: mixtral_lib.GptOssConfig) -> str | None:
+  """The same as `canonical_name`, of a gpt-oss.
+
+  The exponents of a matrix in blocks belong to the tensor of its blocks.
+  """
+  if stored.endswith(checkpoint_lib.SCALES):
+    return None
+  name = stored.removesuffix(checkpoint_lib.BLOCKS)
+  path, _, own = name.rpartition('.')
+  if path.endswith('.experts'):
+    part = own.removesuffix('_bias')
+    name = f'{path}.{part}.{"weight" if part == own else "bias"}'
+  return canonical_name(name.replace('.mlp.router.', '.mlp.gate.'), config)
+
+
 def is_convolution(name: str) -> bool:
   """Whether a tensor is the weight of a layer's convolution."""
   return name.endswith(('.conv.weight', '.conv1d.weight'))
@@ -174,12 +190,17 @@ def stored_name(name: str, config: llama_config.LlamaConfig) -> str:
   name = _with_parts(name, model_types.MODEL_TYPES[kind].renames)
   if kind == 'mixtral':
     name = _with_parts(name, _MIXTRAL_NAMES)
-  if kind == 'granitemoehybrid':
+  if kind in ('gpt_oss', 'granitemoehybrid'):
     name = re.sub(r'\.experts\.\d+\.', '.experts.', name)
+    name = re.sub(r'\.(gate|up)_proj\b', '.gate_up_proj', name)
+  if kind == 'gpt_oss':
+    name = name.replace('.mlp.gate.', '.mlp.router.')
+    if '.experts.' in name:
+      name = name.removesuffix('.weight').replace('.bias', '_bias')
+  if kind == 'granitemoehybrid':
     if not isinstance(config, mixtral_lib.MixtralConfig):
       name = name.replace('.mlp.', '.mlp.shared_expert.')
-    fused = dict.fromkeys(_FUSED['gate_up_proj'], 'gate_up_proj')
-    name = _with_parts(name, fused | _inverse(_GRANITE_NAMES))
+    name = _with_parts(name, _inverse(_GRANITE_NAMES))
   if kind == 'phi3':
     own = {one: fused for fused, names in _FUSED.items() for one in names}
     name = _with_parts(name, own)

@@ -502,7 +502,7 @@ the first row of any drafter with a term drafts
 [models.nn.rope: NEIGHBOURS]
 halves of a head are rotated where neighbours are
   order.reshape(num_heads, 2, -1).swapaxes(1, 2) => order
-[models.checkpoints.heads.gguf_head: IN_A_FILE]
+[models.checkpoints.heads.head_tensors: IN_A_FILE]
 layers of a file of llama.cpp count two more
   layer - 1 for layer in layers => layer - 2 for layer in layers
 [models.checkpoints.heads.block_drafters: BOTH_WAYS]

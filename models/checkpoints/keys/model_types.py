@@ -76,8 +76,7 @@ ORIGINAL = 'original_max_position_embeddings'
 # Keys that are read if the class has such a field.
 _SOMETIMES = (
   *('no_rope_layers', 'no_rope_layer_interval'),
-  *('mlp_only_layers', 'decoder_sparse_step', 'position_embedding_type'),
-  *('num_local_experts', ORIGINAL),
+  *('position_embedding_type', 'num_local_experts', ORIGINAL),
 )
 
 
@@ -157,8 +156,13 @@ class ModelType:
 
 _BEHIND = {'pre_norm': False, 'post_norm': True}
 _BEHIND |= {'qk_norm': True, 'joint_qk_norm': True}
-_OF_EXPERT = {'inner_width': 'moe_intermediate_size'}
-_DENSE = ('intermediate_size',)  # Only layers without experts have it.
+_QWEN_MOE: dict[str, Any] = {
+  'shape': mixtral_lib.MixtralConfig,
+  'keys': {'inner_width': 'moe_intermediate_size'},
+  # Layers without experts are not supported, and have a size of their own.
+  'constants': {'mlp_only_layers': [], 'decoder_sparse_step': 1},
+  'idle': ('intermediate_size',),
+}
 _GEMMA4_EXTRA = {
   **{'global_head_dim': int | None, 'per_layer_config': dict | None},
   **{'num_kv_shared_layers': int, 'use_double_wide_mlp': bool},
@@ -287,16 +291,7 @@ MODEL_TYPES = {
     rounded=('mxfp4',),
   ),
   'qwen3_moe': ModelType(
-    transformers.Qwen3MoeConfig,
-    shape=mixtral_lib.MixtralConfig,
-    keys=_OF_EXPERT,
-    fixed={'qk_norm': True},
-    idle=_DENSE,
+    transformers.Qwen3MoeConfig, fixed={'qk_norm': True}, **_QWEN_MOE
   ),
-  'qwen2_moe': ModelType(
-    transformers.Qwen2MoeConfig,
-    shape=mixtral_lib.MixtralConfig,
-    keys=_OF_EXPERT,
-    idle=_DENSE,
-  ),
+  'qwen2_moe': ModelType(transformers.Qwen2MoeConfig, **_QWEN_MOE),
 }

@@ -151,7 +151,7 @@ _REFUSED = {
     ({'n_layer': 4000}, '4000 layers, at most 256'),
     ({'n_embd': 17}, 'num_heads must divide width 17, got 2'),
     ({'n_head': 0}, 'num_heads must be positive'),
-    ({'activation_function': 'prelu'}, "='prelu' is not known"),
+    ({'activation_function': 'prelu'}, "activation 'prelu' is not known"),
     ({'model_type': ['gpt2']}, r"model_type \['gpt2'\] is not known"),
     ({'model_type': 'mamba'}, "'mamba' is not known; choose from"),
     ({'n_ctx': 32}, 'n_ctx=32 and n_positions=.* contradict each other'),
@@ -216,8 +216,10 @@ _REFUSED = {
     ({'model_type': 'minicpm3'}, "model_type 'minicpm3' is not known"),
   ),
   'mixtral': (({'num_experts_per_tok': 9}, 'num_experts=4, got 9'),),
-  'qwen2_moe': (({'decoder_sparse_step': 2}, 'layers without experts'),),
-  'qwen3_moe': (({'mlp_only_layers': [1]}, 'layers without experts'),),
+  'qwen2_moe': (
+    ({'decoder_sparse_step': 2}, 'step=2 is not supp'),
+  ),
+  'qwen3_moe': (({'mlp_only_layers': [1]}, r'layers=\[1\] is not supported'),),
   'gpt_oss': (
     ({'swiglu_limit': 5.0}, 'swiglu_limit=5.0 is not supported, only 7.0'),
     ({'experts_per_token': 3}, 'experts_per_token=3 and num_experts_per_tok'),

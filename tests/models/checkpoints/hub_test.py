@@ -16,7 +16,7 @@ import tiny
 import variants
 
 from models.checkpoints import hub
-from models.checkpoints import hugging_face
+from models.checkpoints.keys import tensor_parts
 from models.nn import adapter
 from models.nn import matrices as matrices_lib
 from specdec import cache as cache_lib
@@ -124,7 +124,7 @@ def test_large_tensors_are_read_in_blocks(name, monkeypatch, tmp_path):
   load = lambda: [hub.load_module(folder, dtype=dtype) for dtype in dtypes]
   expected = load()
   # Three rows, in float32.
-  monkeypatch.setattr(hugging_face, '_BLOCK_BYTES', 200)
+  monkeypatch.setattr(tensor_parts, '_BLOCK_BYTES', 200)
   for module, whole in zip(load(), expected, strict=True):
     _assert_same(module, whole)
 
