@@ -115,7 +115,7 @@ _TYPES = _LISTS | {
   **{'rope.scaling.type': str, 'tensor_data_layout': str},
   **{'rope.scaling.finetuned': bool, 'norm_before_residual': bool},
   **{'attention.causal': bool, 'sample_from_anchor': bool},
-  'rope_is_neox_style': bool,
+  **{'rope_is_neox_style': bool, INNER: int | list[int]},
 }
 _NUMBERS = re.compile(r'epsilon|scale|softcapping|freq_base|factor|beta|multi')
 
@@ -218,18 +218,14 @@ class Architecture(NamedTuple):
     keys: of the metadata.
     names: of the tensors.
     layers: canonical name of the list of layers.
-    rotates: whether positions are rotations of queries and keys.
     swaps_rows: whether rows of queries and keys have llama.cpp's order.
     pattern: every how many layers one has no window, of files that do not say
       it; 0 if all have one, None if it is not known.
-    is_partial: whether a part of each head may be rotated.
-    local_rope: whether layers with a window have a rotation of their own.
     head_from_width: the number of layers of a model whose scores are divided by
       the square root of the width over the number of heads, not of a head's.
     state_layers: the entry of `layer_types` of layers with a state in place of
       keys and values, which have 0 heads of them; None if there are none.
     fixed: keys of config.json that all files have.
-    lists: keys whose values may differ between layers.
   """
 
   plain: str | None
@@ -237,43 +233,24 @@ class Architecture(NamedTuple):
   keys: Mapping[str, str] = LLAMA_KEYS
   names: Mapping[str, str] = NAMES
   layers: str = 'layers'
-  rotates: bool = True
   swaps_rows: bool = False
   pattern: int | None = None
-  is_partial: bool = False
-  local_rope: bool = False
   head_from_width: int | None = None
   state_layers: str | None = None
   fixed: Mapping[str, Any] = types.MappingProxyType({})
-  lists: tuple[str, ...] = ()
 
 
 ARCHITECTURES = {
-  'gpt2': Architecture(
-    'gpt2', keys=_GPT2_KEYS, names=_GPT2_NAMES, layers='h', rotates=False
-  ),
+  'gpt2': Architecture('gpt2', keys=_GPT2_KEYS, names=_GPT2_NAMES, layers='h'),
   'llama': Architecture('llama', 'mixtral', swaps_rows=True, pattern=0),
   'gemma': Architecture('gemma'),
   'gemma2': Architecture(
-    'gemma2',
-    names=_GEMMA_NAMES,
-    pattern=2,
-    head_from_width=46,
+    'gemma2', names=_GEMMA_NAMES, pattern=2, head_from_width=46
   ),
   'gemma3': Architecture(
-    'gemma3_text',
-    names=_GEMMA_NAMES,
-    pattern=6,
-    local_rope=True,
-    head_from_width=62,
+    'gemma3_text', names=_GEMMA_NAMES, pattern=6, head_from_width=62
   ),
-  'gemma4': Architecture(
-    'gemma4_text',
-    keys=_GEMMA4_KEYS,
-    names=_GEMMA_NAMES,
-    local_rope=True,
-    lists=(INNER,),
-  ),
+  'gemma4': Architecture('gemma4_text', keys=_GEMMA4_KEYS, names=_GEMMA_NAMES),
   'gpt-oss': Architecture(None, 'gpt_oss', pattern=2),
   'lfm2': Architecture(
     'lfm2',
@@ -291,7 +268,7 @@ ARCHITECTURES = {
   'minicpm': Architecture('granite', keys=_MINICPM_KEYS, swaps_rows=True),
   'mistral3': Architecture('ministral3', swaps_rows=True, pattern=0),
   'olmo2': Architecture('olmo2'),
-  'phi3': Architecture('phi3', names=_FUSED_NAMES, pattern=0, is_partial=True),
+  'phi3': Architecture('phi3', names=_FUSED_NAMES, pattern=0),
   'qwen2': Architecture('qwen2'),
   'qwen3': Architecture('qwen3'),
   # Heads of values lie in the order in which ggml repeats keys.
@@ -300,7 +277,6 @@ ARCHITECTURES = {
     keys=_DELTA_KEYS,
     names=NAMES | {'attn_qkv': 'linear_attn.in_proj_qkv'},
     fixed={'linear_heads_tiled': True},
-    is_partial=True,
   ),
   'qwen3moe': Architecture(None, 'qwen3_moe'),
   'smollm3': Architecture('smollm3', swaps_rows=True),
@@ -347,8 +323,8 @@ def own_keys(
 ) -> dict[str, Any]:
   """The keys of an architecture, without its name before them.
 
-  A list that repeats a value, once for each layer, is this value; only whether
-  layers have windows may differ between them.
+  A list that repeats a value, once for each layer, is this value. Only widths
+  of perceptrons and whether layers have windows may differ between them.
 
   Args:
     header: of the file.
@@ -362,7 +338,7 @@ def own_keys(
   architecture = ARCHITECTURES.get(name, Architecture(None))
   if name in ARCHITECTURES:
     known = {*architecture.keys, *_OTHER_KEYS}
-  lists, prefix = architecture.lists, f'{name}.'
+  prefix = f'{name}.'
   number = header.metadata.get(f'{prefix}block_count')
   found = {}
   for full, value in header.metadata.items():
@@ -378,7 +354,7 @@ def own_keys(
       value = [one or max(value) for one in value]
     if isinstance(value, list) and key not in _LISTS:
       differs = not value or any(one != value[0] for one in value)
-      if differs and key not in lists:
+      if differs and key != INNER:
         raise ValueError(
           f'{full} differs between layers; this is not supported'
         )
@@ -387,8 +363,7 @@ def own_keys(
           f'{full} has {len(value)} values for block_count={number!r}'
         )
       value = value if differs else value[0]
-    kind: Any = int | list[int] if key in lists else int
-    kind = _TYPES.get(key, float if _NUMBERS.search(key) else kind)
+    kind = _TYPES.get(key, float if _NUMBERS.search(key) else int)
     config_keys.check_type(full, value, kind)
     found[key] = _shortest(value)
   return found

@@ -216,9 +216,7 @@ _REFUSED = {
     ({'model_type': 'minicpm3'}, "model_type 'minicpm3' is not known"),
   ),
   'mixtral': (({'num_experts_per_tok': 9}, 'num_experts=4, got 9'),),
-  'qwen2_moe': (
-    ({'decoder_sparse_step': 2}, 'step=2 is not supp'),
-  ),
+  'qwen2_moe': (({'decoder_sparse_step': 2}, 'step=2 is not supp'),),
   'qwen3_moe': (({'mlp_only_layers': [1]}, r'layers=\[1\] is not supported'),),
   'gpt_oss': (
     ({'swiglu_limit': 5.0}, 'swiglu_limit=5.0 is not supported, only 7.0'),
