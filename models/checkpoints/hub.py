@@ -21,7 +21,9 @@ from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import families
 from models.checkpoints import gguf
 from models.checkpoints import hugging_face
+from models.checkpoints import model_configs
 from models.checkpoints import rounded
+from models.checkpoints import tensor_names
 from models.checkpoints.keys import tensor_parts
 from models.nn import adapter
 from models.nn import block_drafter
@@ -438,7 +440,7 @@ def save_pretrained(
         f'{folder}: a model loaded with dtype={leaf.dtype} cannot be saved;'
         ' load it as float32 or bfloat16'
       )
-  described = family.to_hugging_face(
+  described = model_configs.to_hugging_face(
     module.config,
     dtype=jnp.dtype(dtype or module.dtype).name,
     eos_token_id=None if tokenizer is None else tokenizer.eos_token_id,
@@ -450,7 +452,7 @@ def save_pretrained(
     name = families.parameter_name(path)
     values = family.to_stored(name, np.asarray(matrices_lib.unpack(leaf)))
     array = np.asarray(values, dtype=dtype or values.dtype)
-    own = family.stored_name(name, module.config)
+    own = tensor_names.stored_name(name, module.config)
     stored.setdefault(own, {})[name] = array
   tensors = {}
   for own, arrays in stored.items():

@@ -165,9 +165,10 @@ class HuggingFaceFolder:
   @functools.cached_property
   @checkpoint_lib.named
   def config(self) -> adapter.Config:
-    if not (self.path / CONFIG).exists():
+    path = self.path / CONFIG
+    if not path.exists():
       raise ValueError(f'{self.path} is no model folder: it has no {CONFIG}')
-    return families.read_config(self.path / CONFIG)
+    return families.config_from_keys(text_files.read_object(path), path)
 
   @functools.cached_property
   @checkpoint_lib.named

@@ -11,7 +11,7 @@ import numpy as np
 from models.checkpoints import families
 from models.checkpoints import hub
 from models.checkpoints import hugging_face
-from models.checkpoints import llama as checkpoints_llama
+from models.checkpoints import model_configs
 from models.checkpoints.heads import head_tensors
 from models.nn import llama_config
 from models.nn import rope as rope_lib
@@ -46,7 +46,7 @@ def write(
   config, dtype = module.config, jnp.dtype(dtype)
   if not isinstance(config.rope, rope_lib.Rope):
     raise ValueError('a head without one rotation of all layers is not saved')
-  described = checkpoints_llama.to_hugging_face(
+  described = model_configs.to_hugging_face(
     llama_config.LlamaConfig(**llama_config.fields_of(config)),
     dtype=dtype.name,
     eos_token_id=None,

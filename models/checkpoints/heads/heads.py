@@ -11,7 +11,6 @@ the target (its number of layers too) or name another kind. Names of tensors:
                (MiMo, speculators)
 """
 
-import dataclasses
 import functools
 import pathlib
 from typing import Any
@@ -289,9 +288,9 @@ def load(
     graph, expected = _shapes(head, jnp.dtype(form.float_dtype), size)
   loaded = hub.read_parameters(
     head.stored,
-    dataclasses.replace(
-      families.LLAMA,
-      name=head.name,
+    families.Family(
+      head.name,
+      type(config),
       stays_float=lambda name: name.startswith('confidence_head.'),
     ),
     expected,

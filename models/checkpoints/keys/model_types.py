@@ -1,4 +1,4 @@
-"""The `model_type`s of Llama's kind: their keys, and what these say."""
+"""The `model_type`s: their keys, and what these say."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -12,6 +12,7 @@ from models.checkpoints.keys import config_keys
 from models.checkpoints.keys import gemma_keys
 from models.nn import delta as delta_lib
 from models.nn import gemma as gemma_lib
+from models.nn import gpt2 as nn_gpt2
 from models.nn import lfm2 as lfm2_lib
 from models.nn import llama_config
 from models.nn import mixtral as mixtral_lib
@@ -69,9 +70,9 @@ WINDOWS = (
   *('sliding_window', 'use_sliding_window', 'max_window_layers'),
   'layer_types',
 )
-_ALWAYS = frozenset({*_TYPES} - {*WINDOWS, ROUNDED}) | {
-  *('max_position_embeddings', 'bos_token_id', 'eos_token_id', 'pad_token_id'),
-}
+_TOKENS = frozenset({'bos_token_id', 'eos_token_id', 'pad_token_id'})
+_OF_ROPES = _TOKENS | {'max_position_embeddings', *_TYPES}
+_OF_ROPES -= {*WINDOWS, ROUNDED}
 ORIGINAL = 'original_max_position_embeddings'
 # Keys that are read if the class has such a field.
 _SOMETIMES = (
@@ -108,7 +109,7 @@ class ModelType:
 
   config: Any
   _: dataclasses.KW_ONLY
-  shape: type[llama_config.LlamaConfig] = llama_config.LlamaConfig
+  shape: Any = llama_config.LlamaConfig
   keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
   fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   ropes: str = 'one'
@@ -128,6 +129,11 @@ class ModelType:
   def own(self) -> frozenset[str]:
     """The keys that the class has."""
     return frozenset(one.name for one in dataclasses.fields(self.config))
+
+  @functools.cached_property
+  def rotates(self) -> bool:
+    """Whether positions are rotations: whether it is of Llama's kind."""
+    return issubclass(self.shape, llama_config.LlamaConfig)
 
   @functools.cached_property
   def names(self) -> dict[str, str]:
@@ -151,7 +157,7 @@ class ModelType:
     """The keys that are read."""
     sometimes = self.own & {*WINDOWS, *_SOMETIMES}
     named = {*self.names.values(), *self.extra, *self.constants}
-    return _ALWAYS | named | sometimes
+    return (_OF_ROPES if self.rotates else _TOKENS) | named | sometimes
 
 
 _BEHIND = {'pre_norm': False, 'post_norm': True}
@@ -202,10 +208,33 @@ _GRANITE_4: dict[str, Any] = {
     *('mamba_conv_bias', 'mamba_proj_bias', 'init_method'),
     *('normalization_function', 'num_experts_per_tok', 'intermediate_size'),
   ),
+  # The matrices of all experts are in one tensor.
+  'renames': {
+    'mlp.gate': 'block_sparse_moe.router.layer',
+    'mlp.experts.gate_up_proj': 'block_sparse_moe.input_linear',
+    'mlp.experts.down_proj': 'block_sparse_moe.output_linear',
+    'mlp.shared_expert.gate_up_proj': 'shared_mlp.input_linear',
+    'mlp.shared_expert.down_proj': 'shared_mlp.output_linear',
+  },
 }
 
 # A shape is saved as the first type that can state it.
 MODEL_TYPES = {
+  'gpt2': ModelType(
+    transformers.GPT2Config,
+    shape=nn_gpt2.GPT2Config,
+    keys={
+      'num_positions': 'n_positions',
+      'width': 'n_embd',
+      'num_layers': 'n_layer',
+      'num_heads': 'n_head',
+      'inner_width': 'n_inner',
+      'activation': 'activation_function',
+      'norm_epsilon': 'layer_norm_epsilon',
+      'scale_attention': 'scale_attn_weights',
+      'scale_attention_by_layer': 'scale_attn_by_inverse_layer_idx',
+    },
+  ),
   'llama': ModelType(transformers.LlamaConfig),
   'mistral': ModelType(transformers.MistralConfig),
   'qwen2': ModelType(
@@ -278,7 +307,12 @@ MODEL_TYPES = {
     | {'linear_attn.rate': 'linear_attn.A_log'},
   ),
   'mixtral': ModelType(
-    transformers.MixtralConfig, shape=mixtral_lib.MixtralConfig
+    transformers.MixtralConfig,
+    shape=mixtral_lib.MixtralConfig,
+    renames={
+      **{'mlp': 'block_sparse_moe', 'gate_proj': 'w1'},
+      **{'up_proj': 'w3', 'down_proj': 'w2'},
+    },
   ),
   'gpt_oss': ModelType(
     transformers.GptOssConfig,
@@ -289,6 +323,7 @@ MODEL_TYPES = {
     },
     idle=('initial_context_length',),
     rounded=('mxfp4',),
+    renames={'mlp.gate': 'mlp.router'},
   ),
   'qwen3_moe': ModelType(
     transformers.Qwen3MoeConfig, fixed={'qk_norm': True}, **_QWEN_MOE

@@ -1,4 +1,4 @@
-"""Config keys of Llama, related models and mixtures."""
+"""The shapes that config.json describes, and its keys of a shape."""
 
 from collections.abc import Collection
 from collections.abc import Mapping
@@ -12,6 +12,7 @@ import transformers
 from models.checkpoints.keys import config_keys
 from models.checkpoints.keys import model_types
 from models.checkpoints.keys import rope_keys
+from models.nn import adapter
 from models.nn import llama_config
 
 # The multipliers of a MiniCPM (arXiv 2404.06395), which is saved as a Granite.
@@ -98,9 +99,7 @@ def _adjusted_width(config: Any) -> int:
   return -(-int(factor * width) // multiple) * multiple
 
 
-def _read_shape(
-  config: Any, kind: model_types.ModelType
-) -> llama_config.LlamaConfig:
+def _read_shape(config: Any, kind: model_types.ModelType) -> Any:
   """The shape that a transformers config describes."""
   keys = kind.names
   for key, value in kind.constants.items():
@@ -108,8 +107,10 @@ def _read_shape(
       raise ValueError(
         f'{key}={getattr(config, key)!r} is not supported, only {value}'
       )
-  windows, own = _read_windows(config, kind), kind.of_layers(config)
+  own = kind.of_layers(config)
   fields = {ours: getattr(config, key) for ours, key in keys.items()} | own
+  if not kind.rotates:
+    return kind.shape(**fields)
   ropes = rope_keys.read_all(config, kind.ropes, is_partial=kind.is_partial)
   if model_types.QUERY_SCALAR in keys.values():
     fields['attention_scale'] = 1 / math.sqrt(fields['attention_scale'])
@@ -126,19 +127,7 @@ def _read_shape(
     **{**fields, **kind.fixed},
     num_positions=rope_keys.context_of(config, ropes),
     rope=ropes,
-    window=windows,
-  )
-
-
-def types_of(shape: type[llama_config.LlamaConfig]) -> frozenset[str]:
-  """Values of `model_type` whose shapes are of a class."""
-  has = lambda kind: kind is not None and kind.shape is shape
-  types = {
-    **model_types.MODEL_TYPES,
-    'minicpm': model_types.MODEL_TYPES['granite'],
-  }
-  return frozenset(
-    name for name, kind in types.items() if has(kind) or has(kind.mixture)
+    window=_read_windows(config, kind),
   )
 
 
@@ -161,9 +150,14 @@ def _as_granite(raw: Mapping[str, Any]) -> dict[str, Any]:
   return {'tie_word_embeddings': True} | own
 
 
-def read_config(raw: Mapping[str, Any]) -> llama_config.LlamaConfig:
-  """Reads the keys of a `config.json`; raises ValueError."""
-  if raw['model_type'] == 'minicpm':
+def read_config(raw: Mapping[str, Any]) -> Any:
+  """The shape that the keys of a `config.json` describe; raises ValueError."""
+  name, known = raw.get('model_type'), {*model_types.MODEL_TYPES, 'minicpm'}
+  if not isinstance(name, str) or name not in known:
+    raise ValueError(
+      f'model_type {name!r} is not known; choose from {sorted(known)}'
+    )
+  if name == 'minicpm':
     raw = _as_granite(raw)
   kind = model_types.MODEL_TYPES[raw['model_type']]
   if kind.mixture and raw.get('num_local_experts') != 0:  # None: the default
@@ -174,9 +168,11 @@ def read_config(raw: Mapping[str, Any]) -> llama_config.LlamaConfig:
   read = config_keys.select(kind.config, raw, kind.reads)
   normalized = rope_keys.normalized(read, kind.ropes)
   config = kind.config.from_dict({**normalized, **kind.given})
-  rope_keys.check_read(read, config.rope_parameters)
-  shape = _read_shape(config, kind)
-  _check_windows(raw, shape, kind)
+  shape, idle = _read_shape(config, kind), kind.idle
+  if kind.rotates:
+    rope_keys.check_read(read, config.rope_parameters)
+    _check_windows(raw, shape, kind)
+    idle += model_types.WINDOWS
   unread = dict(raw)
   if (
     raw.get(model_types.ROUNDED)
@@ -184,17 +180,12 @@ def read_config(raw: Mapping[str, Any]) -> llama_config.LlamaConfig:
   ):
     del unread[model_types.ROUNDED]
   config_keys.refuse_unread(
-    unread,
-    {*kind.reads, *read},
-    idle=(*kind.idle, *model_types.WINDOWS),
-    resolved=config,
+    unread, {*kind.reads, *read}, idle=idle, resolved=config
   )
   return shape
 
 
-def _can_state(
-  kind: model_types.ModelType, config: llama_config.LlamaConfig
-) -> bool:
+def _can_state(kind: model_types.ModelType, config: adapter.Config) -> bool:
   """Whether a config of this type can have a shape."""
   if type(config) is not kind.shape:
     return False
@@ -206,9 +197,7 @@ def _can_state(
 
 
 @functools.lru_cache
-def type_of(
-  config: llama_config.LlamaConfig,
-) -> tuple[str, model_types.ModelType]:
+def type_of(config: adapter.Config) -> tuple[str, model_types.ModelType]:
   """The `model_type` whose config can state a shape, and the type."""
   for name, known in model_types.MODEL_TYPES.items():
     for kind in filter(None, (known, known.mixture)):
@@ -261,11 +250,11 @@ def _layer_keys(
   return keys | {'rope_parameters': stated}
 
 
-def _to_keys(
-  config: llama_config.LlamaConfig, kind: model_types.ModelType
-) -> dict[str, Any]:
+def _to_keys(config: Any, kind: model_types.ModelType) -> dict[str, Any]:
   """The keys of a config of a type that are to state a shape."""
   keys = {key: getattr(config, ours) for ours, key in kind.names.items()}
+  if not kind.rotates:
+    return keys
   if key := kind.names.get('attention_scale'):
     (width,) = {*config.of_layers('head_width')}
     scale = config.attention_scale or 1 / math.sqrt(width)
@@ -279,7 +268,7 @@ def _to_keys(
 
 
 def to_hugging_face(
-  config: llama_config.LlamaConfig, *, dtype: str, eos_token_id: int | None
+  config: adapter.Config, *, dtype: str, eos_token_id: int | None
 ) -> transformers.PreTrainedConfig:
   """The transformers config of a shape; raises ValueError if there is none."""
   _, kind = type_of(config)
@@ -290,6 +279,7 @@ def to_hugging_face(
     pad_token_id=eos_token_id,  # Some defaults lie beyond small vocabularies.
     dtype=dtype,
   )
+  head = 'ForCausalLM' if kind.rotates else 'LMHeadModel'
   name = type(made).__name__.replace('TextConfig', 'Config')
-  made.architectures = [name.replace('Config', 'ForCausalLM')]
+  made.architectures = [name.replace('Config', head)]
   return made
