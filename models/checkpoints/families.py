@@ -27,6 +27,7 @@ from models.nn import lfm2 as lfm2_lib
 from models.nn import llama as nn_llama
 from models.nn import llama_config
 from models.nn import mixtral as mixtral_lib
+from specdec.text import text_files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +175,7 @@ def _of_text(raw: Mapping[str, Any]) -> Mapping[str, Any]:
   if str(raw.get('model_type')) not in _WITH_TEXT:
     return raw
   text: Any = raw.get('text_config')
-  config_keys.check_type('text_config', text, dict)
+  text_files.check_types({'text_config': text}, {'text_config': dict})
   shared = {'text_config', 'tie_word_embeddings'}
   config_keys.refuse_unread(raw, shared, idle=_WITH_PICTURES)
   tied = raw.get('tie_word_embeddings', _WITH_TEXT[str(raw['model_type'])])

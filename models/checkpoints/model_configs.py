@@ -14,6 +14,7 @@ from models.checkpoints.keys import model_types
 from models.checkpoints.keys import rope_keys
 from models.nn import adapter
 from models.nn import llama_config
+from specdec.text import text_files
 
 # The multipliers of a MiniCPM (arXiv 2404.06395), which is saved as a Granite.
 _MINICPM = ('scale_emb', 'scale_depth', 'dim_model_base')
@@ -133,7 +134,7 @@ def _read_shape(config: Any, kind: model_types.ModelType) -> Any:
 
 def _as_granite(raw: Mapping[str, Any]) -> dict[str, Any]:
   """The keys of a MiniCPM as those of the Granite that computes the same."""
-  config_keys.check_types(raw, dict.fromkeys(_MINICPM, float))
+  text_files.check_types(raw, dict.fromkeys(_MINICPM, float))
   for key in _MINICPM:
     if not raw.get(key, 0) > 0:
       raise ValueError(f'{key}={raw.get(key)!r}: a MiniCPM needs one above 0')
@@ -162,7 +163,7 @@ def read_config(raw: Mapping[str, Any]) -> Any:
   kind = model_types.MODEL_TYPES[raw['model_type']]
   if kind.mixture and raw.get('num_local_experts') != 0:  # None: the default
     kind = kind.mixture
-  config_keys.check_types(raw, kind.types)
+  text_files.check_types(raw, kind.types)
   if raw.get('num_attention_heads') == 0:  # transformers would divide by it.
     raise ValueError('num_attention_heads must be positive, got 0')
   read = config_keys.select(kind.config, raw, kind.reads)

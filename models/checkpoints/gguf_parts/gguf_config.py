@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from models.checkpoints.gguf_parts import gguf_header
-from models.checkpoints.keys import config_keys
+from specdec.text import text_files
 
 # Keys of the metadata, after the architecture, and those of config.json.
 _GPT2_KEYS = {
@@ -364,7 +364,7 @@ def own_keys(
         )
       value = value if differs else value[0]
     kind = _TYPES.get(key, float if _NUMBERS.search(key) else int)
-    config_keys.check_type(full, value, kind)
+    text_files.check_types({full: value}, {full: kind})
     found[key] = _shortest(value)
   return found
 

@@ -26,18 +26,18 @@ from specdec.text import text_files
 MARKOV = 'markov_head.markov_w1.weight', 'markov_head.markov_w2.weight'
 """The matrices of the term of a block drafter for the token before."""
 
-_BLOCK = r'(?:model\.)?(?:layers\.\d+|mtp_layers\.0)\.'
+_NUMBERED = r'(?:model\.)?(?:layers\.\d+|mtp_layers\.0)\.'
 # Stored names and canonical ones, those of parameters in `models.nn`.
 _RENAMED = tuple(
   (re.compile(pattern), new)
   for pattern, new in (
     (r'(?:model\.)?midlayer\.', 'layers.0.'),
-    (_BLOCK + r'(?:eh_proj|input_proj)\.', 'fc.'),
-    (_BLOCK + r'(?:enorm|token_layernorm)\.', 'enorm.'),
-    (_BLOCK + r'(?:hnorm|hidden_layernorm)\.', 'hnorm.'),
-    (_BLOCK + r'(?:shared_head\.norm|final_layernorm)\.', 'norm.'),
-    (_BLOCK + r'shared_head\.head\.', 'lm_head.'),
-    (_BLOCK + r'embed_tokens\.', 'embed_tokens.'),
+    (_NUMBERED + r'(?:eh_proj|input_proj)\.', 'fc.'),
+    (_NUMBERED + r'(?:enorm|token_layernorm)\.', 'enorm.'),
+    (_NUMBERED + r'(?:hnorm|hidden_layernorm)\.', 'hnorm.'),
+    (_NUMBERED + r'(?:shared_head\.norm|final_layernorm)\.', 'norm.'),
+    (_NUMBERED + r'shared_head\.head\.', 'lm_head.'),
+    (_NUMBERED + r'embed_tokens\.', 'embed_tokens.'),
     (r'(?:model\.)?mtp_layers\.', 'layers.'),
     (r'model\.', ''),
     # The term of DFlash 2 for the token before is almost that of DSpark.
@@ -54,7 +54,7 @@ _PICKLED = 'pytorch_model.bin'
 # For a reduced vocabulary: offsets of its tokens, and whether a token is one.
 D2T, T2D = 'd2t', 't2d'
 
-_EAGLE3, _BLOCK = 'eagle3', 'dflash'
+_EAGLE3, _DFLASH = 'eagle3', 'dflash'
 _MASK = 'tokenizer.ggml.mask_token_id'
 # Keys of the metadata, and those of config.json.
 _KEYS = gguf_config.LLAMA_KEYS | {
@@ -67,7 +67,7 @@ _OWN_KEYS = {
     'norm_before_residual': 'norm_before_residual',
     'target_hidden_size': 'target_hidden_size',
   },
-  _BLOCK: {
+  _DFLASH: {
     'attention.causal': 'is_causal',
     'embedding_scale': 'input_embedding_scale',
     'final_logit_softcapping': 'final_logit_softcapping',
@@ -85,7 +85,7 @@ _OWN_KEYS = {
 # Keys that may say one thing only.
 _WIDTHS = {'attention.value_length', 'rope.dimension_count'}
 _OTHER_KEYS = {'tensor_data_layout', 'rope.scaling.type', *_WIDTHS}
-_OF_BLOCK = {'target_layers', gguf_config.PATTERN, 'rope.dimension_sections'}
+_OF_DFLASH = {'target_layers', gguf_config.PATTERN, 'rope.dimension_sections'}
 _INTEGERS = {26: np.int32, 27: np.int64}  # By their numbers in GGUF.
 
 
@@ -245,7 +245,7 @@ class HeadFile(HeadTensors, gguf.GGUFFile):
     """
     name, header = self._architecture, gguf_header.read_header(self.path)
     names = _KEYS | _OWN_KEYS[name]
-    others = _OTHER_KEYS | (_OF_BLOCK if name == _BLOCK else set())
+    others = _OTHER_KEYS | (_OF_DFLASH if name == _DFLASH else set())
     metadata = gguf_config.own_keys(header, name, {*names, *others})
     scaling = metadata.get('rope.scaling.type', 'none')
     if scaling != 'none':
@@ -256,9 +256,9 @@ class HeadFile(HeadTensors, gguf.GGUFFile):
     if width := metadata.get('attention.key_length'):
       widths = dict.fromkeys(_WIDTHS, width)
       gguf_config.check_widths(name, metadata, widths)
-    if name == _BLOCK:
+    if name == _DFLASH:
       stated |= self._of_block(header, metadata)
-    return {'model_type': 'qwen3' if name == _BLOCK else 'llama'} | stated
+    return {'model_type': 'qwen3' if name == _DFLASH else 'llama'} | stated
 
   def _of_block(
     self, header: gguf_header.Header, metadata: Mapping[str, Any]
@@ -276,7 +276,7 @@ class HeadFile(HeadTensors, gguf.GGUFFile):
       pattern = metadata.get(gguf_config.PATTERN)
       if not isinstance(pattern, list):
         raise ValueError(
-          f'{_BLOCK}.{gguf_config.PATTERN} must say for each layer'
+          f'{_DFLASH}.{gguf_config.PATTERN} must say for each layer'
           ' whether it has the window'
         )
       types = ('full_attention', 'sliding_attention')
@@ -295,7 +295,7 @@ class HeadFile(HeadTensors, gguf.GGUFFile):
       if name.removesuffix('.weight') == 'd2t':
         yield D2T, _Ids(info)
         continue
-      if name == gguf_config.ROPE_FACTORS and name_of_kind == _BLOCK:
+      if name == gguf_config.ROPE_FACTORS and name_of_kind == _DFLASH:
         continue  # It is read with the keys.
       ours = gguf_config.canonical_name(name, gguf_config.NAMES)
       if ours is None:

@@ -165,7 +165,10 @@ class StoredHead(head_tensors.Drafter):
       norm_before_residual=bool(keys.get('norm_before_residual')),
       fc_norm=facts['fc_norm'],
       norm_before_fc=facts['norm_before_fc'],
-      norm_output=head_keys.feeds_back_norm(keys),
+      # SpecForge says so of another norm; see `head_keys.merged`.
+      norm_output=bool(
+        keys.get('speculators_model_type') and keys.get('norm_output')
+      ),
       state_first=any('.input_proj.' in name for name in stored),
     )
 

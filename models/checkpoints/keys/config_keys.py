@@ -13,8 +13,6 @@ from typing import Any
 
 import transformers
 
-from specdec.text import text_files
-
 # Keys that change nothing here: they describe the training, how others run a
 # model, or how text is made from logits.
 _NO_EFFECT = re.compile(
@@ -80,34 +78,11 @@ _SYNONYMS = {
 }
 
 
-def check_type(key: str, value: Any, kind: Any) -> None:
-  """Checks the type of the value of a key.
-
-  Args:
-    key: its name.
-    value: as JSON or the metadata of a GGUF file has it.
-    kind: see `text_files.check_types`.
-
-  Raises:
-    ValueError: the value has another type; names the key.
-  """
-  if not text_files.fits(value, kind):
-    wanted = text_files.described(kind)
-    raise ValueError(f'{key}={value!r:.60} must be {wanted}')
-
-
 def types_of(config: Any) -> dict[str, Any]:
   """The keys of a class of transformers that not all have, and their types."""
   base = {one.name for one in dataclasses.fields(transformers.PreTrainedConfig)}
   own = [one for one in dataclasses.fields(config) if one.name not in base]
   return {one.name: one.type for one in own}
-
-
-def check_types(keys: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
-  """The same for all keys that are there; other keys are not checked."""
-  for key, kind in kinds.items():
-    if key in keys:
-      check_type(key, keys[key], kind)
 
 
 def check_same(first: str, one: Any, second: str, other: Any) -> None:

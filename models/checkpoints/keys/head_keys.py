@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.checkpoints.keys import config_keys
+from specdec.text import text_files
 
 READS = 'eagle_aux_hidden_state_layer_ids'
 _NESTED, _LAYERS = 'eagle_config', 'transformer_layer_config'
@@ -40,11 +41,11 @@ def flat(
     ValueError: a key has another type, or two of them contradict each other.
   """
   objects = (nested_name, _LAYERS)
-  config_keys.check_types(raw, dict.fromkeys(objects, dict | None))
+  text_files.check_types(raw, dict.fromkeys(objects, dict | None))
   nested, layers = ({**(raw.get(key) or {})} for key in objects)
   own = {key: raw[key] for key in raw if key not in objects}
   for keys in (own, layers, nested):
-    config_keys.check_types(keys, types)
+    text_files.check_types(keys, types)
   for key, value in nested.items():
     config_keys.check_same(key, own.get(key), f'{nested_name}: {key}', value)
   # Whether matrices are tied is not said of layers.
@@ -61,9 +62,9 @@ def merged(raw: Mapping[str, Any]) -> dict[str, Any]:
   Raises:
     ValueError: a key has another type, or two of them contradict each other.
   """
-  config_keys.check_type(_NESTED, raw.get(_NESTED), dict | None)
+  text_files.check_types(raw, {_NESTED: dict | None})
   nested = {**(raw.get(_NESTED) or {})}
-  config_keys.check_types(nested, _TYPES)
+  text_files.check_types(nested, _TYPES)
   if nested.get(READS):
     nested[READS] = [layer + 1 for layer in nested[READS]]
   found = flat({**raw, _NESTED: nested}, _NESTED, _TYPES)
@@ -73,15 +74,6 @@ def merged(raw: Mapping[str, Any]) -> dict[str, Any]:
       ' not supported; remove the key if it has one'
     )
   return found
-
-
-def feeds_back_norm(keys: Mapping[str, Any]) -> bool:
-  """Whether the state that a head gives is taken after its final norm.
-
-  That is what speculators call `norm_output`. SpecForge says so of the norm
-  before the output matrix; see `merged`.
-  """
-  return bool(keys.get(_SPECULATORS) and keys.get('norm_output'))
 
 
 def check_claims(keys: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
@@ -96,7 +88,7 @@ def check_claims(keys: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
   """
   for key in sorted(keys.keys() & facts.keys()):
     fact, value = facts[key], keys[key]
-    config_keys.check_type(key, value, type(fact) | None)
+    text_files.check_types(keys, {key: type(fact) | None})
     if value not in (None, fact):
       raise ValueError(
         f'{key}={value!r} contradicts the tensors or the target, by which it is'

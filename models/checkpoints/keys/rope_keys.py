@@ -13,6 +13,7 @@ from typing import Any
 
 from models.checkpoints.keys import config_keys
 from models.nn import rope as rope_lib
+from specdec.text import text_files
 
 _OBJECTS = ('rope_parameters', 'rope_scaling')
 _OF_LAYERS = ('full_attention', 'sliding_attention')
@@ -42,7 +43,7 @@ def _normalized(rope: Mapping[str, Any], context: Any) -> dict[str, Any]:
   `context` is the whole one.
   """
   stated = {key: value for key, value in rope.items() if value is not None}
-  config_keys.check_types(stated, _TYPES | _SCALING_TYPES)
+  text_files.check_types(stated, _TYPES | _SCALING_TYPES)
   kind = stated.get('rope_type', stated.get('type'))
   config_keys.check_same('rope_type', kind, 'type', stated.get('type'))
   original = stated.get('original_max_position_embeddings')
@@ -73,7 +74,7 @@ def normalized(keys: Mapping[str, Any], ropes: str) -> dict[str, Any]:
         f'{name} of such a model must {expected}, but has {wrong[0]!r}'
       )
     if nested:
-      config_keys.check_types(stated, dict.fromkeys(stated, dict | None))
+      text_files.check_types(stated, dict.fromkeys(stated, dict | None))
       new = {key: _normalized(stated[key] or {}, context) for key in stated}
       found[name] = new or None
     elif stated:
