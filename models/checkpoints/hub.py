@@ -291,22 +291,7 @@ def read_parameters(
   layout: sharding_lib.Layout,
   outputs: np.ndarray | None = None,
 ) -> dict[Path, matrices_lib.Weight]:
-  """Reads parameters by path; see `read_module`.
-
-  Args:
-    checkpoint: where they are stored.
-    family: what they belong to.
-    expected: their shapes by path.
-    form: the format of the matrices.
-    config: the shape of the model.
-    packed: see `read_module`.
-    layout: see `read_module`.
-    outputs: see `read_module`.
-
-  Raises:
-    ValueError: a tensor is unknown, missing, left over or misshapen; the
-      message names it.
-  """
+  """Reads parameters of the expected shapes by path; see `read_module`."""
   loaded, origin = dict[Path, matrices_lib.Weight](), dict[Path, str]()
   read = _read(checkpoint, family, expected, form, config)
   for path, name, host in whole_files.reading_each(checkpoint.path, read):

@@ -29,14 +29,14 @@ def write(
   dtype: jax.typing.DTypeLike,
   first_layer: str = 'layers.0.',
 ) -> None:
-  """Writes a folder, which is made if it does not exist.
+  """Writes the folder of a drafter; see `heads.save`.
 
   Args:
     module: a drafter.
-    folder: to be written.
+    folder: made if it does not exist.
     keys: of config.json, besides those of the layers.
-    lm_head: see `heads.save`.
-    ids: see `heads.save`.
+    lm_head: `[D, H]`, its own output matrix, if any.
+    ids: `[D]`, the tokens of a reduced vocabulary, if any.
     dtype: of the matrices and norms.
     first_layer: with what the names of tensors of the first layer begin.
 

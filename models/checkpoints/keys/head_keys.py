@@ -30,10 +30,10 @@ _TYPES: dict[str, Any] = {
 def flat(
   raw: Mapping[str, Any], nested_name: str, types: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """The keys of all objects as one.
+  """The keys of all objects of a config.json as one.
 
   Args:
-    raw: the keys of a config.json.
+    raw: the keys.
     nested_name: the object of a drafter beside the keys of its layers.
     types: the types of keys.
 
@@ -54,14 +54,7 @@ def flat(
 
 
 def merged(raw: Mapping[str, Any]) -> dict[str, Any]:
-  """The keys of all objects as one; `READS` counts the layers that read.
-
-  Args:
-    raw: the keys of a config.json.
-
-  Raises:
-    ValueError: a key has another type, or two of them contradict each other.
-  """
+  """The same for a head; `READS` counts the layers that read."""
   text_files.check_types(raw, {_NESTED: dict | None})
   nested = {**(raw.get(_NESTED) or {})}
   text_files.check_types(nested, _TYPES)
@@ -77,15 +70,7 @@ def merged(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_claims(keys: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-  """Checks what keys say of tensors and of the target, if they say something.
-
-  Args:
-    keys: see `merged`.
-    facts: values by key.
-
-  Raises:
-    ValueError: a key says something else.
-  """
+  """Raises ValueError if keys contradict facts of tensors and the target."""
   for key in sorted(keys.keys() & facts.keys()):
     fact, value = facts[key], keys[key]
     text_files.check_types(keys, {key: type(fact) | None})

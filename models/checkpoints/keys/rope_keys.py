@@ -89,15 +89,7 @@ def normalized(keys: Mapping[str, Any], ropes: str) -> dict[str, Any]:
 
 
 def check_read(keys: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
-  """Checks numbers beside an object against those that transformers read.
-
-  Args:
-    keys: of the configuration.
-    parameters: what transformers made of them.
-
-  Raises:
-    ValueError: they contradict each other.
-  """
+  """Refuses numbers beside an object that contradict what transformers read."""
   by_layer = {key: parameters[key] for key in _OF_LAYERS if key in parameters}
   ropes = [one for one in by_layer.values() or (parameters,) if one]
   for key, default in (('rope_theta', None), ('partial_rotary_factor', 1.0)):
