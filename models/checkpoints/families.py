@@ -15,6 +15,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 import numpy as np
 
+from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import model_configs
 from models.checkpoints import tensor_names
 from models.checkpoints.keys import config_keys
@@ -45,9 +46,9 @@ class Family:
       by itself.
     is_transposed: whether the axes of a canonical name are stored in reverse,
       such as `[in, out]`.
-    convert: makes the values of a canonical name of those that are stored, for
-      some rows `[n, in]` or `[n]`; the identity by default.
-    to_stored: its inverse.
+    convert: called with `(sign, canonical name, rows)`, of which rows are some,
+      `[n, in]` or `[n]`; makes our values of stored ones (1) or these of ours
+      (-1), by default the same.
     is_unused: whether the tensor of a canonical name is stored, but not read;
       called with `(name, config)`.
     stays_float: whether the matrix of a canonical name is never rounded to
@@ -63,8 +64,9 @@ class Family:
     tensor_names.parts
   )
   is_transposed: Callable[[str], bool] = lambda name: False
-  convert: Callable[[str, np.ndarray], np.ndarray] = lambda name, rows: rows
-  to_stored: Callable[[str, np.ndarray], np.ndarray] = lambda name, rows: rows
+  convert: Callable[[int, str, np.ndarray], np.ndarray] = (
+    lambda sign, name, rows: rows
+  )
   is_unused: Callable[[str, Any], bool] = lambda name, config: False
   stays_float: Callable[[str], bool] = lambda name: False
 
@@ -94,12 +96,7 @@ FAMILIES = (
     is_transposed=lambda name: '.experts.' in name and name.endswith('.weight'),
     stays_float=lambda name: 'gate.' in name,
   ),
-  Family(
-    'Gemma',
-    gemma_lib.GemmaConfig,
-    convert=functools.partial(tensor_names.shift_norms, 1.0),
-    to_stored=functools.partial(tensor_names.shift_norms, -1.0),
-  ),
+  Family('Gemma', gemma_lib.GemmaConfig, convert=tensor_names.shift_norms),
   Family(
     'Gemma 4',
     gemma_lib.Gemma4Config,
@@ -118,8 +115,7 @@ FAMILIES = (
     delta_lib.DeltaConfig,
     module=delta_lib.Delta,
     is_transposed=tensor_names.is_convolution,
-    convert=functools.partial(tensor_names.shift_rates, 1.0),
-    to_stored=functools.partial(tensor_names.shift_rates, -1.0),
+    convert=tensor_names.shift_rates,
   ),
 )
 
@@ -142,11 +138,6 @@ _WITH_PICTURES = (
   *('audio_config', 'vision_soft_tokens_per_image'),
 )
 
-# Errors of transformers and the families on values of another type.
-_WRONG_VALUES = (
-  *(AttributeError, IndexError, KeyError, TypeError, ValueError),
-  *(OverflowError, ZeroDivisionError),
-)
 # Layers are unrolled: shapes alone of 4,000 take over a minute.
 _MAX_LAYERS = 256
 _QUOTED = re.compile(r"field '(\w+)'")
@@ -191,21 +182,20 @@ def config_from_keys(
     ValueError: no family supports it; the message begins with the path, and
       names the key and its value.
   """
-  try:
+  with checkpoint_lib.naming(path):
     raw = _of_text(raw)
     if raw.get('model_type') == ASSISTANT:
       raise ValueError(f'model_type {ASSISTANT!r}: {NO_ASSISTANTS}')
-    config = model_configs.read_config(raw)
-  except StrictDataclassError as error:
-    # It names the class, then the key and the reason, which is its cause.
-    reason = str(error.__cause__ or error).partition('. Errors:')[0]
-    found = _QUOTED.search(str(error))
-    named = f'{found[1]}={raw.get(found[1])!r:.40}: ' if found else ''
-    raise ValueError(f'{path}: {named}{reason}') from error
-  except _WRONG_VALUES as error:
-    raise ValueError(f'{path}: {error or repr(error)}') from error
-  if config.num_layers > _MAX_LAYERS:
-    raise ValueError(
-      f'{path}: {config.num_layers} layers, at most {_MAX_LAYERS} are supported'
-    )
+    try:
+      config = model_configs.read_config(raw)
+    except StrictDataclassError as error:
+      # It names the class, then the key and the reason, which is its cause.
+      reason = str(error.__cause__ or error).partition('. Errors:')[0]
+      found = _QUOTED.search(str(error))
+      named = f'{found[1]}={raw.get(found[1])!r:.40}: ' if found else ''
+      raise ValueError(f'{named}{reason}') from error
+    if config.num_layers > _MAX_LAYERS:
+      raise ValueError(
+        f'{config.num_layers} layers, at most {_MAX_LAYERS} are supported'
+      )
   return config

@@ -435,7 +435,7 @@ def save_pretrained(
   stored = dict[str, dict[str, np.ndarray]]()
   for path, leaf in params.items():
     name = families.parameter_name(path)
-    values = family.to_stored(name, np.asarray(matrices_lib.unpack(leaf)))
+    values = family.convert(-1, name, np.asarray(matrices_lib.unpack(leaf)))
     array = np.asarray(values, dtype=dtype or values.dtype)
     own = tensor_names.stored_name(name, module.config)
     stored.setdefault(own, {})[name] = array

@@ -225,7 +225,7 @@ class HuggingFaceFolder:
             tensor,
             part=part,
             transposed=family.is_transposed(name),
-            convert=functools.partial(family.convert, name),
+            convert=functools.partial(family.convert, 1, name),
           ),
         )
 

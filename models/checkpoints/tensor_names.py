@@ -172,15 +172,15 @@ def stored_name(name: str, config: Any) -> str:
   return f'model.{_with_parts(name, known.renames)}'
 
 
-def shift_norms(by: float, name: str, rows: np.ndarray) -> np.ndarray:
+def shift_norms(sign: int, name: str, rows: np.ndarray) -> np.ndarray:
   """Values of a Gemma, whose folders have the scales of norms minus one."""
   is_norm = name.endswith('norm.weight')
-  return rows.astype(np.float32) + np.float32(by) if is_norm else rows
+  return rows.astype(np.float32) + np.float32(sign) if is_norm else rows
 
 
-def shift_rates(by: float, name: str, rows: np.ndarray) -> np.ndarray:
+def shift_rates(sign: int, name: str, rows: np.ndarray) -> np.ndarray:
   """The same of a Qwen3.5, whose folders have logarithms of rates, too."""
   if name.endswith('linear_attn.rate'):
-    return -np.exp(rows.astype(np.float32)) if by > 0 else np.log(-rows)
+    return -np.exp(rows.astype(np.float32)) if sign > 0 else np.log(-rows)
   own = name.endswith('linear_attn.norm.weight')
-  return rows if own else shift_norms(by, name, rows)
+  return rows if own else shift_norms(sign, name, rows)

@@ -534,7 +534,7 @@ layers with a window rotate as those without
   [found[kind] for kind in kinds] => [found[kinds[-1]] for _ in kinds]
 [models.checkpoints.tensor_names: hub.check_logits('gemma3')]
 scales of norms are taken as they are stored
-  np.float32(by) if is_norm => np.float32(0) if is_norm
+  np.float32(sign) if is_norm => np.float32(0) if is_norm
 [models.nn.layers: hub.check_logits('gemma2')]
 scores and logits are not capped
   cap * jnp.tanh(x / cap) => x

@@ -41,7 +41,8 @@ _NO_EFFECT = re.compile(
     )
   )
 )
-# Keys that change nothing if they are off or have one of these values.
+# Keys that change nothing if they are off or have one of these values. Those
+# that may be true may not be off.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
   '_sliding_window_pattern': (6,),
   'activation': ('swiglu',),
@@ -59,13 +60,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
   'use_bidirectional_attention': ('vision',),
   'use_pos_enc': (True,),
 }
-# Keys that would change something if they were off.
-_NEVER_OFF = (
-  'attn_output_gate',
-  'block_use_swiglu',
-  'is_causal',
-  'use_pos_enc',
-)
 # Keys that say the same as another one, of which a format reads one.
 _SYNONYMS = {
   **{'hidden_act': 'hidden_activation', 'hidden_activation': 'hidden_act'},
@@ -146,7 +140,8 @@ def refuse_unread(
       if value != keys.get(synonym):
         check_same(key, value, synonym, same)
       continue
-    if (value or key in _NEVER_OFF) and not _NO_EFFECT.fullmatch(key):
+    never_off = any(one is True for one in _HARMLESS.get(key, ()))
+    if (value or never_off) and not _NO_EFFECT.fullmatch(key):
       raise ValueError(
         f'{key}={value!r:.60} is not supported; remove the key if the model is'
         ' the same without it'

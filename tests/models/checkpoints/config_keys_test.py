@@ -84,7 +84,7 @@ def _tried(config, key, value):
     return 'same' if same else 'other'
   except ValueError as error:
     said = str(error)
-  assert said.startswith(f'{_PATH}: ')
+  assert said.startswith(str(_PATH))
   if f' {key} must be ' in said and f', got {value!r}' in said:
     return 'wrong type'
   key = 'rope_' if key.startswith('rope_') else key
@@ -246,5 +246,5 @@ _REFUSED = {
 def test_what_no_layer_here_computes_is_refused(kind, changes, message):
   of_minicpm = variants.FAMILIES['minicpm_0']['config']
   config = _OF_TYPE.get(kind, of_minicpm) | {'model_type': kind}
-  with pytest.raises(ValueError, match=rf'config\.json: .*{message}'):
+  with pytest.raises(ValueError, match=rf'^config\.json.*{message}'):
     _read(config | changes)
