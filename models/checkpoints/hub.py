@@ -281,7 +281,7 @@ class DrawnFolder(hugging_face.HuggingFaceFolder):
 
 
 def read_parameters(
-  checkpoint: checkpoint_lib.StoredTensors,
+  checkpoint: checkpoint_lib.Checkpoint,
   family: families.Family,
   expected: Shapes,
   form: matrices_lib.WeightFormat,
@@ -328,7 +328,7 @@ def _held_bytes(expected: Shapes, form: matrices_lib.WeightFormat) -> int:
 
 
 def _read(
-  checkpoint: checkpoint_lib.StoredTensors,
+  checkpoint: checkpoint_lib.Checkpoint,
   family: families.Family,
   expected: Shapes,
   form: matrices_lib.WeightFormat,

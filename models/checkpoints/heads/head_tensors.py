@@ -109,7 +109,7 @@ class _Ids:
 
 
 class HeadTensors:
-  """The tensors of a head in a container; see `checkpoint.StoredTensors`."""
+  """The tensors of a head in a container; see `checkpoint.Checkpoint`."""
 
   path: pathlib.Path
 
