@@ -19,8 +19,8 @@ from models.nn import mixtral as mixtral_lib
 
 FULL, SLIDING = 'full_attention', 'sliding_attention'
 QUERY_SCALAR = 'query_pre_attn_scalar'  # Scores are divided by its square root.
-# Fields of shapes, and their keys in config.json, of which a class of
-# transformers has at most the last one that counts.
+# Fields of shapes, and their keys in config.json. Where a class of transformers
+# has several of them, the last one counts.
 _KEYS = {
   'vocab_size': ('vocab_size',),
   'width': ('hidden_size',),
