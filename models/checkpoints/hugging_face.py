@@ -24,7 +24,7 @@ from specdec.text import text_files
 CONFIG = 'config.json'
 WEIGHTS = 'model.safetensors'
 _INDEX = 'model.safetensors.index.json'
-_ROWS = 1 << 12  # Of blocks of few bits, that are computed at once.
+_ROWS = 1 << 12  # Rows in blocks of few bits that are expanded at once.
 _FLOATS = {
   'F32': 'float32',
   'F16': 'float16',

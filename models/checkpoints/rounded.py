@@ -23,7 +23,7 @@ class _Matrix(hugging_face.Packed):
   """A matrix in blocks, whose words are a stored tensor."""
 
   words: hugging_face.Tensor
-  kind: str  # Of its blocks.
+  kind: str  # The kind of its blocks.
   width: int
 
   @property

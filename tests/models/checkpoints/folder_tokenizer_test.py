@@ -182,7 +182,7 @@ _NONE = 'has no complete tokenizer: .* vocab.json with merges.txt'
 _LLAMA_KEYS = {'config.json': '{"model_type": "llama"}'}
 
 
-# What files hold instead, None if they are gone, and what is said of them.
+# A row has what files hold instead, None if they are gone, and what is said.
 @pytest.mark.parametrize(
   ('files', 'message'),
   [
