@@ -28,7 +28,6 @@ flags.DEFINE_integer(
 flags.DEFINE_enum(
   'dtype', 'float32', ['float32', 'bfloat16', 'float16'], 'stored dtype'
 )
-flags.DEFINE_integer('seed', 0, 'seed of the added weights')
 
 
 def main() -> None:
@@ -42,7 +41,6 @@ def main() -> None:
     width_factor=_FLAGS.width_factor,
     num_layers=_FLAGS.layers,
     vocab_size=_FLAGS.vocab_size,
-    seed=_FLAGS.seed,
     dtype=jnp.dtype(_FLAGS.dtype),
   )
   print(f'wrote {_FLAGS.output}: {shape}')

@@ -30,11 +30,17 @@ from models.nn import rope as rope_lib
 # Architectures whose rows of queries and keys are permuted.
 _SWAPPED = ('llama', 'granite', 'granitemoe', 'minicpm', 'mistral3', 'smollm3')
 _MULTIPLIED = ('granite', 'granitemoe', 'minicpm')
-# Folders have the experts of these in another layout.
-_OTHERWISE = ('granite', 'granitemoe', 'gpt-oss')
 # Names that the table has not.
 _VECTORS = {'rate': 'ssm_a', 'dt_bias': 'ssm_dt.bias'}
-_EXPERT = re.compile(r'(mlp|block_sparse_moe)\.experts\.\d+')
+# Parts of canonical names that the table has otherwise.
+_RENAMES = {
+  'lfm2': {
+    r'conv\.o_proj': 'conv.out_proj',
+    r'model\.norm': 'model.embedding_norm',
+  },
+  'phi3': {r'\b[qkv]_proj': 'qkv_proj', r'\b(gate|up)_proj': 'gate_up_proj'},
+  'qwen35': {r'linear_attn\.o_proj': 'linear_attn.out_proj'},
+}
 
 Tensors = dict[str, tuple[np.ndarray, Kind]]
 """The bytes of each tensor, and their type."""
@@ -177,27 +183,20 @@ def _permuted(array: np.ndarray, num_heads: int) -> np.ndarray:
   return halves.swapaxes(1, 2).reshape(array.shape)
 
 
-def _stored_name(name: str, config: Any, arch: str) -> tuple[str, bool]:
+def _stored_name(name: str, arch: str, num_layers: int) -> tuple[str, bool]:
   """The name in a file by gguf's own table; whether it is one of experts."""
-  _, *layer, own = name.split('.')
-  if own in _VECTORS:
-    return f'blk.{layer[0]}.{_VECTORS[own]}', False
-  if arch == 'qwen35':
-    config = dataclasses.replace(config, tiled=False)
-  own = families.family_of(config).stored_name(name, config)
-  if arch in _OTHERWISE and name != 'lm_head.weight':
-    own = f'model.{name}'
-  if arch == 'phi3':
-    own = re.sub(r'\b[qkv]_proj', 'qkv_proj', own)
-    own = re.sub(r'\b(gate|up)_proj', 'gate_up_proj', own)
+  _, *layer, last = name.split('.')
+  if last in _VECTORS:
+    return f'blk.{layer[0]}.{_VECTORS[last]}', False
+  prefix = 'transformer' if arch == 'gpt2' else 'model'
+  own = name if name == 'lm_head.weight' else f'{prefix}.{name}'
+  for ours, theirs in _RENAMES.get(arch, {}).items():
+    own = re.sub(ours, theirs, own)
   own += '.weight' * own.endswith(('sinks', 'layer_scalar'))
   stem, leaf = own.rsplit('.', 1)
-  stem, is_expert = _EXPERT.subn('mlp.experts', stem)
-  if is_expert:
-    for ours, theirs in (('w1', 'gate'), ('w2', 'down'), ('w3', 'up')):
-      stem = re.sub(rf'\.{ours}$', f'.{theirs}_proj', stem)
+  stem, is_expert = re.subn(r'experts\.\d+', 'experts', stem)
   architectures = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
-  table = gguf.get_tensor_name_map(architectures[arch], config.num_layers)
+  table = gguf.get_tensor_name_map(architectures[arch], num_layers)
   known = table.get_name(stem)
   assert known, stem
   return f'{known}.{leaf}', bool(is_expert)
@@ -217,21 +216,11 @@ def tensors_of(
       array = _permuted(array, config.num_heads)
     if arch in _SWAPPED and '.k_proj.' in name:
       array = _permuted(array, config.num_kv_heads)
-    stacks[_stored_name(name, config, arch)].append(array)
+    stacks[_stored_name(name, arch, config.num_layers)].append(array)
   for (name, is_expert), arrays in stacks.items():
     if '_qkv' in name and arch == 'phi3':  # The module has keys first.
       arrays = [arrays[1], arrays[0], arrays[2]]
     yield name, np.stack(arrays) if is_expert else np.concatenate(arrays)
-
-
-def _random_q4_k(
-  rng: np.random.Generator, shape: tuple[int, ...]
-) -> np.ndarray:
-  """Bytes of type Q4_K, which gguf does not write; scales are sensible."""
-  blocks = rng.integers(256, size=(*shape[:-1], shape[-1] // 256, 144))
-  blocks = blocks.astype(np.uint8)
-  blocks[..., :4] = np.frombuffer(np.float16([1e-3, 5e-3]).tobytes(), np.uint8)
-  return blocks.reshape(*shape[:-1], -1)
 
 
 def _add_tokenizer(
@@ -277,8 +266,8 @@ def write(
   arrays = dict(tensors_of(module, arch)) | _rope_factors(config)
   for name, array in arrays.items():
     own = kind if array.ndim > 1 else Kind.F32
-    if own == Kind.Q4_K:
-      data = _random_q4_k(rng, array.shape)
+    if own == Kind.Q4_K:  # gguf does not write it.
+      data = tiny_blocks.raw_rows(rng, own.name, *array.shape)
     else:
       data = gguf.quantize(array, own)
     tensors[name], expected[name] = (data, own), gguf.dequantize(data, own)

@@ -49,8 +49,11 @@ class StoredTensor(Protocol):
     """The matrix as it is stored, if `models.nn.blocks` has that kind."""
 
 
-class StoredTensors(Protocol):
-  """Tensors in a folder or file.
+class Checkpoint(Protocol):
+  """A stored model or head; see `models.checkpoints.hub.locate`.
+
+  Everything is read when it is asked for, and shape and tokenizer once. Shape,
+  tokenizer and ends of texts are those of a model.
 
   Attributes:
     path: the folder or file.
@@ -81,13 +84,6 @@ class StoredTensors(Protocol):
       ValueError: a file cannot be read, or the name of a tensor is not known.
     """
 
-
-class Checkpoint(StoredTensors, Protocol):
-  """A stored model; see `models.checkpoints.hub.locate`.
-
-  Everything is read when it is asked for, and shape and tokenizer once.
-  """
-
   @property
   def config(self) -> adapter.Config:
     """The shape; raises ValueError if no family supports it."""
@@ -102,10 +98,10 @@ class Checkpoint(StoredTensors, Protocol):
 
 
 def named(read: Callable[[Any], _Read]) -> Callable[[Any], _Read]:
-  """Has the errors of a method of `StoredTensors` name the folder or file."""
+  """Has the errors of a method of `Checkpoint` name the folder or file."""
 
   @functools.wraps(read)
-  def call(stored: StoredTensors) -> _Read:
+  def call(stored: Checkpoint) -> _Read:
     with naming(stored.path):
       return read(stored)
 
@@ -149,7 +145,7 @@ def usable_ids(
 
 def resolve_dtype(
   dtype: jax.typing.DTypeLike,
-  checkpoint: StoredTensors,
+  checkpoint: Checkpoint,
   *,
   packed: bool = False,
 ) -> str:
@@ -188,7 +184,7 @@ def resolve_dtype(
 
 def resolve_draft_dtype(
   dtype: jax.typing.DTypeLike | None,
-  checkpoint: StoredTensors,
+  checkpoint: Checkpoint,
   *,
   target_dtype: str,
   packed: bool,

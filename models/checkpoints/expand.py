@@ -7,8 +7,9 @@ a large model without a download. Results obtained this way must say so.
 Width: every residual coordinate, head and inner feature is repeated r times,
 and weights that sum over repeated inputs are divided by r (Net2Net, Chen et al.
 2016, arXiv 1511.05641, section 2, with equal copies). Mean and variance, and so
-the layer norms, do not change. Depth: appended blocks add zero to the residual
-stream. Vocabulary: added tokens have a low logit, the same after every text.
+the layer norms, do not change. Depth: appended blocks are copies of the last
+one that add zero to the residual stream. Vocabulary: added tokens have a low
+logit, the same after every text.
 """
 
 from collections.abc import Mapping
@@ -26,7 +27,6 @@ from models.checkpoints import hub
 from models.nn import adapter
 from models.nn import gpt2 as nn_gpt2
 
-_NEW_STDDEV = 0.02
 _ADDED_LOGIT = -30.0
 
 
@@ -60,17 +60,6 @@ def _widen(
   if sums_inputs or feeds_tied_head:
     array = (array / factor).astype(array.dtype)
   return array
-
-
-def _new_parameter(
-  path: tuple[Any, ...], shape: tuple[int, ...], rng: np.random.Generator
-) -> np.ndarray:
-  """Draws a parameter of an appended block, whose output is zero."""
-  if path[-1] == 'scale':
-    return np.ones(shape, np.float32)
-  if path[-1] == 'bias' or path[-2] == 'c_proj':
-    return np.zeros(shape, np.float32)
-  return _NEW_STDDEV * rng.standard_normal(shape, np.float32)
 
 
 def _row_of_added_tokens(params: Mapping[tuple[Any, ...], Any]) -> np.ndarray:
@@ -123,7 +112,6 @@ def expand(
   width_factor: int,
   num_layers: int,
   vocab_size: int | None = None,
-  seed: int = 0,
 ) -> nn_gpt2.GPT2:
   """Widens and deepens a GPT-2 without changing its logits.
 
@@ -136,7 +124,6 @@ def expand(
     num_layers: number of layers of the result, at least that of `module`.
     vocab_size: tokens of the result, at least those of `module`, which is the
       default; those that are added are hardly ever chosen.
-    seed: seed of the appended blocks' weights, which have no effect.
 
   Returns:
     A module of the dtype of `module`.
@@ -153,14 +140,15 @@ def expand(
   config = _expanded_shape(old, width_factor, num_layers, vocab_size)
   _, params = hub.flat_params(module)
   graph, shapes = hub.flat_params(hub.shape_module(config, module.dtype))
-  rng = np.random.default_rng(seed)
   # One parameter at a time, so that a large model is never held twice.
   expanded = {}
   for path, leaf in shapes.items():
-    if path in params:
-      array = _widen(path, np.asarray(params[path]), width_factor, old)
-    else:
-      array = _new_parameter(path, leaf.shape, rng)
+    source = path
+    if path[0] == 'h':
+      source = 'h', min(path[1], old.num_layers - 1), *path[2:]
+    array = _widen(path, np.asarray(params[source]), width_factor, old)
+    if source != path and 'c_proj' in path:
+      array = np.zeros_like(array)
     expanded[path] = jax.device_put(array.astype(leaf.dtype, copy=False))
   if config.vocab_size > old.vocab_size:
     row = _row_of_added_tokens(expanded)
@@ -180,7 +168,6 @@ def expand_pretrained(
   width_factor: int,
   num_layers: int,
   vocab_size: int | None = None,
-  seed: int = 0,
   dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> nn_gpt2.GPT2Config:
   """Expands a model and copies its tokenizer, if any, into a new folder.
@@ -196,7 +183,6 @@ def expand_pretrained(
     width_factor=width_factor,
     num_layers=num_layers,
     vocab_size=vocab_size,
-    seed=seed,
   )
   hub.save_pretrained(expanded, output, tokenizer=tokenizer, dtype=dtype)
   return expanded.config

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import dataclasses
 import functools
 import pathlib
-import re
 from typing import Any
 
 import transformers
@@ -26,12 +25,6 @@ from models.nn import adapter
 from models.nn import blocks as blocks_lib
 
 SUFFIX = '.gguf'
-_NAME = re.compile(r'(?:blk\.(\d+)\.)?(\w+(?:\.\w+)?)\.(weight|bias)')
-_EXPERT_NAMES = {
-  'ffn_gate_exps': 'gate_proj',
-  'ffn_up_exps': 'up_proj',
-  'ffn_down_exps': 'down_proj',
-}
 
 
 def config_keys(path: pathlib.Path) -> dict[str, Any]:
@@ -43,25 +36,6 @@ def config_keys(path: pathlib.Path) -> dict[str, Any]:
   """
   with checkpoint_lib.naming(path):
     return gguf_keys.config_keys(gguf_header.read_header(path))
-
-
-def _canonical(name: str, kind: gguf_config.Architecture) -> str | None:
-  """The canonical name of a tensor, with `{}` for the number of an expert."""
-  block, number, own = (*name.split('.', 2), '', '')[:3]
-  if block == 'blk' and own in kind.vectors:
-    return f'{kind.layers}.{number}.{kind.vectors[own]}'
-  found = _NAME.fullmatch(name)
-  if found is None:
-    return None
-  layer, part, leaf = found.groups()
-  prefix = '' if layer is None else f'{kind.layers}.{layer}.'
-  if part in _EXPERT_NAMES:
-    return f'{prefix}mlp.experts.{{}}.{_EXPERT_NAMES[part]}.{leaf}'
-  if part not in kind.names:
-    return None
-  if part == 'attn_sinks':  # They are a parameter by themselves.
-    return prefix + kind.names[part]
-  return f'{prefix}{kind.names[part]}.{leaf}'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +106,7 @@ class GGUFFile:
     for name, info in header.tensors.items():
       if name in (gguf_config.ROPE_FACTORS, *gguf_config.LONGROPE.values()):
         continue
-      canonical = _canonical(name, kind)
+      canonical = gguf_config.canonical_name(name, kind.names, kind.layers)
       if canonical is None:
         raise ValueError(f'{self.path}: tensor {name} is not part of a {arch}')
       if family.is_unused(canonical, config):

@@ -21,7 +21,9 @@ from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import families
 from models.checkpoints import gguf
 from models.checkpoints import hugging_face
+from models.checkpoints import model_configs
 from models.checkpoints import rounded
+from models.checkpoints import tensor_names
 from models.checkpoints.keys import tensor_parts
 from models.nn import adapter
 from models.nn import block_drafter
@@ -279,7 +281,7 @@ class DrawnFolder(hugging_face.HuggingFaceFolder):
 
 
 def read_parameters(
-  checkpoint: checkpoint_lib.StoredTensors,
+  checkpoint: checkpoint_lib.Checkpoint,
   family: families.Family,
   expected: Shapes,
   form: matrices_lib.WeightFormat,
@@ -289,22 +291,7 @@ def read_parameters(
   layout: sharding_lib.Layout,
   outputs: np.ndarray | None = None,
 ) -> dict[Path, matrices_lib.Weight]:
-  """Reads parameters by path; see `read_module`.
-
-  Args:
-    checkpoint: where they are stored.
-    family: what they belong to.
-    expected: their shapes by path.
-    form: the format of the matrices.
-    config: the shape of the model.
-    packed: see `read_module`.
-    layout: see `read_module`.
-    outputs: see `read_module`.
-
-  Raises:
-    ValueError: a tensor is unknown, missing, left over or misshapen; the
-      message names it.
-  """
+  """Reads parameters of the expected shapes by path; see `read_module`."""
   loaded, origin = dict[Path, matrices_lib.Weight](), dict[Path, str]()
   read = _read(checkpoint, family, expected, form, config)
   for path, name, host in whole_files.reading_each(checkpoint.path, read):
@@ -341,7 +328,7 @@ def _held_bytes(expected: Shapes, form: matrices_lib.WeightFormat) -> int:
 
 
 def _read(
-  checkpoint: checkpoint_lib.StoredTensors,
+  checkpoint: checkpoint_lib.Checkpoint,
   family: families.Family,
   expected: Shapes,
   form: matrices_lib.WeightFormat,
@@ -438,7 +425,7 @@ def save_pretrained(
         f'{folder}: a model loaded with dtype={leaf.dtype} cannot be saved;'
         ' load it as float32 or bfloat16'
       )
-  described = family.to_hugging_face(
+  described = model_configs.to_hugging_face(
     module.config,
     dtype=jnp.dtype(dtype or module.dtype).name,
     eos_token_id=None if tokenizer is None else tokenizer.eos_token_id,
@@ -448,9 +435,9 @@ def save_pretrained(
   stored = dict[str, dict[str, np.ndarray]]()
   for path, leaf in params.items():
     name = families.parameter_name(path)
-    values = family.to_stored(name, np.asarray(matrices_lib.unpack(leaf)))
+    values = family.convert(-1, name, np.asarray(matrices_lib.unpack(leaf)))
     array = np.asarray(values, dtype=dtype or values.dtype)
-    own = family.stored_name(name, module.config)
+    own = tensor_names.stored_name(name, module.config)
     stored.setdefault(own, {})[name] = array
   tensors = {}
   for own, arrays in stored.items():

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import contextlib
 import dataclasses
 import functools
-import math
 import pathlib
 from typing import Any
 
@@ -20,13 +19,12 @@ from models.checkpoints.keys import tensor_parts
 from models.nn import adapter
 from models.nn import blocks as blocks_lib
 from models.nn import matrices as matrices_lib
-from models.nn import rope as rope_lib
 from specdec.text import text_files
 
 CONFIG = 'config.json'
 WEIGHTS = 'model.safetensors'
 _INDEX = 'model.safetensors.index.json'
-_BLOCK_BYTES = 1 << 24  # Bytes of a tensor, as float32, read at once.
+_ROWS = 1 << 12  # Rows in blocks of few bits that are expanded at once.
 _FLOATS = {
   'F32': 'float32',
   'F16': 'float16',
@@ -46,7 +44,7 @@ def opened(file: pathlib.Path) -> Iterator[Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tensor:
+class Tensor:
   """Location and type of a stored tensor."""
 
   file: pathlib.Path
@@ -86,41 +84,49 @@ class _Tensor:
       raise ValueError(
         f'it has {self.stored_shape[0]} experts, expected {self.part.experts}'
       )
-    length = self.shape[0]
-    row_bytes = 4 * math.prod(self.shape) // max(length, 1)
-    step = max(1, _BLOCK_BYTES // max(row_bytes, 1))
+    return tensor_parts.by_rows(self.shape, self.num_heads, self._read)
+
+  def _read(self, start: int, end: int) -> np.ndarray:
     first, by = self.part.rows.start or 0, self.part.rows.step or 1
+    rows = slice(first + by * start, first + by * (end - 1) + 1, by)
     stack = () if self.part.expert is None else (self.part.expert,)
-    for start in range(0, length, step):
-      end = min(start + step, length)
-      rows = slice(first + by * start, first + by * (end - 1) + 1, by)
-      with opened(self.file) as mapped:
-        stored = mapped.get_slice(self.key)
-        if self.transposed:
-          # An older safetensors knows no ellipsis.
-          inner = (slice(None),) * (len(self.shape) - 1)
-          block = stored[*stack, *inner, rows].T
-        else:
-          block = stored[*stack, rows]
-        index: np.ndarray | slice = slice(start, end)
-        if self.num_heads is not None:
-          index = rope_lib.order_of_rows(length, self.num_heads)[index]
-        yield index, self.convert(block)
+    with opened(self.file) as mapped:
+      stored = mapped.get_slice(self.key)
+      if not self.transposed:
+        return self.convert(stored[*stack, rows])
+      # An older safetensors knows no ellipsis.
+      inner = (slice(None),) * (len(self.shape) - 1)
+      return self.convert(stored[*stack, *inner, rows].T)
 
   def in_blocks(self) -> None:
     """There are no blocks of few bits."""
 
 
+class Packed:
+  """A matrix in blocks of few bits; see `checkpoint.StoredTensor`."""
+
+  def in_blocks(self) -> blocks_lib.BlockMatrix:
+    raise NotImplementedError
+
+  def blocks(self) -> Iterator[blocks_lib.Rows]:
+    """Yields indices of n rows and their values, `[n, in]`."""
+    matrix = self.in_blocks()
+    for start in range(0, len(matrix.words), _ROWS):
+      rows = slice(start, start + _ROWS)
+      words = matrix.words[rows]
+      yield rows, blocks_lib.expand(words, matrix.kind, matrix.width, np)
+
+
 @dataclasses.dataclass(frozen=True)
-class _Blocks:
+class _Blocks(Packed):
   """A matrix in MXFP4, whose blocks and exponents are two tensors.
 
   A block has 32 inputs, neighbours in the halves of a byte; in a GGUF file it
   is the exponent, and then inputs 16 apart in the halves of a byte.
   """
 
-  blocks_of: _Tensor  # `[out, groups, 16]`
-  exponents: _Tensor  # `[out, groups]`
+  blocks_of: Tensor  # `[out, groups, 16]`
+  exponents: Tensor  # `[out, groups]`
 
   @property
   def name(self) -> str:
@@ -144,11 +150,6 @@ class _Blocks:
     raw = np.concatenate(parts, axis=-1).reshape(len(pairs), -1)
     return blocks_lib.from_raw([(slice(None), raw)], self.shape, 'MXFP4')
 
-  def blocks(self) -> Iterator[blocks_lib.Rows]:
-    """Yields indices of n rows and their values, `[n, in]`."""
-    words, width = self.in_blocks().words, self.shape[1]
-    yield slice(None), blocks_lib.expand(words, 'MXFP4', width, np)
-
 
 @dataclasses.dataclass(frozen=True)
 class HuggingFaceFolder:
@@ -164,9 +165,10 @@ class HuggingFaceFolder:
   @functools.cached_property
   @checkpoint_lib.named
   def config(self) -> adapter.Config:
-    if not (self.path / CONFIG).exists():
+    path = self.path / CONFIG
+    if not path.exists():
       raise ValueError(f'{self.path} is no model folder: it has no {CONFIG}')
-    return families.read_config(self.path / CONFIG)
+    return families.config_from_keys(text_files.read_object(path), path)
 
   @functools.cached_property
   @checkpoint_lib.named
@@ -199,7 +201,7 @@ class HuggingFaceFolder:
   def size(self) -> int:
     return sum(file.stat().st_size for file in self._weights())
 
-  def tensors(self) -> Iterator[tuple[str, _Tensor | _Blocks]]:
+  def tensors(self) -> Iterator[tuple[str, Tensor | _Blocks]]:
     """Yields canonical names and tensors, in the order of the files."""
     config = self.config
     family = families.family_of(config)
@@ -223,16 +225,16 @@ class HuggingFaceFolder:
             tensor,
             part=part,
             transposed=family.is_transposed(name),
-            convert=functools.partial(family.convert, name),
+            convert=functools.partial(family.convert, 1, name),
           ),
         )
 
-  def stored(self) -> Iterator[_Tensor]:
+  def stored(self) -> Iterator[Tensor]:
     """Yields all tensors by their own names."""
     for file in self._weights():
       with opened(file) as mapped:
         described = [
-          _Tensor(file, name, part.get_dtype(), tuple(part.get_shape()))
+          Tensor(file, name, part.get_dtype(), tuple(part.get_shape()))
           for name in mapped.offset_keys()
           for part in (mapped.get_slice(name),)
         ]

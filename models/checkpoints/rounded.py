@@ -16,47 +16,29 @@ from specdec.text import whole_files
 _WEIGHTS = 'blocks.safetensors'
 # Besides the weights: shape, tokenizer and chat template.
 _COPIED = ('*.json', '*.jinja', '*.txt', '*.model')
-_ROWS = 1 << 12  # That are computed at once.
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tensor:
-  """A tensor; of a matrix in blocks its words, see `checkpoint.StoredTensor`.
+class _Matrix(hugging_face.Packed):
+  """A matrix in blocks, whose words are a stored tensor."""
 
-  Attributes:
-    file: that has it.
-    name: its canonical name.
-    kind: of its blocks, empty for floats.
-    shape: of the tensor, not of its words.
-  """
+  words: hugging_face.Tensor
+  kind: str  # The kind of its blocks.
+  width: int
 
-  file: pathlib.Path
-  name: str
-  kind: str
-  shape: tuple[int, ...]
+  @property
+  def name(self) -> str:
+    return self.words.name
 
-  def _read(self) -> np.ndarray:
-    with hugging_face.opened(self.file) as mapped:
-      values = mapped.get_tensor(self.name)
-    if self.kind:
-      blocks_lib.check_finite(values, self.kind)
-    return values
+  @property
+  def shape(self) -> tuple[int, int]:
+    return self.words.shape[0], self.width
 
-  def blocks(self) -> Iterator[blocks_lib.Rows]:
-    """Yields indices of n rows and their values, `[n, in]` or `[n]`."""
-    values = self._read()
-    if not self.kind:
-      yield slice(None), values
-      return
-    for start in range(0, len(values), _ROWS):
-      rows = slice(start, start + _ROWS)
-      yield rows, blocks_lib.expand(values[rows], self.kind, self.shape[1], np)
-
-  def in_blocks(self) -> blocks_lib.BlockMatrix | None:
-    if not self.kind:
-      return None
+  def in_blocks(self) -> blocks_lib.BlockMatrix:
+    words = np.concatenate([rows for _, rows in self.words.rows()])
+    blocks_lib.check_finite(words, self.kind)
     return blocks_lib.BlockMatrix(
-      words=self._read(), kind=self.kind, width=self.shape[1], dtype='stored'
+      words=words, kind=self.kind, width=self.width, dtype='stored'
     )
 
 
@@ -75,17 +57,11 @@ class RoundedFolder(hugging_face.HuggingFaceFolder):
 
   def tensors(self) -> Iterator[tuple[str, Any]]:
     """Yields canonical names and tensors."""
-    (file,) = self._weights()
-    with hugging_face.opened(file) as mapped:
+    with hugging_face.opened(self.path / _WEIGHTS) as mapped:
       kinds = mapped.metadata() or {}
-      shapes = {
-        name: tuple(mapped.get_slice(name).get_shape())
-        for name in mapped.offset_keys()
-      }
-    for name, shape in shapes.items():
-      kind, _, width = kinds.get(name, '').partition(' ')
-      shape = (shape[0], int(width)) if kind else shape
-      yield name, _Tensor(file, name, kind, shape)
+    for tensor in self.stored():
+      kind, _, width = kinds.get(tensor.name, '').partition(' ')
+      yield tensor.name, _Matrix(tensor, kind, int(width)) if kind else tensor
 
   def _weights(self) -> list[pathlib.Path]:
     return [self.path / _WEIGHTS]

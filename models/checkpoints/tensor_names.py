@@ -1,46 +1,41 @@
-"""Tensor names of Llama, related models and mixtures."""
+"""Tensor names of Hugging Face's formats, and what their values say."""
 
 from collections.abc import Mapping
+import functools
 import re
 from typing import Any
 
 import numpy as np
 
-from models.checkpoints import llama as checkpoints_llama
+from models.checkpoints import checkpoint as checkpoint_lib
+from models.checkpoints import model_configs
 from models.checkpoints.keys import model_types
 from models.checkpoints.keys import tensor_parts
-from models.nn import delta as delta_lib
 from models.nn import llama_config
 from models.nn import mixtral as mixtral_lib
 
-_PREFIX = 'model.'
-# Buffers of old checkpoints: frequencies, which follow from the config.
-_BUFFERS = re.compile(r'layers\.\d+\.self_attn\.rotary_emb\.inv_freq')
+_PREFIX = re.compile(r'(transformer|model)\.')
+# Buffers of old checkpoints: frequencies, which follow from the config, and the
+# causal mask, which is an argument here.
+_BUFFERS = re.compile(
+  r'layers\.\d+\.self_attn\.rotary_emb\.inv_freq'
+  r'|h\.\d+\.attn\.(bias|masked_bias)'
+)
+# The four `Conv1D` matrices of each block of a GPT-2 are stored `[in, out]`.
+_CONV1D = re.compile(r'h\.\d+\.(attn|mlp)\.\w+\.weight')
 
-# Names of the parts of a perceptron, and what Mixtral calls them.
-_MIXTRAL_NAMES = {
-  **{'mlp': 'block_sparse_moe', 'gate_proj': 'w1'},
-  **{'up_proj': 'w3', 'down_proj': 'w2'},
-}
 # Matrices that Phi-3 stores as one, whose rows lie one after the other.
 _FUSED = {
   'qkv_proj': ('q_proj', 'k_proj', 'v_proj'),
   'gate_up_proj': ('gate_proj', 'up_proj'),
 }
-# Names of Granite 4, which has the matrices of all experts in one tensor.
-_GRANITE_NAMES = {
-  'block_sparse_moe.router.layer': 'mlp.gate',
-  'block_sparse_moe.input_linear': 'mlp.experts.gate_up_proj',
-  'block_sparse_moe.output_linear': 'mlp.experts.down_proj',
-  'shared_mlp.input_linear': 'mlp.shared_expert.gate_up_proj',
-  'shared_mlp.output_linear': 'mlp.shared_expert.down_proj',
-}
 # Tensors by which attention makes keys and values.
 _ENTRIES = re.compile(r'layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\..*')
-# The parts of a model that sees or hears, and the prefix of its language model.
+# The parts of a model that sees, hears or predicts several tokens, and the
+# prefix of its language model.
 _VISION = re.compile(
   r'(model\.)?(vision_tower|multi_modal_projector|visual|audio_tower'
-  r'|embed_vision|embed_audio)\..*'
+  r'|embed_vision|embed_audio|mtp)\..*'
 )
 _LANGUAGE = re.compile(r'(model\.)?language_model\.')
 
@@ -53,28 +48,34 @@ def _with_parts(name: str, renames: Mapping[str, str]) -> str:
   return name[1:-1]
 
 
-def _inverse(renames: Mapping[str, str]) -> dict[str, str]:
-  return {new: old for old, new in renames.items()}
+@functools.lru_cache
+def _renamed(shape: Any) -> dict[str, str]:
+  """Stored names of parts, and canonical ones, of shapes of a class."""
+  found = dict[str, str]()
+  for known in model_types.MODEL_TYPES.values():
+    for kind in filter(None, (known, known.mixture)):
+      if kind.shape is shape:
+        found |= {stored: ours for ours, stored in kind.renames.items()}
+  return found
 
 
-def canonical_name(stored: str, config: llama_config.LlamaConfig) -> str | None:
+def canonical_name(stored: str, config: Any) -> str | None:
   """The canonical name of a stored tensor, or None for a known buffer.
 
-  Bare models lack the `model.` prefix. A tied head may be stored too. Models
-  that see have other tensors, which are not needed.
+  Bare models lack the prefix. A tied head may be stored too; it is the token
+  embedding. Models that see have other tensors, which are not needed.
   """
   if _VISION.fullmatch(stored):
     return None
-  name = _LANGUAGE.sub('', stored, count=1).removeprefix(_PREFIX)
+  name = _LANGUAGE.sub('', stored, count=1)
+  name = name[found.end() :] if (found := _PREFIX.match(name)) else name
   if _BUFFERS.fullmatch(name):
     return None
   if name == 'lm_head.weight' and config.tie_embeddings:
-    return 'embed_tokens.weight'
-  name = _with_parts(name, _GRANITE_NAMES)
+    return f'{config.embedding}.weight'
+  name = _with_parts(name, _renamed(config.__class__))
   if not isinstance(config, mixtral_lib.MixtralConfig):
     name = name.replace('.shared_expert.', '.')
-  if '.block_sparse_moe.' in name:
-    name = _with_parts(name, _inverse(_MIXTRAL_NAMES))
   return name
 
 
@@ -85,23 +86,24 @@ def reads_another(name: str, config: llama_config.LlamaConfig) -> bool:
   return layer < len(sources) and sources[layer] is not None
 
 
-def renamed(
-  kind: str, stored: str, config: llama_config.LlamaConfig
-) -> str | None:
-  """The same as `canonical_name`, where a `model_type` has other names."""
-  name = canonical_name(stored, config)
-  ours = _inverse(model_types.MODEL_TYPES[kind].renames)
-  return name and _with_parts(name, ours)
+def gpt_oss_name(stored: str, config: mixtral_lib.GptOssConfig) -> str | None:
+  """The same as `canonical_name`, of a gpt-oss.
 
-
-def delta_name(stored: str, config: delta_lib.DeltaConfig) -> str | None:
-  """The same as `canonical_name`, of a Qwen3.5 that may see.
-
-  What predicts several tokens is not read.
+  The exponents of a matrix in blocks belong to the tensor of its blocks.
   """
-  if _VISION.fullmatch(stored) or stored.startswith('mtp.'):
+  if stored.endswith(checkpoint_lib.SCALES):
     return None
-  return renamed('qwen3_5_text', _LANGUAGE.sub('', stored, count=1), config)
+  name = stored.removesuffix(checkpoint_lib.BLOCKS)
+  path, _, own = name.rpartition('.')
+  if path.endswith('.experts'):
+    part = own.removesuffix('_bias')
+    name = f'{path}.{part}.{"weight" if part == own else "bias"}'
+  return canonical_name(name, config)
+
+
+def is_conv1d(name: str) -> bool:
+  """Whether a tensor of a GPT-2 is stored `[in, out]`."""
+  return _CONV1D.fullmatch(name) is not None
 
 
 def is_convolution(name: str) -> bool:
@@ -109,24 +111,8 @@ def is_convolution(name: str) -> bool:
   return name.endswith(('.conv.weight', '.conv1d.weight'))
 
 
-def to_rates(name: str, rows: np.ndarray) -> np.ndarray:
-  """Values of a Qwen3.5, whose folders have scales minus one and logarithms."""
-  if name.endswith('linear_attn.rate'):
-    return -np.exp(rows.astype(np.float32))
-  own = name.endswith('linear_attn.norm.weight')
-  return rows if own else shift_norms(1.0, name, rows)
-
-
-def from_rates(name: str, rows: np.ndarray) -> np.ndarray:
-  """The inverse of `to_rates`."""
-  if name.endswith('linear_attn.rate'):
-    return np.log(-rows)
-  own = name.endswith('linear_attn.norm.weight')
-  return rows if own else shift_norms(-1.0, name, rows)
-
-
 def parts(
-  name: str, config: llama_config.LlamaConfig, *, interleaved: bool = False
+  name: str, config: Any, *, interleaved: bool = False
 ) -> Mapping[str, tensor_parts.Part]:
   """The tensors that are stored as one, and their parts; {} if it is but one.
 
@@ -166,27 +152,35 @@ def parts(
   return found
 
 
-def stored_name(name: str, config: llama_config.LlamaConfig) -> str:
+def stored_name(name: str, config: Any) -> str:
   """The name that transformers stores a canonical name under."""
   if name == 'lm_head.weight':
     return name
-  kind, _ = checkpoints_llama.type_of(config)
-  name = _with_parts(name, model_types.MODEL_TYPES[kind].renames)
-  if kind == 'mixtral':
-    name = _with_parts(name, _MIXTRAL_NAMES)
-  if kind == 'granitemoehybrid':
+  kind, known = model_configs.type_of(config)
+  if kind == 'gpt2':
+    return f'transformer.{name}'
+  if kind in ('gpt_oss', 'granitemoehybrid'):
     name = re.sub(r'\.experts\.\d+\.', '.experts.', name)
-    if not isinstance(config, mixtral_lib.MixtralConfig):
-      name = name.replace('.mlp.', '.mlp.shared_expert.')
-    fused = dict.fromkeys(_FUSED['gate_up_proj'], 'gate_up_proj')
-    name = _with_parts(name, fused | _inverse(_GRANITE_NAMES))
+    name = re.sub(r'\.(gate|up)_proj\b', '.gate_up_proj', name)
+  if kind == 'gpt_oss' and '.experts.' in name:
+    name = name.removesuffix('.weight').replace('.bias', '_bias')
+  if kind == 'granitemoehybrid' and known.mixture:
+    name = name.replace('.mlp.', '.mlp.shared_expert.')
   if kind == 'phi3':
     own = {one: fused for fused, names in _FUSED.items() for one in names}
     name = _with_parts(name, own)
-  return _PREFIX + name
+  return f'model.{_with_parts(name, known.renames)}'
 
 
-def shift_norms(by: float, name: str, rows: np.ndarray) -> np.ndarray:
+def shift_norms(sign: int, name: str, rows: np.ndarray) -> np.ndarray:
   """Values of a Gemma, whose folders have the scales of norms minus one."""
   is_norm = name.endswith('norm.weight')
-  return rows.astype(np.float32) + np.float32(by) if is_norm else rows
+  return rows.astype(np.float32) + np.float32(sign) if is_norm else rows
+
+
+def shift_rates(sign: int, name: str, rows: np.ndarray) -> np.ndarray:
+  """The same of a Qwen3.5, whose folders have logarithms of rates, too."""
+  if name.endswith('linear_attn.rate'):
+    return -np.exp(rows.astype(np.float32)) if sign > 0 else np.log(-rows)
+  own = name.endswith('linear_attn.norm.weight')
+  return rows if own else shift_norms(sign, name, rows)

@@ -366,7 +366,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     return Plan(**record | entries)
 
 
-def model_digest(checkpoint: checkpoint_lib.StoredTensors) -> str:
+def model_digest(checkpoint: checkpoint_lib.Checkpoint) -> str:
   """A digest of a model, independent of the dtype it is loaded in, 32 digits.
 
   It is taken over the config, and over size, beginning and end of every file of

@@ -12,8 +12,8 @@ _ROOT = pathlib.Path(__file__).parents[2]
 _FOLDERS = ('specdec', 'models', 'scripts')
 # Lower floors first; a module may import from its own and from lower ones.
 _FLOORS = ('specdec', 'specdec.tracing', 'models', 'models.lab', 'scripts')
-# Pairs such as a command and what it calls, a family and its checkpoints.
-_TWICE = {'benchmark', 'build_ngram', 'chat', 'gpt2', 'llama'}
+# Pairs of a command and what it calls.
+_TWICE = {'benchmark', 'build_ngram', 'chat'}
 
 
 def _files(folder):

@@ -502,7 +502,7 @@ the first row of any drafter with a term drafts
 [models.nn.rope: NEIGHBOURS]
 halves of a head are rotated where neighbours are
   order.reshape(num_heads, 2, -1).swapaxes(1, 2) => order
-[models.checkpoints.heads.gguf_head: IN_A_FILE]
+[models.checkpoints.heads.head_tensors: IN_A_FILE]
 layers of a file of llama.cpp count two more
   layer - 1 for layer in layers => layer - 2 for layer in layers
 [models.checkpoints.heads.block_drafters: BOTH_WAYS]
@@ -534,7 +534,7 @@ layers with a window rotate as those without
   [found[kind] for kind in kinds] => [found[kinds[-1]] for _ in kinds]
 [models.checkpoints.tensor_names: hub.check_logits('gemma3')]
 scales of norms are taken as they are stored
-  np.float32(by) if is_norm => np.float32(0) if is_norm
+  np.float32(sign) if is_norm => np.float32(0) if is_norm
 [models.nn.layers: hub.check_logits('gemma2')]
 scores and logits are not capped
   cap * jnp.tanh(x / cap) => x

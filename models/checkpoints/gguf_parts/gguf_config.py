@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from models.checkpoints.gguf_parts import gguf_header
-from models.checkpoints.keys import config_keys
+from specdec.text import text_files
 
 # Keys of the metadata, after the architecture, and those of config.json.
 _GPT2_KEYS = {
@@ -38,8 +38,6 @@ LLAMA_KEYS = {
   'expert_count': 'num_local_experts',
   'expert_used_count': 'num_experts_per_tok',
   'expert_feed_forward_length': 'moe_intermediate_size',
-}
-_CAPPED_KEYS = LLAMA_KEYS | {
   'attn_logit_softcapping': 'attn_logit_softcapping',
   'final_logit_softcapping': 'final_logit_softcapping',
 }
@@ -48,7 +46,6 @@ _GEMMA4_KEYS = LLAMA_KEYS | {
   'attention.key_length_swa': 'head_dim',
   'attention.shared_kv_layers': 'num_kv_shared_layers',
   'embedding_length_per_layer_input': 'hidden_size_per_layer_input',
-  'final_logit_softcapping': 'final_logit_softcapping',
 }
 _GRANITE_KEYS = LLAMA_KEYS | {
   'attention.scale': 'attention_multiplier',
@@ -118,7 +115,7 @@ _TYPES = _LISTS | {
   **{'rope.scaling.type': str, 'tensor_data_layout': str},
   **{'rope.scaling.finetuned': bool, 'norm_before_residual': bool},
   **{'attention.causal': bool, 'sample_from_anchor': bool},
-  'rope_is_neox_style': bool,
+  **{'rope_is_neox_style': bool, INNER: int | list[int]},
 }
 _NUMBERS = re.compile(r'epsilon|scale|softcapping|freq_base|factor|beta|multi')
 
@@ -128,7 +125,70 @@ LONGROPE = {
   'short_factor': 'rope_factors_short.weight',
   'long_factor': 'rope_factors_long.weight',
 }
-# Names of tensors, and their canonical names (`models.checkpoints.families`).
+# Names of tensors, and their canonical names (`models.checkpoints.families`);
+# `{}` is the number of an expert. A model that has other tensors refuses them.
+NAMES = {
+  'token_embd': 'embed_tokens',
+  'token_embd_norm': 'norm',
+  'output_norm': 'norm',
+  'output': 'lm_head',
+  'attn_norm': 'input_layernorm',
+  'attn_q': 'self_attn.q_proj',
+  'attn_k': 'self_attn.k_proj',
+  'attn_v': 'self_attn.v_proj',
+  'attn_output': 'self_attn.o_proj',
+  'attn_q_norm': 'self_attn.q_norm',
+  'attn_k_norm': 'self_attn.k_norm',
+  'post_attention_norm': 'post_attention_layernorm',
+  'ffn_norm': 'post_attention_layernorm',
+  'post_ffw_norm': 'post_feedforward_layernorm',
+  'ffn_gate': 'mlp.gate_proj',
+  'ffn_up': 'mlp.up_proj',
+  'ffn_down': 'mlp.down_proj',
+  'ffn_gate_inp': 'mlp.gate',
+  'ffn_gate_exps': 'mlp.experts.{}.gate_proj',
+  'ffn_up_exps': 'mlp.experts.{}.up_proj',
+  'ffn_down_exps': 'mlp.experts.{}.down_proj',
+  'ffn_gate_shexp': 'mlp.shared_expert.gate_proj',
+  'ffn_up_shexp': 'mlp.shared_expert.up_proj',
+  'ffn_down_shexp': 'mlp.shared_expert.down_proj',
+  'shortconv.conv': 'conv.conv',
+  'shortconv.in_proj': 'conv.in_proj',
+  'shortconv.out_proj': 'conv.o_proj',
+  'attn_gate': 'linear_attn.in_proj_z',
+  'ssm_beta': 'linear_attn.in_proj_b',
+  'ssm_alpha': 'linear_attn.in_proj_a',
+  'ssm_conv1d': 'linear_attn.conv1d',
+  'ssm_norm': 'linear_attn.norm',
+  'ssm_out': 'linear_attn.o_proj',
+  'per_layer_token_embd': 'embed_tokens_per_layer',
+  'per_layer_model_proj': 'per_layer_model_projection',
+  'per_layer_proj_norm': 'per_layer_projection_norm',
+  'inp_gate': 'per_layer_input_gate',
+  'proj': 'per_layer_projection',
+  'post_norm': 'post_per_layer_input_norm',
+  # Drafting heads and block drafters have these.
+  'fc': 'fc',
+  'attn_norm_2': 'hidden_norm',
+  'enc.output_norm': 'hidden_norm',
+  'markov_w1': 'markov_head.markov_w1',
+  'markov_w2': 'markov_head.markov_w2',
+  'conf_proj': 'confidence_head.proj',
+  'attn_conv_proj': 'attention_conv.kernel_projection',
+  'ffn_conv_proj': 'mlp_conv.kernel_projection',
+  'selector_predecessor': 'markov_head.markov_w1',
+  'selector_successor': 'markov_head.markov_w2',
+  'selector_hidden': 'markov_head.hidden_projection',
+}
+# Names whose ends are not those of the canonical names.
+_WHOLE_NAMES = {
+  'attn_conv_base': 'attention_conv.base_kernel',
+  'attn_sinks.weight': 'self_attn.sinks',
+  'ffn_conv_base': 'mlp_conv.base_kernel',
+  'layer_output_scale.weight': 'layer_scalar',
+  'ssm_a': 'linear_attn.rate',
+  'ssm_dt.bias': 'linear_attn.dt_bias',
+}
 _GPT2_NAMES = {
   'token_embd': 'wte',
   'position_embd': 'wpe',
@@ -141,71 +201,12 @@ _GPT2_NAMES = {
   'ffn_up': 'mlp.c_fc',
   'ffn_down': 'mlp.c_proj',
 }
-LLAMA_NAMES = {
-  'token_embd': 'embed_tokens',
-  'output_norm': 'norm',
-  'output': 'lm_head',
-  'attn_norm': 'input_layernorm',
-  'attn_q': 'self_attn.q_proj',
-  'attn_k': 'self_attn.k_proj',
-  'attn_v': 'self_attn.v_proj',
-  'attn_output': 'self_attn.o_proj',
-  'attn_q_norm': 'self_attn.q_norm',
-  'attn_k_norm': 'self_attn.k_norm',
-  'ffn_norm': 'post_attention_layernorm',
-  'ffn_gate': 'mlp.gate_proj',
-  'ffn_up': 'mlp.up_proj',
-  'ffn_down': 'mlp.down_proj',
-  'ffn_gate_inp': 'mlp.gate',
-}
-_SHARED_NAMES = LLAMA_NAMES | {
-  'ffn_gate_shexp': 'mlp.shared_expert.gate_proj',
-  'ffn_up_shexp': 'mlp.shared_expert.up_proj',
-  'ffn_down_shexp': 'mlp.shared_expert.down_proj',
-}
-_GPT_OSS_NAMES = LLAMA_NAMES | {
-  'attn_sinks': 'self_attn.sinks',
-  'post_attention_norm': 'post_attention_layernorm',
-}
 # Several matrices as one, see `models.checkpoints.tensor_names`.
-_FUSED_NAMES = LLAMA_NAMES | {
+_FUSED_NAMES = NAMES | {
   'attn_qkv': 'self_attn.qkv_proj',
   'ffn_up': 'mlp.gate_up_proj',
 }
-_BEHIND_NAMES = LLAMA_NAMES | {
-  'post_attention_norm': 'post_attention_layernorm',
-  'post_ffw_norm': 'post_feedforward_layernorm',
-}
-_LFM2_NAMES = LLAMA_NAMES | {
-  'token_embd_norm': 'norm',
-  'shortconv.conv': 'conv.conv',
-  'shortconv.in_proj': 'conv.in_proj',
-  'shortconv.out_proj': 'conv.o_proj',
-}
-_DELTA_NAMES = LLAMA_NAMES | {
-  'attn_qkv': 'linear_attn.in_proj_qkv',
-  'attn_gate': 'linear_attn.in_proj_z',
-  'ssm_beta': 'linear_attn.in_proj_b',
-  'ssm_alpha': 'linear_attn.in_proj_a',
-  'ssm_conv1d': 'linear_attn.conv1d',
-  'ssm_norm': 'linear_attn.norm',
-  'ssm_out': 'linear_attn.o_proj',
-  'post_attention_norm': 'post_attention_layernorm',
-}
-# Tensors without a leaf of the canonical name.
-_DELTA_VECTORS = {
-  'ssm_a': 'linear_attn.rate',
-  'ssm_dt.bias': 'linear_attn.dt_bias',
-}
-_GEMMA_NAMES = _BEHIND_NAMES | {'ffn_norm': 'pre_feedforward_layernorm'}
-_GEMMA4_NAMES = _GEMMA_NAMES | {
-  'per_layer_token_embd': 'embed_tokens_per_layer',
-  'per_layer_model_proj': 'per_layer_model_projection',
-  'per_layer_proj_norm': 'per_layer_projection_norm',
-  'inp_gate': 'per_layer_input_gate',
-  'proj': 'per_layer_projection',
-  'post_norm': 'post_per_layer_input_norm',
-}
+_GEMMA_NAMES = NAMES | {'ffn_norm': 'pre_feedforward_layernorm'}
 
 
 class Architecture(NamedTuple):
@@ -217,72 +218,43 @@ class Architecture(NamedTuple):
     keys: of the metadata.
     names: of the tensors.
     layers: canonical name of the list of layers.
-    rotates: whether positions are rotations of queries and keys.
     swaps_rows: whether rows of queries and keys have llama.cpp's order.
     pattern: every how many layers one has no window, of files that do not say
       it; 0 if all have one, None if it is not known.
-    is_partial: whether a part of each head may be rotated.
-    local_rope: whether layers with a window have a rotation of their own.
     head_from_width: the number of layers of a model whose scores are divided by
       the square root of the width over the number of heads, not of a head's.
     state_layers: the entry of `layer_types` of layers with a state in place of
       keys and values, which have 0 heads of them; None if there are none.
     fixed: keys of config.json that all files have.
-    vectors: whole names of tensors in a layer, and their canonical names.
-    lists: keys whose values may differ between layers.
   """
 
   plain: str | None
   mixture: str | None = None
   keys: Mapping[str, str] = LLAMA_KEYS
-  names: Mapping[str, str] = LLAMA_NAMES
+  names: Mapping[str, str] = NAMES
   layers: str = 'layers'
-  rotates: bool = True
   swaps_rows: bool = False
   pattern: int | None = None
-  is_partial: bool = False
-  local_rope: bool = False
   head_from_width: int | None = None
   state_layers: str | None = None
   fixed: Mapping[str, Any] = types.MappingProxyType({})
-  vectors: Mapping[str, str] = types.MappingProxyType({})
-  lists: tuple[str, ...] = ()
 
 
 ARCHITECTURES = {
-  'gpt2': Architecture(
-    'gpt2', keys=_GPT2_KEYS, names=_GPT2_NAMES, layers='h', rotates=False
-  ),
+  'gpt2': Architecture('gpt2', keys=_GPT2_KEYS, names=_GPT2_NAMES, layers='h'),
   'llama': Architecture('llama', 'mixtral', swaps_rows=True, pattern=0),
   'gemma': Architecture('gemma'),
   'gemma2': Architecture(
-    'gemma2',
-    keys=_CAPPED_KEYS,
-    names=_GEMMA_NAMES,
-    pattern=2,
-    head_from_width=46,
+    'gemma2', names=_GEMMA_NAMES, pattern=2, head_from_width=46
   ),
   'gemma3': Architecture(
-    'gemma3_text',
-    keys=_CAPPED_KEYS,
-    names=_GEMMA_NAMES,
-    pattern=6,
-    local_rope=True,
-    head_from_width=62,
+    'gemma3_text', names=_GEMMA_NAMES, pattern=6, head_from_width=62
   ),
-  'gemma4': Architecture(
-    'gemma4_text',
-    keys=_GEMMA4_KEYS,
-    names=_GEMMA4_NAMES,
-    local_rope=True,
-    vectors={'layer_output_scale.weight': 'layer_scalar'},
-    lists=(INNER,),
-  ),
-  'gpt-oss': Architecture(None, 'gpt_oss', names=_GPT_OSS_NAMES, pattern=2),
+  'gemma4': Architecture('gemma4_text', keys=_GEMMA4_KEYS, names=_GEMMA_NAMES),
+  'gpt-oss': Architecture(None, 'gpt_oss', pattern=2),
   'lfm2': Architecture(
     'lfm2',
     keys=_LFM2_KEYS,
-    names=_LFM2_NAMES,
     state_layers='conv',
     fixed={'block_auto_adjust_ff_dim': False},
   ),
@@ -291,27 +263,38 @@ ARCHITECTURES = {
     None,
     'granitemoehybrid',
     keys=_GRANITE_KEYS | {_SHARED: 'shared_intermediate_size'},
-    names=_SHARED_NAMES,
     swaps_rows=True,
   ),
   'minicpm': Architecture('granite', keys=_MINICPM_KEYS, swaps_rows=True),
   'mistral3': Architecture('ministral3', swaps_rows=True, pattern=0),
-  'olmo2': Architecture('olmo2', names=_BEHIND_NAMES),
-  'phi3': Architecture('phi3', names=_FUSED_NAMES, pattern=0, is_partial=True),
+  'olmo2': Architecture('olmo2'),
+  'phi3': Architecture('phi3', names=_FUSED_NAMES, pattern=0),
   'qwen2': Architecture('qwen2'),
   'qwen3': Architecture('qwen3'),
   # Heads of values lie in the order in which ggml repeats keys.
   'qwen35': Architecture(
     'qwen3_5_text',
     keys=_DELTA_KEYS,
-    names=_DELTA_NAMES,
+    names=NAMES | {'attn_qkv': 'linear_attn.in_proj_qkv'},
     fixed={'linear_heads_tiled': True},
-    vectors=_DELTA_VECTORS,
-    is_partial=True,
   ),
   'qwen3moe': Architecture(None, 'qwen3_moe'),
   'smollm3': Architecture('smollm3', swaps_rows=True),
 }
+
+
+def canonical_name(
+  name: str, names: Mapping[str, str], layers: str = 'layers'
+) -> str | None:
+  """The canonical name of a tensor; None if it is not among the names."""
+  block, number, own = (*name.split('.', 2), '', '')[:3]
+  if block != 'blk':
+    own = name
+  stem, _, leaf = own.rpartition('.')
+  ours = _WHOLE_NAMES.get(own)
+  if ours is None and stem in names:
+    ours = f'{names[stem]}.{leaf}'
+  return ours and (f'{layers}.{number}.{ours}' if block == 'blk' else ours)
 
 
 def architecture_of(header: gguf_header.Header) -> str:
@@ -340,8 +323,8 @@ def own_keys(
 ) -> dict[str, Any]:
   """The keys of an architecture, without its name before them.
 
-  A list that repeats a value, once for each layer, is this value; only whether
-  layers have windows may differ between them.
+  A list that repeats a value, once for each layer, is this value. Only widths
+  of perceptrons and whether layers have windows may differ between them.
 
   Args:
     header: of the file.
@@ -355,7 +338,7 @@ def own_keys(
   architecture = ARCHITECTURES.get(name, Architecture(None))
   if name in ARCHITECTURES:
     known = {*architecture.keys, *_OTHER_KEYS}
-  lists, prefix = architecture.lists, f'{name}.'
+  prefix = f'{name}.'
   number = header.metadata.get(f'{prefix}block_count')
   found = {}
   for full, value in header.metadata.items():
@@ -371,7 +354,7 @@ def own_keys(
       value = [one or max(value) for one in value]
     if isinstance(value, list) and key not in _LISTS:
       differs = not value or any(one != value[0] for one in value)
-      if differs and key not in lists:
+      if differs and key != INNER:
         raise ValueError(
           f'{full} differs between layers; this is not supported'
         )
@@ -380,9 +363,8 @@ def own_keys(
           f'{full} has {len(value)} values for block_count={number!r}'
         )
       value = value if differs else value[0]
-    kind: Any = int | list[int] if key in lists else int
-    kind = _TYPES.get(key, float if _NUMBERS.search(key) else kind)
-    config_keys.check_type(full, value, kind)
+    kind = _TYPES.get(key, float if _NUMBERS.search(key) else int)
+    text_files.check_types({full: value}, {full: kind})
     found[key] = _shortest(value)
   return found
 

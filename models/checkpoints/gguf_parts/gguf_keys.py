@@ -7,6 +7,7 @@ from typing import Any
 from models.checkpoints.gguf_parts import gguf_config
 from models.checkpoints.gguf_parts import gguf_header
 from models.checkpoints.gguf_parts import gguf_rope
+from models.checkpoints.keys import model_types
 
 
 def config_keys(header: gguf_header.Header) -> dict[str, Any]:
@@ -52,7 +53,7 @@ def config_keys(header: gguf_header.Header) -> dict[str, Any]:
     found['linear_value_head_dim'] = inner // max(heads, 1)
   if num_experts > 0:
     found |= {'norm_topk_prob': True, 'num_experts': num_experts}
-  if kind.rotates:
+  if name != 'gpt2':
     # Classes of transformers have other defaults.
     found.setdefault('num_key_value_heads', found['num_attention_heads'])
     found['rope_parameters'] = gguf_rope.rope_parameters(metadata, header)
@@ -149,7 +150,7 @@ def _add_heads(
     )
   rotated = metadata.get('rope.dimension_count', head_width)
   whole = found.get('global_head_dim', head_width)
-  is_partial = gguf_config.ARCHITECTURES[name].is_partial
+  is_partial = model_types.MODEL_TYPES[found['model_type']].is_partial
   if is_partial and rotated < head_width:
     fraction = gguf_rope.part_of(rotated, head_width)
     found['rope_parameters']['partial_rotary_factor'] = fraction
@@ -164,9 +165,10 @@ def _add_windows(
 ) -> None:
   """Adds which layers have the window, and how those rotate."""
   kind, number = gguf_config.ARCHITECTURES[name], found['num_hidden_layers']
+  is_local = model_types.MODEL_TYPES[found['model_type']].ropes == 'kinds'
   stated, theta = metadata.get(gguf_config.PATTERN), 'rope.freq_base_swa'
   base = found['rope_parameters']['rope_theta']
-  if not kind.local_rope and metadata.get(theta, base) != base:
+  if not is_local and metadata.get(theta, base) != base:
     raise ValueError(
       f'{name}.{theta}={metadata[theta]} is not supported, since all'
       f' layers rotate by the base {base}'
@@ -197,7 +199,7 @@ def _add_windows(
     found['model_type'] = 'mistral' if all(pattern) else 'ministral'
   types = ['sliding_attention' if one else 'full_attention' for one in pattern]
   found |= {'layer_types': types, 'use_sliding_window': True}
-  if kind.local_rope:
+  if is_local:
     local = {'rope_theta': metadata.get(theta, 10000.0)}
     found['rope_parameters'] = {
       'full_attention': found['rope_parameters'],

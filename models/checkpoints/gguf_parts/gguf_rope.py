@@ -46,11 +46,7 @@ def part_of(count: int, whole: int) -> float:
 def rope_parameters(
   metadata: Mapping[str, Any], header: gguf_header.Header
 ) -> dict[str, Any]:
-  """Makes the `rope_parameters` of transformers.
-
-  Args:
-    metadata: of the architecture, without its name before the keys.
-    header: of the file.
+  """The `rope_parameters` of transformers, of `gguf_config.own_keys`.
 
   Raises:
     ValueError: the rotation is not supported.
@@ -90,11 +86,7 @@ def rope_parameters(
 def _longrope(
   metadata: Mapping[str, Any], header: gguf_header.Header
 ) -> dict[str, Any]:
-  """The keys of a rotation whose frequencies are divided by stored factors.
-
-  Raises:
-    ValueError: there are none.
-  """
+  """The keys of a rotation whose frequencies are divided by stored factors."""
   found: dict[str, Any] = {'rope_type': 'longrope'}
   for key, name in gguf_config.LONGROPE.items():
     if name not in header.tensors:
@@ -111,11 +103,7 @@ def _longrope(
 
 
 def _divided(header: gguf_header.Header, theta: float) -> dict[str, Any]:
-  """The keys of a scaling of which a file has the divisors of frequencies.
-
-  Raises:
-    ValueError: no scaling that is known has these.
-  """
+  """The keys of a scaling of which a file has the divisors of frequencies."""
   info = header.tensors[gguf_config.ROPE_FACTORS]
   [(_, stored)] = gguf_tensor.Tensor(info).blocks()
   kept = np.count_nonzero(stored == 1)

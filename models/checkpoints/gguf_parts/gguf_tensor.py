@@ -19,8 +19,6 @@ from models.checkpoints.keys import tensor_parts
 from models.nn import blocks as blocks_lib
 from models.nn import rope as rope_lib
 
-_BLOCK_BYTES = 1 << 24  # Bytes of a tensor, as float32, converted at once.
-
 
 def quants() -> types.ModuleType:
   """The optional `gguf` package, which knows how numbers are stored."""
@@ -82,8 +80,9 @@ class Tensor:
       )
     return row_bytes
 
-  def _raw(self, start: int, count: int) -> np.ndarray:
-    """Some rows as they are stored, `[count, bytes]`; a vector is a row."""
+  def _raw(self, start: int, end: int) -> np.ndarray:
+    """Some rows as they are stored, `[rows, bytes]`; a vector is a row."""
+    count = end - start
     whole = self.info.shape[self.part.expert is not None :]
     size = self._row_bytes * math.prod(whole[1:-1])
     start += (self.part.rows.start or 0) if len(whole) > 1 else 0
@@ -96,9 +95,9 @@ class Tensor:
     )
     return raw.reshape(count, size)
 
-  def _floats(self, start: int, count: int) -> np.ndarray:
+  def _floats(self, start: int, end: int) -> np.ndarray:
     """The same rows as float32, their inner axes as one."""
-    raw = self._raw(start, count)
+    raw = self._raw(start, end)
     try:
       return quants().dequantize(raw, self._kind)
     except (AttributeError, NotImplementedError) as error:
@@ -109,11 +108,7 @@ class Tensor:
   def _by_rows(
     self, read: Callable[[int, int], np.ndarray]
   ) -> Iterator[blocks_lib.Rows]:
-    order = rope_lib.order_of_rows(self.shape[0], self.num_heads)
-    step = max(1, _BLOCK_BYTES // (4 * math.prod(self.shape[1:])))
-    for start in range(0, self.shape[0], step):
-      end = min(start + step, self.shape[0])
-      yield order[start:end], read(start, end - start)
+    return tensor_parts.by_rows(self.shape, self.num_heads, read)
 
   def blocks(self) -> Iterator[blocks_lib.Rows]:
     """Yields indices of n rows and their values, `[n, ...]` float32.

@@ -18,7 +18,7 @@ import transformers
 
 from models.checkpoints.gguf_parts import gguf_header
 from models.checkpoints.gguf_parts import gguf_words
-from models.checkpoints.keys import config_keys
+from specdec.text import text_files
 
 _PREFIX = 'tokenizer.ggml.'
 _SPECIAL = {
@@ -89,8 +89,8 @@ def _read(path: pathlib.Path) -> _Vocabulary | None:
     return None
   template = 'tokenizer.chat_template'
   keys['chat_template'] = metadata.get(template)
-  for name in (f'{_PREFIX}model', f'{_PREFIX}pre', template):
-    config_keys.check_type(name, metadata.get(name), str | None)
+  texts = f'{_PREFIX}model', f'{_PREFIX}pre', template
+  text_files.check_types(metadata, dict.fromkeys(texts, str))
   words = [
     word or f'[EMPTY_{token}]'
     for token, word in enumerate(_array(keys, 'tokens', 1))

@@ -42,35 +42,16 @@ _OTHERS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class StoredBlockDrafter:
-  """A folder or GGUF file of a block drafter, for a target of a given shape.
-
-  Attributes:
-    path: the folder or file.
-    target: the shape of the target.
-  """
-
-  path: pathlib.Path
-  target: Any
+class StoredBlockDrafter(head_tensors.Drafter):
+  """A block drafter."""
 
   name = 'block drafter'
   as_drafter = staticmethod(block_drafter.as_drafter)
 
   @functools.cached_property
-  def stored(self) -> head_tensors.HeadTensors:
-    """The tensors; their rows are in the order of `models.nn.rope`."""
-    of_neighbours = self._keys.get('rope_is_neox_style') is False
-    return dataclasses.replace(self._found, rotates_neighbours=of_neighbours)
-
-  @functools.cached_property
-  def _found(self) -> head_tensors.HeadTensors:
-    return head_tensors.HeadTensors(self.path)
-
-  @functools.cached_property
   def _facts(self) -> dict[str, Any]:
     """Values by key that follow from the tensors and the target."""
-    shape, has = self._found.shape, self._found.all.keys()
+    shape, has = self.stored.shape, self.stored.all.keys()
     width = shape('norm.weight')[0]
     outputs = self.target.vocab_size
     if 'lm_head.weight' in has:
@@ -78,7 +59,7 @@ class StoredBlockDrafter:
     facts = {
       'hidden_size': width,
       'intermediate_size': shape('layers.0.mlp.gate_proj.weight')[0],
-      'num_hidden_layers': self._found.num_layers,
+      'num_hidden_layers': self.stored.num_layers,
       'head_dim': shape('layers.0.self_attn.q_norm.weight')[0],
       'vocab_size': self.target.vocab_size,
       'draft_vocab_size': outputs,
@@ -104,9 +85,9 @@ class StoredBlockDrafter:
   def _keys(self) -> dict[str, Any]:
     """The keys of config.json, which agree with the tensors."""
     for prefix, name in _OTHERS.items():
-      if any(one.startswith(prefix) for one in self._found.all):
+      if any(one.startswith(prefix) for one in self.stored.all):
         raise ValueError(f'is a drafter of the kind {name}, not supported')
-    keys = block_keys.merged(self._found.keys)
+    keys = block_keys.merged(self.stored.keys)
     head_keys.check_claims(keys, self._facts)
     return keys
 
@@ -143,7 +124,7 @@ class StoredBlockDrafter:
 
   def _check_width(self, reads: tuple[int, ...]) -> None:
     """Raises ValueError if it does not read such states of the target."""
-    inputs, width = self._found.shape('fc.weight')[1], self.target.width
+    inputs, width = self.stored.shape('fc.weight')[1], self.target.width
     if inputs != len(reads) * width:
       raise ValueError(
         f'fc.weight reads {inputs} numbers, but {len(reads)} states of a target'
@@ -158,13 +139,8 @@ class StoredBlockDrafter:
     )
 
 
-def holds(stored: head_tensors.HeadTensors) -> bool:
-  """Whether the tensors are those of a block drafter."""
-  return 'hidden_norm.weight' in stored.all
-
-
 @dataclasses.dataclass(frozen=True)
-class _DrawnTensors(head_tensors.HeadTensors):
+class _DrawnTensors(head_tensors.HeadFolder):
   """The keys of config.json, and random tensors; see `hub.DrawnFolder`."""
 
   make: Callable[[], nnx.Module] = nnx.Module
@@ -180,13 +156,14 @@ class DrawnBlockDrafter(StoredBlockDrafter):
   """A block drafter of random weights, of which only config.json is read."""
 
   @functools.cached_property
-  def _found(self) -> head_tensors.HeadTensors:
+  def stored(self) -> head_tensors.HeadFolder:
+    """The tensors."""
     make = lambda: self.make(self.config.vocab_size, jnp.dtype(jnp.bfloat16))
     return _DrawnTensors(self.path, make=make)
 
   @functools.cached_property
   def _facts(self) -> dict[str, Any]:
-    keys = block_keys.merged(self._found.keys)
+    keys = block_keys.merged(self.stored.keys)
     stated = {key: keys[key] for key in keys if keys[key] is not None}
     unless = {'markov_rank': 0, 'enable_confidence_head': False}
     return unless | stated | {'vocab_size': self.target.vocab_size}
@@ -214,10 +191,11 @@ def save(
     ids: see `heads.save`.
     dtype: of the matrices and norms.
   """
-  config, dtype = module.config, jnp.dtype(dtype)
-  keys = head_files.keys_of_layers(config, dtype)
-  keys |= {'block_size': config.block_size}
-  keys |= {'num_target_layers': num_target_layers}
+  config = module.config
+  keys: dict[str, Any] = {
+    'block_size': config.block_size,
+    'num_target_layers': num_target_layers,
+  }
   own = {
     'mask_token_id': config.mask_token,
     'target_layer_ids': [layer - 1 for layer in config.reads],
@@ -232,6 +210,6 @@ def save(
     }
   else:
     keys |= {'architectures': ['DFlashDraftModel'], 'dflash_config': own}
-  stored = head_files.tensors_of(module, dtype)
-  stored |= head_files.own_outputs(lm_head, ids, config.vocab_size, dtype)
-  head_files.write(folder, stored, keys)
+  head_files.write(
+    *(module, folder, keys), lm_head=lm_head, ids=ids, dtype=dtype
+  )

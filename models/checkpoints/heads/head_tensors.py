@@ -1,4 +1,8 @@
-"""The stored tensors of drafting heads, by the names of their modules."""
+"""The stored tensors of drafting heads, by the names of their modules.
+
+GGUF files count the layers that read a state, as `models.checkpoints.heads`
+does, and store the ids of a reduced vocabulary where others store offsets.
+"""
 
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -12,24 +16,28 @@ import numpy as np
 
 from models.checkpoints import gguf
 from models.checkpoints import hugging_face
-from models.checkpoints.heads import gguf_head
+from models.checkpoints.gguf_parts import gguf_config
+from models.checkpoints.gguf_parts import gguf_header
+from models.checkpoints.gguf_parts import gguf_rope
+from models.checkpoints.gguf_parts import gguf_tensor
+from models.nn import blocks as blocks_lib
 from specdec.text import text_files
 
 MARKOV = 'markov_head.markov_w1.weight', 'markov_head.markov_w2.weight'
 """The matrices of the term of a block drafter for the token before."""
 
-_BLOCK = r'(?:model\.)?(?:layers\.\d+|mtp_layers\.0)\.'
+_NUMBERED = r'(?:model\.)?(?:layers\.\d+|mtp_layers\.0)\.'
 # Stored names and canonical ones, those of parameters in `models.nn`.
 _RENAMED = tuple(
   (re.compile(pattern), new)
   for pattern, new in (
     (r'(?:model\.)?midlayer\.', 'layers.0.'),
-    (_BLOCK + r'(?:eh_proj|input_proj)\.', 'fc.'),
-    (_BLOCK + r'(?:enorm|token_layernorm)\.', 'enorm.'),
-    (_BLOCK + r'(?:hnorm|hidden_layernorm)\.', 'hnorm.'),
-    (_BLOCK + r'(?:shared_head\.norm|final_layernorm)\.', 'norm.'),
-    (_BLOCK + r'shared_head\.head\.', 'lm_head.'),
-    (_BLOCK + r'embed_tokens\.', 'embed_tokens.'),
+    (_NUMBERED + r'(?:eh_proj|input_proj)\.', 'fc.'),
+    (_NUMBERED + r'(?:enorm|token_layernorm)\.', 'enorm.'),
+    (_NUMBERED + r'(?:hnorm|hidden_layernorm)\.', 'hnorm.'),
+    (_NUMBERED + r'(?:shared_head\.norm|final_layernorm)\.', 'norm.'),
+    (_NUMBERED + r'shared_head\.head\.', 'lm_head.'),
+    (_NUMBERED + r'embed_tokens\.', 'embed_tokens.'),
     (r'(?:model\.)?mtp_layers\.', 'layers.'),
     (r'model\.', ''),
     # The term of DFlash 2 for the token before is almost that of DSpark.
@@ -46,61 +54,100 @@ _PICKLED = 'pytorch_model.bin'
 # For a reduced vocabulary: offsets of its tokens, and whether a token is one.
 D2T, T2D = 'd2t', 't2d'
 
+_EAGLE3, _DFLASH = 'eagle3', 'dflash'
+_MASK = 'tokenizer.ggml.mask_token_id'
+# Keys of the metadata, and those of config.json.
+_KEYS = gguf_config.LLAMA_KEYS | {
+  'rope.freq_base': 'rope_theta',
+  'vocab_size': 'vocab_size',
+}
+_OWN_KEYS = {
+  _EAGLE3: {
+    'extract_layers': 'eagle_aux_hidden_state_layer_ids',
+    'norm_before_residual': 'norm_before_residual',
+    'target_hidden_size': 'target_hidden_size',
+  },
+  _DFLASH: {
+    'attention.causal': 'is_causal',
+    'embedding_scale': 'input_embedding_scale',
+    'final_logit_softcapping': 'final_logit_softcapping',
+    'logit_scale': 'output_multiplier',
+    **{
+      key: key
+      for key in (
+        *('block_size', 'sample_from_anchor', 'rope_is_neox_style'),
+        *('conv_kernel_size', 'conv_group_size'),
+        *('selector_rank', 'selector_top_k'),
+      )
+    },
+  },
+}
+# Keys that may say one thing only.
+_WIDTHS = {'attention.value_length', 'rope.dimension_count'}
+_OTHER_KEYS = {'tensor_data_layout', 'rope.scaling.type', *_WIDTHS}
+_OF_DFLASH = {'target_layers', gguf_config.PATTERN, 'rope.dimension_sections'}
+_INTEGERS = {26: np.int32, 27: np.int64}  # By their numbers in GGUF.
+
 
 @dataclasses.dataclass(frozen=True)
-class HeadTensors:
-  """A folder or GGUF file with a head; see `checkpoint.StoredTensors`.
+class _Ids:
+  """The ids of a reduced vocabulary, as the offsets of other formats."""
 
-  Attributes:
-    path: the folder or file.
-    rotates_neighbours: whether neighbours of a head are rotated together; rows
-      are then put in the order of `models.nn.rope`.
-  """
+  info: gguf_header.TensorInfo
+  name = 'd2t'
+
+  def rows(self) -> Iterator[blocks_lib.Rows]:
+    """Yields all of them."""
+    if self.info.kind not in _INTEGERS:
+      raise ValueError(
+        f'tensor {self.info.name} has no integers, but the type'
+        f' {self.info.kind}'
+      )
+    kind, (number,) = _INTEGERS[self.info.kind], self.info.shape
+    ids = np.fromfile(self.info.file, kind, number, offset=self.info.offset)
+    yield slice(0, number), ids - np.arange(number)
+
+
+class HeadTensors:
+  """The tensors of a head in a container; see `checkpoint.Checkpoint`."""
 
   path: pathlib.Path
-  rotates_neighbours: bool = False
+
+  def named(self) -> Iterator[tuple[str, Any]]:
+    """Yields canonical names and tensors, `d2t` and `t2d` among them.
+
+    Raises:
+      ValueError: a tensor is not known; names it.
+    """
+    raise NotImplementedError
 
   @property
-  def _file(self) -> Any:
-    if gguf.GGUFFile.holds(self.path):
-      return gguf_head.GGUFHead(self.path)
-    return hugging_face.HuggingFaceFolder(self.path)
-
-  @functools.cached_property
   def keys(self) -> Mapping[str, Any]:
-    """The keys of config.json."""
-    file = self._file
-    if isinstance(file, gguf_head.GGUFHead):
-      return file.keys()
+    """The keys of config.json, which a GGUF file of the same head says."""
     return text_files.read_object(self.path / hugging_face.CONFIG)
 
   @functools.cached_property
   def all(self) -> dict[str, Any]:
     """Stored tensors by their canonical names."""
-    file = self._file
-    if isinstance(file, gguf_head.GGUFHead):
-      return dict(file.stored())
-    pickled = self.path / _PICKLED
-    if pickled.exists() and not (self.path / hugging_face.WEIGHTS).exists():
-      raise ValueError(
-        f'{self.path} has only pickled weights ({_PICKLED}), which can run code'
-        ' when read; convert them where torch is installed: python -c "import'
-        ' torch, safetensors.torch as s;'
-        f" s.save_file(torch.load('{pickled}', weights_only=True),"
-        f" '{self.path / hugging_face.WEIGHTS}')\""
-      )
-    found: dict[str, Any] = {}
-    for tensor in file.stored():
-      if not _BUFFERS.fullmatch(tensor.name):
-        found[_canonical(tensor.name)] = tensor
-    return _with_first_layer_0(found)
+    return dict(self.named())
+
+  @property
+  def _rotates_neighbours(self) -> bool:
+    """Whether neighbours of a head are rotated together."""
+    nested = (one for one in self.keys.values() if isinstance(one, dict))
+    stated = [keys.get('rope_is_neox_style') for keys in (self.keys, *nested)]
+    return any(one is False for one in stated)
 
   def tensors(self) -> Iterator[tuple[str, Any]]:
-    """Yields canonical names and tensors, except `d2t` and `t2d`."""
+    """Yields canonical names and tensors, except `d2t` and `t2d`.
+
+    Rows are in the order of `models.nn.rope`.
+    """
+    reorders = self._rotates_neighbours
     for name, tensor in self.all.items():
       if name in (D2T, T2D):
         continue
-      if self.rotates_neighbours and (one := _ROTATED.fullmatch(name)):
+      if reorders and (one := _ROTATED.fullmatch(name)):
         width = self.shape(f'{one[1]}_norm.weight')[0]
         number = tensor.shape[0] // width
         tensor = dataclasses.replace(tensor, num_heads=number)
@@ -117,21 +164,6 @@ class HeadTensors:
     """The number of layers, by the names of tensors."""
     numbers = [int(one[1]) for one in map(_LAYER.fullmatch, self.all) if one]
     return 1 + max(numbers, default=0)
-
-  @property
-  def size(self) -> int:
-    """Bytes of the files with weights."""
-    return self._file.size
-
-  @property
-  def files(self) -> list[pathlib.Path]:
-    """See `models.checkpoints.checkpoint.Checkpoint`."""
-    return self._file.files
-
-  @property
-  def stored_dtypes(self) -> list[str]:
-    """See `models.checkpoints.checkpoint.Checkpoint`."""
-    return self._file.stored_dtypes
 
   def vocabulary(self, vocab_size: int) -> np.ndarray | None:
     """The ids `[D]` of a reduced vocabulary, None if it has all tokens.
@@ -162,23 +194,140 @@ class HeadTensors:
     return ids
 
 
+class HeadFolder(HeadTensors, hugging_face.HuggingFaceFolder):
+  """A folder with a head."""
+
+  def named(self) -> Iterator[tuple[str, Any]]:
+    """Yields canonical names and tensors; see `HeadTensors`."""
+    pickled = self.path / _PICKLED
+    if pickled.exists() and not (self.path / hugging_face.WEIGHTS).exists():
+      raise ValueError(
+        f'{self.path} has only pickled weights ({_PICKLED}), which can run code'
+        ' when read; convert them where torch is installed: python -c "import'
+        ' torch, safetensors.torch as s;'
+        f" s.save_file(torch.load('{pickled}', weights_only=True),"
+        f" '{self.path / hugging_face.WEIGHTS}')\""
+      )
+    found = {
+      _canonical(tensor.name): tensor
+      for tensor in self.stored()
+      if not _BUFFERS.fullmatch(tensor.name)
+    }
+    # DeepSeek counts on from the layers of the target.
+    numbers = [int(one[1]) for one in map(_LAYER.fullmatch, found) if one]
+    first = min(numbers, default=0)
+    for name, tensor in found.items():
+      if one := _LAYER.fullmatch(name):
+        name = f'layers.{int(one[1]) - first}.{one[2]}'
+      yield name, tensor
+
+
+class HeadFile(HeadTensors, gguf.GGUFFile):
+  """A GGUF file with a head, as llama.cpp writes it."""
+
+  @property
+  def _architecture(self) -> str:
+    header = gguf_header.read_header(self.path)
+    found = header.metadata.get('general.architecture')
+    if found not in _OWN_KEYS:
+      raise ValueError(
+        f'architecture {found!r} is no drafting head; expected one'
+        f' of {[*_OWN_KEYS]}'
+      )
+    return found
+
+  @functools.cached_property
+  def keys(self) -> Mapping[str, Any]:
+    """The contents of the config.json that the same head would have.
+
+    Raises:
+      ValueError: the file holds no head, or one with a scaled rotation.
+    """
+    name, header = self._architecture, gguf_header.read_header(self.path)
+    names = _KEYS | _OWN_KEYS[name]
+    others = _OTHER_KEYS | (_OF_DFLASH if name == _DFLASH else set())
+    metadata = gguf_config.own_keys(header, name, {*names, *others})
+    scaling = metadata.get('rope.scaling.type', 'none')
+    if scaling != 'none':
+      raise ValueError(f'{name}.rope.scaling.type={scaling!r} is not supported')
+    stated = {
+      theirs: metadata[key] for key, theirs in names.items() if key in metadata
+    }
+    if width := metadata.get('attention.key_length'):
+      widths = dict.fromkeys(_WIDTHS, width)
+      gguf_config.check_widths(name, metadata, widths)
+    if name == _DFLASH:
+      stated |= self._of_block(header, metadata)
+    return {'model_type': 'qwen3' if name == _DFLASH else 'llama'} | stated
+
+  def _of_block(
+    self, header: gguf_header.Header, metadata: Mapping[str, Any]
+  ) -> dict[str, Any]:
+    """Keys of a block drafter that are written otherwise in config.json."""
+    found: dict[str, Any] = {'mask_token_id': header.metadata.get(_MASK)}
+    # It counts the layers that read a state.
+    layers = metadata.get('target_layers', [])
+    found['target_layer_ids'] = [layer - 1 for layer in layers]
+    if 'markov_w1.weight' in header.tensors:
+      found['markov_rank'] = header.tensors['markov_w1.weight'].shape[1]
+    if gguf_config.ROPE_FACTORS in header.tensors:
+      found['rope_parameters'] = gguf_rope.rope_parameters(metadata, header)
+    if metadata.get('attention.sliding_window'):
+      pattern = metadata.get(gguf_config.PATTERN)
+      if not isinstance(pattern, list):
+        raise ValueError(
+          f'{_DFLASH}.{gguf_config.PATTERN} must say for each layer'
+          ' whether it has the window'
+        )
+      types = ('full_attention', 'sliding_attention')
+      found['layer_types'] = [types[bool(one)] for one in pattern]
+      found['use_sliding_window'] = True
+    return found
+
+  def named(self) -> Iterator[tuple[str, Any]]:
+    """Yields canonical names and tensors; see `HeadTensors`."""
+    keys, name_of_kind = self.keys, self._architecture
+    heads: dict[str, Any] = {}
+    if name_of_kind == _EAGLE3:  # Neighbours of a head are rotated.
+      heads['attn_q'] = keys.get('num_attention_heads')
+      heads['attn_k'] = keys.get('num_key_value_heads', heads['attn_q'])
+    for name, info in gguf_header.read_header(self.path).tensors.items():
+      if name.removesuffix('.weight') == 'd2t':
+        yield D2T, _Ids(info)
+        continue
+      if name == gguf_config.ROPE_FACTORS and name_of_kind == _DFLASH:
+        continue  # It is read with the keys.
+      ours = gguf_config.canonical_name(name, gguf_config.NAMES)
+      if ours is None:
+        raise ValueError(f'tensor {name} is not part of an {name_of_kind}')
+      number = heads.get(name.rpartition('.')[0].rpartition('.')[2])
+      yield ours, gguf_tensor.Tensor(info, num_heads=number)
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafter:
+  """A folder or GGUF file of a drafter, for a target of a given shape.
+
+  Attributes:
+    path: the folder or file.
+    target: the shape of the target.
+  """
+
+  path: pathlib.Path
+  target: Any
+
+  @functools.cached_property
+  def stored(self) -> HeadFolder | HeadFile:
+    """The tensors."""
+    is_file = gguf.GGUFFile.holds(self.path)
+    return HeadFile(self.path) if is_file else HeadFolder(self.path)
+
+
 def _canonical(name: str) -> str:
   for pattern, new in _RENAMED:
     if found := pattern.match(name):
       return new + name[found.end() :]
   return name
-
-
-def _with_first_layer_0(found: dict[str, Any]) -> dict[str, Any]:
-  """Numbers layers from 0: DeepSeek counts on from those of the target."""
-  numbers = [int(one[1]) for one in map(_LAYER.fullmatch, found) if one]
-  first = min(numbers, default=0)
-  renamed = {}
-  for name, tensor in found.items():
-    if one := _LAYER.fullmatch(name):
-      name = f'layers.{int(one[1]) - first}.{one[2]}'
-    renamed[name] = tensor
-  return renamed
 
 
 def _values(tensor: Any) -> np.ndarray:

@@ -11,10 +11,8 @@ the target (its number of layers too) or name another kind. Names of tensors:
                (MiMo, speculators)
 """
 
-import dataclasses
 import functools
 import pathlib
-import re
 from typing import Any
 
 from flax import nnx
@@ -58,17 +56,8 @@ def default_reads(num_layers: int) -> tuple[int, ...]:
   return tuple(sorted({1, (num_layers + 1) // 2, num_layers}))
 
 
-@dataclasses.dataclass(frozen=True)
-class StoredHead:
-  """A folder or GGUF file of a head, for a target of a given shape.
-
-  Attributes:
-    path: the folder or file.
-    target: the shape of the target.
-  """
-
-  path: pathlib.Path
-  target: Any
+class StoredHead(head_tensors.Drafter):
+  """An EAGLE or MTP head."""
 
   as_drafter = staticmethod(eagle.as_head)
 
@@ -81,11 +70,6 @@ class StoredHead:
     """The module with random weights, whatever its output matrix is."""
     del num_outputs
     return eagle.Head(self.config, dtype=dtype, rngs=nnx.Rngs(0))
-
-  @functools.cached_property
-  def stored(self) -> head_tensors.HeadTensors:
-    """The tensors."""
-    return head_tensors.HeadTensors(self.path)
 
   @property
   def kind(self) -> str:
@@ -181,7 +165,10 @@ class StoredHead:
       norm_before_residual=bool(keys.get('norm_before_residual')),
       fc_norm=facts['fc_norm'],
       norm_before_fc=facts['norm_before_fc'],
-      norm_output=head_keys.feeds_back_norm(keys),
+      # SpecForge says so of another norm; see `head_keys.merged`.
+      norm_output=bool(
+        keys.get('speculators_model_type') and keys.get('norm_output')
+      ),
       state_first=any('.input_proj.' in name for name in stored),
     )
 
@@ -266,10 +253,9 @@ def locate(name: str | pathlib.Path, target: Any) -> Stored:
   name = 'demo-head' if name == 'demo' else name
   path = hub.locate(name).path
   with checkpoint_lib.naming(path):
-    kind: Any = StoredHead
-    if block_drafters.holds(head_tensors.HeadTensors(path)):
-      kind = block_drafters.StoredBlockDrafter
-    found = kind(path, target)
+    found: Stored = StoredHead(path, target)
+    if 'hidden_norm.weight' in found.stored.all:
+      found = block_drafters.StoredBlockDrafter(path, target)
     _ = found.config
   return found
 
@@ -305,9 +291,9 @@ def load(
     graph, expected = _shapes(head, jnp.dtype(form.float_dtype), size)
   loaded = hub.read_parameters(
     head.stored,
-    dataclasses.replace(
-      families.LLAMA,
-      name=head.name,
+    families.Family(
+      head.name,
+      type(config),
       stays_float=lambda name: name.startswith('confidence_head.'),
     ),
     expected,
@@ -394,25 +380,6 @@ def few_outputs(
   return matrices_lib.pack(few) if packed else matrices_lib.for_xla(few)
 
 
-def _described(
-  config: eagle.HeadConfig, dtype: jnp.dtype, lm_head: Any
-) -> dict[str, Any]:
-  """The config.json of an EAGLE-3 head."""
-  described = head_files.keys_of_layers(config, dtype) | {
-    'architectures': ['LlamaForCausalLMEagle3'],
-    'target_hidden_size': config.target_width,
-    head_keys.READS: list(config.reads),
-    # SGLang counts the layers that write the states.
-    'eagle_config': {
-      head_keys.READS: [layer - 1 for layer in config.reads],
-      'use_aux_hidden_state': True,
-    },
-  }
-  if lm_head is not None:  # Without it SGLang takes the target's matrix.
-    described['draft_vocab_size'] = len(lm_head)
-  return described
-
-
 def save(
   module: eagle.Head,
   folder: pathlib.Path,
@@ -431,13 +398,22 @@ def save(
     dtype: of the matrices and norms.
   """
   config = module.config
-  own = head_files.tensors_of(module, jnp.dtype(dtype))
-  stored: dict[str, Any] = {
-    re.sub(r'^layers\.0\.', 'midlayer.', name): array
-    for name, array in own.items()
+  keys: dict[str, Any] = {
+    'architectures': ['LlamaForCausalLMEagle3'],
+    'target_hidden_size': config.target_width,
+    head_keys.READS: list(config.reads),
+    # SGLang counts the layers that write the states.
+    'eagle_config': {
+      head_keys.READS: [layer - 1 for layer in config.reads],
+      'use_aux_hidden_state': True,
+    },
   }
-  stored |= head_files.own_outputs(
-    lm_head, ids, config.vocab_size, jnp.dtype(dtype)
+  if lm_head is not None:  # Without it SGLang takes the target's matrix.
+    keys['draft_vocab_size'] = len(lm_head)
+  head_files.write(
+    *(module, folder, keys),
+    lm_head=lm_head,
+    ids=ids,
+    dtype=dtype,
+    first_layer='midlayer.',
   )
-  described = _described(config, jnp.dtype(dtype), lm_head)
-  head_files.write(folder, stored, described)

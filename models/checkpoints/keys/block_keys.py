@@ -60,10 +60,7 @@ SIZES = (
 
 
 def merged(raw: Mapping[str, Any]) -> dict[str, Any]:
-  """The keys of all objects as one.
-
-  Args:
-    raw: the keys of a config.json.
+  """The keys of all objects of a config.json as one.
 
   Raises:
     ValueError: a key has another type or a value that is not supported, lacks,
@@ -113,12 +110,7 @@ def reads(keys: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
 
 
 def fields(keys: Mapping[str, Any], slides: tuple[bool, ...]) -> dict[str, Any]:
-  """Fields of a `BlockDrafterConfig` that the keys alone say.
-
-  Args:
-    keys: see `merged`.
-    slides: whether each layer has a window.
-  """
+  """Fields of a `BlockDrafterConfig`; `slides`: which layers have a window."""
   of_speculators = bool(keys.get(_SPECULATORS))
   # Without a window, layers of speculators see the whole block.
   causal: bool | tuple[bool, ...] = slides

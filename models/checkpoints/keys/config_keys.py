@@ -13,8 +13,6 @@ from typing import Any
 
 import transformers
 
-from specdec.text import text_files
-
 # Keys that change nothing here: they describe the training, how others run a
 # model, or how text is made from logits.
 _NO_EFFECT = re.compile(
@@ -43,7 +41,8 @@ _NO_EFFECT = re.compile(
     )
   )
 )
-# Keys that change nothing if they are off or have one of these values.
+# Keys that change nothing if they are off or have one of these values. Those
+# that may be true may not be off.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
   '_sliding_window_pattern': (6,),
   'activation': ('swiglu',),
@@ -61,13 +60,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
   'use_bidirectional_attention': ('vision',),
   'use_pos_enc': (True,),
 }
-# Keys that would change something if they were off.
-_NEVER_OFF = (
-  'attn_output_gate',
-  'block_use_swiglu',
-  'is_causal',
-  'use_pos_enc',
-)
 # Keys that say the same as another one, of which a format reads one.
 _SYNONYMS = {
   **{'hidden_act': 'hidden_activation', 'hidden_activation': 'hidden_act'},
@@ -80,34 +72,11 @@ _SYNONYMS = {
 }
 
 
-def check_type(key: str, value: Any, kind: Any) -> None:
-  """Checks the type of the value of a key.
-
-  Args:
-    key: its name.
-    value: as JSON or the metadata of a GGUF file has it.
-    kind: see `text_files.check_types`.
-
-  Raises:
-    ValueError: the value has another type; names the key.
-  """
-  if not text_files.fits(value, kind):
-    wanted = text_files.described(kind)
-    raise ValueError(f'{key}={value!r:.60} must be {wanted}')
-
-
 def types_of(config: Any) -> dict[str, Any]:
   """The keys of a class of transformers that not all have, and their types."""
   base = {one.name for one in dataclasses.fields(transformers.PreTrainedConfig)}
   own = [one for one in dataclasses.fields(config) if one.name not in base]
   return {one.name: one.type for one in own}
-
-
-def check_types(keys: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
-  """The same for all keys that are there; other keys are not checked."""
-  for key, kind in kinds.items():
-    if key in keys:
-      check_type(key, keys[key], kind)
 
 
 def check_same(first: str, one: Any, second: str, other: Any) -> None:
@@ -171,7 +140,8 @@ def refuse_unread(
       if value != keys.get(synonym):
         check_same(key, value, synonym, same)
       continue
-    if (value or key in _NEVER_OFF) and not _NO_EFFECT.fullmatch(key):
+    never_off = any(one is True for one in _HARMLESS.get(key, ()))
+    if (value or never_off) and not _NO_EFFECT.fullmatch(key):
       raise ValueError(
         f'{key}={value!r:.60} is not supported; remove the key if the model is'
         ' the same without it'

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.checkpoints.keys import config_keys
+from specdec.text import text_files
 
 READS = 'eagle_aux_hidden_state_layer_ids'
 _NESTED, _LAYERS = 'eagle_config', 'transformer_layer_config'
@@ -29,10 +30,10 @@ _TYPES: dict[str, Any] = {
 def flat(
   raw: Mapping[str, Any], nested_name: str, types: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """The keys of all objects as one.
+  """The keys of all objects of a config.json as one.
 
   Args:
-    raw: the keys of a config.json.
+    raw: the keys.
     nested_name: the object of a drafter beside the keys of its layers.
     types: the types of keys.
 
@@ -40,11 +41,11 @@ def flat(
     ValueError: a key has another type, or two of them contradict each other.
   """
   objects = (nested_name, _LAYERS)
-  config_keys.check_types(raw, dict.fromkeys(objects, dict | None))
+  text_files.check_types(raw, dict.fromkeys(objects, dict | None))
   nested, layers = ({**(raw.get(key) or {})} for key in objects)
   own = {key: raw[key] for key in raw if key not in objects}
   for keys in (own, layers, nested):
-    config_keys.check_types(keys, types)
+    text_files.check_types(keys, types)
   for key, value in nested.items():
     config_keys.check_same(key, own.get(key), f'{nested_name}: {key}', value)
   # Whether matrices are tied is not said of layers.
@@ -53,17 +54,10 @@ def flat(
 
 
 def merged(raw: Mapping[str, Any]) -> dict[str, Any]:
-  """The keys of all objects as one; `READS` counts the layers that read.
-
-  Args:
-    raw: the keys of a config.json.
-
-  Raises:
-    ValueError: a key has another type, or two of them contradict each other.
-  """
-  config_keys.check_type(_NESTED, raw.get(_NESTED), dict | None)
+  """The same for a head; `READS` counts the layers that read."""
+  text_files.check_types(raw, {_NESTED: dict | None})
   nested = {**(raw.get(_NESTED) or {})}
-  config_keys.check_types(nested, _TYPES)
+  text_files.check_types(nested, _TYPES)
   if nested.get(READS):
     nested[READS] = [layer + 1 for layer in nested[READS]]
   found = flat({**raw, _NESTED: nested}, _NESTED, _TYPES)
@@ -75,28 +69,11 @@ def merged(raw: Mapping[str, Any]) -> dict[str, Any]:
   return found
 
 
-def feeds_back_norm(keys: Mapping[str, Any]) -> bool:
-  """Whether the state that a head gives is taken after its final norm.
-
-  That is what speculators call `norm_output`. SpecForge says so of the norm
-  before the output matrix; see `merged`.
-  """
-  return bool(keys.get(_SPECULATORS) and keys.get('norm_output'))
-
-
 def check_claims(keys: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-  """Checks what keys say of tensors and of the target, if they say something.
-
-  Args:
-    keys: see `merged`.
-    facts: values by key.
-
-  Raises:
-    ValueError: a key says something else.
-  """
+  """Raises ValueError if keys contradict facts of tensors and the target."""
   for key in sorted(keys.keys() & facts.keys()):
     fact, value = facts[key], keys[key]
-    config_keys.check_type(key, value, type(fact) | None)
+    text_files.check_types(keys, {key: type(fact) | None})
     if value not in (None, fact):
       raise ValueError(
         f'{key}={value!r} contradicts the tensors or the target, by which it is'

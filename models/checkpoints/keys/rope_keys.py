@@ -13,6 +13,7 @@ from typing import Any
 
 from models.checkpoints.keys import config_keys
 from models.nn import rope as rope_lib
+from specdec.text import text_files
 
 _OBJECTS = ('rope_parameters', 'rope_scaling')
 _OF_LAYERS = ('full_attention', 'sliding_attention')
@@ -42,7 +43,7 @@ def _normalized(rope: Mapping[str, Any], context: Any) -> dict[str, Any]:
   `context` is the whole one.
   """
   stated = {key: value for key, value in rope.items() if value is not None}
-  config_keys.check_types(stated, _TYPES | _SCALING_TYPES)
+  text_files.check_types(stated, _TYPES | _SCALING_TYPES)
   kind = stated.get('rope_type', stated.get('type'))
   config_keys.check_same('rope_type', kind, 'type', stated.get('type'))
   original = stated.get('original_max_position_embeddings')
@@ -73,7 +74,7 @@ def normalized(keys: Mapping[str, Any], ropes: str) -> dict[str, Any]:
         f'{name} of such a model must {expected}, but has {wrong[0]!r}'
       )
     if nested:
-      config_keys.check_types(stated, dict.fromkeys(stated, dict | None))
+      text_files.check_types(stated, dict.fromkeys(stated, dict | None))
       new = {key: _normalized(stated[key] or {}, context) for key in stated}
       found[name] = new or None
     elif stated:
@@ -88,15 +89,7 @@ def normalized(keys: Mapping[str, Any], ropes: str) -> dict[str, Any]:
 
 
 def check_read(keys: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
-  """Checks numbers beside an object against those that transformers read.
-
-  Args:
-    keys: of the configuration.
-    parameters: what transformers made of them.
-
-  Raises:
-    ValueError: they contradict each other.
-  """
+  """Refuses numbers beside an object that contradict what transformers read."""
   by_layer = {key: parameters[key] for key in _OF_LAYERS if key in parameters}
   ropes = [one for one in by_layer.values() or (parameters,) if one]
   for key, default in (('rope_theta', None), ('partial_rotary_factor', 1.0)):
@@ -197,12 +190,10 @@ def read_all(
       raise ValueError(f'rope_parameters lacks {missing[0]!r}')
     found = {key: read(raw[key]) for key in kinds}
     return tuple(found[key] for key in config.layer_types)
-  if ropes == 'stated' and config.position_embedding_type != 'rope':
+  if getattr(config, 'position_embedding_type', 'rope') != 'rope':
     return (None,) * number
   rope = read(raw)
-  if ropes != 'no_rope_layers':
-    return (rope,) * number
-  rotates = config.no_rope_layers
+  rotates = getattr(config, 'no_rope_layers', [1] * number)
   if len(rotates) != number:
     raise ValueError(
       f'no_rope_layers has {len(rotates)} entries for {number} layers'

@@ -1,6 +1,16 @@
-"""Tensors that are parts of stored ones, whatever the file."""
+"""Tensors that are parts of stored ones, and blocks of rows, of any file."""
 
+from collections.abc import Callable
+from collections.abc import Iterator
+import math
 from typing import NamedTuple
+
+import numpy as np
+
+from models.nn import blocks as blocks_lib
+from models.nn import rope as rope_lib
+
+_BLOCK_BYTES = 1 << 24  # Bytes of a tensor, as float32, that are read at once.
 
 
 class Part(NamedTuple):
@@ -23,3 +33,23 @@ class Part(NamedTuple):
       return name
     by = '' if step is None else f':{step}'
     return f'{name}[{start}:{"" if stop is None else stop}{by}]'
+
+
+def by_rows(
+  shape: tuple[int, ...],
+  num_heads: int | None,
+  read: Callable[[int, int], np.ndarray],
+) -> Iterator[blocks_lib.Rows]:
+  """Yields indices of n rows of a tensor, and these.
+
+  Args:
+    shape: of the tensor.
+    num_heads: see `rope.order_of_rows`.
+    read: makes the rows as they are stored, from a start to an end.
+  """
+  order = rope_lib.order_of_rows(shape[0], num_heads)
+  step = max(1, _BLOCK_BYTES // (4 * max(1, math.prod(shape[1:]))))
+  for start in range(0, shape[0], step):
+    end = min(start + step, shape[0])
+    rows = slice(start, end)
+    yield rows if num_heads is None else order[rows], read(start, end)

@@ -84,8 +84,8 @@ def _tried(config, key, value):
     return 'same' if same else 'other'
   except ValueError as error:
     said = str(error)
-  assert said.startswith(f'{_PATH}: ')
-  if f'{key}={value!r} must be' in said:
+  assert said.startswith(str(_PATH))
+  if f' {key} must be ' in said and f', got {value!r}' in said:
     return 'wrong type'
   key = 'rope_' if key.startswith('rope_') else key
   return 'refused' if key in said else said
@@ -151,18 +151,21 @@ _REFUSED = {
     ({'n_layer': 4000}, '4000 layers, at most 256'),
     ({'n_embd': 17}, 'num_heads must divide width 17, got 2'),
     ({'n_head': 0}, 'num_heads must be positive'),
-    ({'activation_function': 'prelu'}, "='prelu' is not known"),
+    ({'activation_function': 'prelu'}, "activation 'prelu' is not known"),
     ({'model_type': ['gpt2']}, r"model_type \['gpt2'\] is not known"),
     ({'model_type': 'mamba'}, "'mamba' is not known; choose from"),
     ({'n_ctx': 32}, 'n_ctx=32 and n_positions=.* contradict each other'),
     ({'hidden_size': 32}, 'hidden_size=32 and n_embd=16 contradict'),
-    ({'layer_norm_epsilon': float('nan')}, 'layer_norm_epsilon=nan must be'),
+    (
+      {'layer_norm_epsilon': float('nan')},
+      'epsilon must be .* got nan',
+    ),
     ({'quantization_config': {'quant_method': 'awq'}}, "'awq'} is not supp"),
   ),
   'llama': (
     ({'hidden_size': 18}, r'hidden size \(18\)'),
     ({'num_key_value_heads': 3}, 'num_kv_heads must divide num_heads 4'),
-    (_rope(['a']), r"rope_type=\['a'\] must be"),
+    (_rope(['a']), r"rope_type must be .* got \['a'\]"),
     (_rope('dynamic', factor=2.0), r"\['default', 'linear'"),
     (_rope('yarn', factor=2.0, **_YARN_OF_4), 'mscale=1.0 is not supported'),
     (_rope('linear'), 'factor'),
@@ -209,15 +212,15 @@ _REFUSED = {
     (_grows(), 'must have llama_4_scaling_beta'),
   ),
   'minicpm': (  # It has no class above.
-    ({'scale_depth': 'a'}, "scale_depth='a' must be a finite"),
+    ({'scale_depth': 'a'}, "scale_depth must be a finite.* got 'a'"),
     ({'dim_model_base': 0}, 'dim_model_base=0: a MiniCPM needs one above 0'),
     ({'scale_emb': -1.0}, 'scale_emb=-1.0: a MiniCPM needs'),
     ({'sparse_config': {'topk': 8}}, "sparse_config={'topk': 8} is not"),
     ({'model_type': 'minicpm3'}, "model_type 'minicpm3' is not known"),
   ),
   'mixtral': (({'num_experts_per_tok': 9}, 'num_experts=4, got 9'),),
-  'qwen2_moe': (({'decoder_sparse_step': 2}, 'layers without experts'),),
-  'qwen3_moe': (({'mlp_only_layers': [1]}, 'layers without experts'),),
+  'qwen2_moe': (({'decoder_sparse_step': 2}, 'step=2 is not supp'),),
+  'qwen3_moe': (({'mlp_only_layers': [1]}, r'layers=\[1\] is not supported'),),
   'gpt_oss': (
     ({'swiglu_limit': 5.0}, 'swiglu_limit=5.0 is not supported, only 7.0'),
     ({'experts_per_token': 3}, 'experts_per_token=3 and num_experts_per_tok'),
@@ -232,7 +235,7 @@ _REFUSED = {
     ({'hidden_size_per_layer_input': -4}, 'layer_width must not be below 0'),
     ({'model_type': 'gemma4_assistant'}, "Google's drafters of Gemma 4 read"),
   ),
-  'gemma3': (({}, 'text_config=None must be an object'),),
+  'gemma3': (({}, 'text_config must be an object, got None'),),
 }
 
 
@@ -243,5 +246,5 @@ _REFUSED = {
 def test_what_no_layer_here_computes_is_refused(kind, changes, message):
   of_minicpm = variants.FAMILIES['minicpm_0']['config']
   config = _OF_TYPE.get(kind, of_minicpm) | {'model_type': kind}
-  with pytest.raises(ValueError, match=rf'config\.json: .*{message}'):
+  with pytest.raises(ValueError, match=rf'^config\.json.*{message}'):
     _read(config | changes)

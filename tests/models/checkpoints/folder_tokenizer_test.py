@@ -37,23 +37,12 @@ _LAYOUTS = {
     pre_tokenizers.Sequence([pre_tokenizers.Split(_WORDS, 'isolated'), _bare]),
     decoders.ByteLevel(),
   ),
-  'space before': (
-    normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()]),
-    *(_byte_level(add_prefix_space=True), decoders.ByteLevel()),
-  ),
   'pieces': (
     *(normalizers.Sequence([normalizers.Prepend('▁'), _SPACES]), None),
     decoders.Sequence([*_LLAMA, decoders.Strip(' ', 1, 0)]),
   ),
-  'metaspace': (
-    normalizers.StripAccents(),
-    *(pre_tokenizers.Metaspace(prepend_scheme='never'), decoders.Metaspace()),
-  ),
 }
-_CLASSES = {
-  **{'GPT2Tokenizer': 'gpt2', 'LlamaTokenizerFast': 'llama'},
-  **{'Qwen2Tokenizer': 'qwen2', 'PreTrainedTokenizerFast': 'mistral'},
-}
+_CLASSES = {'GPT2Tokenizer': 'gpt2', 'LlamaTokenizerFast': 'llama'}
 
 
 def _write(folder, layout, **config):
@@ -179,37 +168,6 @@ def test_old_folders_that_are_complete(folder):
     assert tokenizer(text)['input_ids'] == expected(text)['input_ids']
 
 
-@pytest.mark.parametrize(
-  'gone',
-  [
-    *(('vocab.json', 'merges.txt'), ('merges.txt',), ('vocab.json',)),
-    ('vocab.json', 'tokenizer_config.json'),
-  ],
-)
-@pytest.mark.parametrize('empty', [False, True])
-def test_incomplete_folders_are_refused(gone, empty, folder):
-  (folder / 'tokenizer.json').unlink()
-  for name in gone:
-    (folder / name).unlink()
-    if empty:
-      (folder / name).touch()
-  message = f'{folder} has no complete tokenizer: .* vocab.json with merges.txt'
-  with pytest.raises(ValueError, match=message):
-    folder_tokenizer.load_tokenizer(folder)
-
-
-@pytest.mark.parametrize('kind', ['LlamaTokenizer', 'MistralCommonBackend'])
-def test_files_of_another_class_are_refused(kind, folder):
-  """It would have a vocabulary of its own, or needs another package."""
-  (folder / 'tokenizer.json').unlink()
-  _write_json(folder, 'tokenizer_config.json', {'tokenizer_class': kind})
-  _write_json(folder, 'config.json', {'model_type': 'llama'})
-  with pytest.raises(
-    ValueError, match=f'{folder} has no (complete|usable) tok'
-  ):
-    folder_tokenizer.load_tokenizer(folder)
-
-
 def test_a_class_whose_package_is_missing_is_not_needed(folder):
   expected = folder_tokenizer.load_tokenizer(folder)(_TEXTS[0])
   config = {'tokenizer_class': 'MistralCommonBackend'}
@@ -217,21 +175,45 @@ def test_a_class_whose_package_is_missing_is_not_needed(folder):
   assert folder_tokenizer.load_tokenizer(folder)(_TEXTS[0]) == expected
 
 
+_OF_CLASS = '{"tokenizer_class": "%s"}'
+_OLD = {'tokenizer.json': None}
+_GONE = {'vocab.json': None, 'merges.txt': None}
+_NONE = 'has no complete tokenizer: .* vocab.json with merges.txt'
+_LLAMA_KEYS = {'config.json': '{"model_type": "llama"}'}
+
+
+# A row has what files hold instead, None if they are gone, and what is said.
 @pytest.mark.parametrize(
-  ('name', 'text', 'message'),
+  ('files', 'message'),
   [
-    ('tokenizer.json', '', 'cannot be read by tokenizers'),
-    ('tokenizer.json', '{}', 'cannot be read by tokenizers'),
-    ('tokenizer.json', 'version https://git-lfs', 'is it complete, or does it'),
-    ('tokenizer_config.json', '{', 'is not valid JSON'),
-    ('tokenizer_config.json', '[]', 'must hold a JSON object'),
-    ('tokenizer_config.json', '{"chat_template": 1}', 'chat_template must be'),
-    ('special_tokens_map.json', '3', 'must hold a JSON object'),
+    *((_OLD | _GONE, _NONE), (_OLD | {'merges.txt': None}, _NONE)),
+    *((_OLD | {'vocab.json': None}, _NONE), (_OLD | {'vocab.json': ''}, _NONE)),
+    (_OLD | {'vocab.json': None, 'tokenizer_config.json': None}, _NONE),
+    # They would have a vocabulary of their own, or need another package.
+    *(
+      (
+        _OLD | _LLAMA_KEYS | {'tokenizer_config.json': _OF_CLASS % kind},
+        'has no (complete|usable) tok',
+      )
+      for kind in ('LlamaTokenizer', 'MistralCommonBackend')
+    ),
+    ({'tokenizer.json': '{}'}, 'tokenizer.json cannot be read by tokenizers'),
+    ({'tokenizer.json': 'version https://git-lfs'}, 'is it complete, or does'),
+    ({'tokenizer_config.json': '{'}, 'tokenizer_config.json is not valid JSON'),
+    ({'tokenizer_config.json': '[]'}, 'config.json must hold a JSON object'),
+    (
+      {'tokenizer_config.json': '{"chat_template": 1}'},
+      'chat_template must be',
+    ),
+    ({'special_tokens_map.json': '3'}, 'map.json must hold a JSON object'),
   ],
 )
-def test_files_that_cannot_be_read(name, text, message, folder):
-  (folder / name).write_text(text)
-  with pytest.raises(ValueError, match=rf'{folder / name}.*{message}'):
+def test_files_that_are_incomplete_or_cannot_be_read(files, message, folder):
+  for name, text in files.items():
+    (folder / name).unlink(missing_ok=True)
+    if text is not None:
+      (folder / name).write_text(text)
+  with pytest.raises(ValueError, match=f'{folder}.*{message}'):
     folder_tokenizer.load_tokenizer(folder)
 
 

@@ -167,15 +167,6 @@ def test_a_file_of_a_folder_is_the_same_model(name, path, tmp_path):
   jax.tree.map(np.testing.assert_array_equal, *both)
 
 
-@pytest.mark.parametrize('dtype', ['bfloat16', 'int8'])
-def test_final_dtypes_are_those_of_a_folder(dtype, path, tmp_path):
-  _write(path, 'llama', Kind.Q8_0)
-  hub.save_pretrained(hub.load_module(path), tmp_path)
-  load = lambda one: tiny.parameters(hub.load_module(one, dtype=dtype))
-  both = map(load, (path, tmp_path))
-  jax.tree.map(np.testing.assert_array_equal, *both)
-
-
 def test_tokenizer_and_ends(path):
   text = 'def add(a, b):\n  return a + b\n' * 9 + 'naïve 日本 \n\n  x'
   tokenizer = tokenizer_lib.train_tokenizer([text], vocab_size=290, context=64)
@@ -305,8 +296,8 @@ _LINEAR_TYPE = {'rope.scaling.type': 'linear', 'rope.scaling.factor': 2.0}
     ('llama', {'rope.freq_base_swa': 5.0}, 'rope.freq_base_swa=5.0 is not'),
     ('llama', {'rope.scaling.attn_factor': 2.0}, 'attn_factor=2.0 is not supp'),
     ('llama', {'rope.dimension_count': 32}, 'dimension_count=32 is not th'),
-    ('llama', {'context_length': 'a'}, "llama.context_length='a' must be an"),
-    ('gpt2', {_EPSILON: np.nan}, f'gpt2.{_EPSILON}=nan must be a finite num'),
+    ('llama', {'context_length': 'a'}, "llama.context_length must .*'a'"),
+    ('gpt2', {_EPSILON: np.nan}, f'gpt2.{_EPSILON} must be a finite n'),
     ('llama, mixture', {'expert_feed_forward_length': 128}, 'contradict'),
     ('phi3', {'rope.dimension_count': 32}, 'short_factor field must have len'),
     ('gpt-oss', {_GROWTH: 0.1}, 'llama_4_scaling_beta'),
@@ -373,16 +364,6 @@ def test_matrices_stay_as_they_are_stored(name, kind, path, caplog):
   has_router = isinstance(_CONFIGS[name], mixtral_lib.MixtralConfig)
   assert len(floats) == 1 + (name == 'gpt2' or has_router), floats
   assert '1 matrices are in bfloat16' in caplog.text
-
-
-def test_a_file_that_is_cut_off_is_noticed_at_every_length(path):
-  _write(path, 'llama')
-  whole = path.read_bytes()
-  lengths = np.random.default_rng(0).integers(1, len(whole), size=20)
-  for length in (0, 3, 20, 200, *lengths, len(whole) - 1000):
-    path.write_bytes(whole[:length])
-    with pytest.raises(ValueError, match=f'{path}'):
-      hub.load_module(path)
 
 
 def test_auto_is_what_is_stored_and_native(path, monkeypatch):

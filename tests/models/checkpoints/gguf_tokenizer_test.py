@@ -221,7 +221,7 @@ def test_tokens_that_only_fill_the_vocabulary_up(name, path):
   ('change', 'message'),
   [
     ({'merges': 'e r'}, 'merges has no entries'),
-    ({'pre': ['gpt-2']}, r"pre=\['gpt-2'\] must be"),
+    ({'pre': ['gpt-2']}, r"pre must be text, got \['gpt-2'"),
     ({'words': ['er', *_ALPHABET[:-1], 'er']}, "0 and 256 are both 'er'"),
     ({'words': []}, 'tokens has 0 entries'),
     ({'model': 'bert'}, r"'bert' is not supported; choose from \['gemma4'"),

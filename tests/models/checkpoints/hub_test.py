@@ -16,7 +16,7 @@ import tiny
 import variants
 
 from models.checkpoints import hub
-from models.checkpoints import hugging_face
+from models.checkpoints.keys import tensor_parts
 from models.nn import adapter
 from models.nn import matrices as matrices_lib
 from specdec import cache as cache_lib
@@ -103,13 +103,6 @@ def test_eight_bits(name, tmp_path):
   assert 0 < np.median(_error(module, name)) < 0.2
 
 
-def _by_transformers(folder, tokens):
-  pytest.importorskip('torch')
-  from golden.make_variants import reference_logits
-
-  return reference_logits(folder, tokens)
-
-
 def _assert_same(*modules):
   equal = functools.partial(np.testing.assert_array_equal, strict=True)
   jax.tree.map(equal, *map(tiny.parameters, modules))
@@ -124,26 +117,9 @@ def test_large_tensors_are_read_in_blocks(name, monkeypatch, tmp_path):
   load = lambda: [hub.load_module(folder, dtype=dtype) for dtype in dtypes]
   expected = load()
   # Three rows, in float32.
-  monkeypatch.setattr(hugging_face, '_BLOCK_BYTES', 200)
+  monkeypatch.setattr(tensor_parts, '_BLOCK_BYTES', 200)
   for module, whole in zip(load(), expected, strict=True):
     _assert_same(module, whole)
-
-
-# One of each model_type that is written, and a scaling.
-@pytest.mark.parametrize(
-  'name',
-  [
-    *('yarn_in_full', 'biases', 'qwen3_biases', 'mixtral', 'qwen3_moe'),
-    *('mistral', 'qwen2_windows', 'qwen3_windows', 'ministral', 'phi3'),
-    *('olmo2', 'olmo3', 'granite', 'smollm3', 'gemma', 'gemma2', 'gemma3'),
-    'qwen2_moe',
-  ],
-)
-def test_transformers_loads_what_is_saved(name, tmp_path):
-  hub.save_pretrained(hub.load_module(_write(tmp_path, name)), tmp_path)
-  logits = _by_transformers(tmp_path, variants.tokens(name))
-  expected = np.load(variants.RESULTS)[name]
-  np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
 
 
 _UNUSUAL = {'tie_embeddings': False, 'inner_width': 24, 'num_heads': 4}
@@ -158,9 +134,7 @@ _UNUSUAL |= {'scale_attention': False, 'scale_attention_by_layer': True}
     ('bfloat16', 'BF16', 2**-8, _UNUSUAL),
   ],
 )
-def test_a_saved_gpt2_is_rounded_and_transformers_loads_it(
-  dtype, stored, rounding, shape, tmp_path
-):
+def test_a_saved_gpt2_is_rounded(dtype, stored, rounding, shape, tmp_path):
   module = tiny.module(**shape)
   hub.save_pretrained(module, tmp_path, dtype=jnp.dtype(dtype))
   assert json.loads((tmp_path / 'config.json').read_text())['dtype'] == dtype
@@ -177,9 +151,6 @@ def test_a_saved_gpt2_is_rounded_and_transformers_loads_it(
   # It can be saved where it was loaded from, and changes no bit.
   hub.save_pretrained(hub.load_module(tmp_path, dtype=dtype), tmp_path)
   _assert_same(hub.load_module(tmp_path), loaded)
-  expected = _by_transformers(tmp_path, tiny.tokens())
-  logits = tiny.logits(loaded, tiny.tokens())
-  np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5)
 
 
 @pytest.fixture
@@ -247,14 +218,6 @@ def test_bad_file(variant, name, texts, message, tmp_path):
     if text is not None:
       (folder / name).write_text(text)
     with pytest.raises(ValueError, match=message):
-      hub.load_module(folder)
-
-
-def test_truncated_file(folder):
-  data = (folder / WEIGHTS).read_bytes()
-  for size in (0, 4, 100, -1):
-    (folder / WEIGHTS).write_bytes(data[:size])
-    with pytest.raises(ValueError, match=f'{WEIGHTS} is not a safetensors fil'):
       hub.load_module(folder)
 
 

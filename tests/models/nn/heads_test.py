@@ -225,9 +225,9 @@ _SAYS_3 = {'architectures': ['LlamaForCausalLMEagle3']}
     ('eagle', {'eagle_config': _OPTIMIZER}, 'use_aux_hidden_state=Tr'),
     ('mimo', {'norm_before_residual': True}, 'norm_before_residual=Tr'),
     # Wrong types.
-    ('eagle', {'eagle_config': 3}, 'eagle_config=3 must be an object'),
-    ('speculators', {_AUX: [0, 1, True]}, f'{_AUX}=.* must be a list'),
-    ('speculators', {'transformer_layer_config': []}, r'=\[\] must be an obj'),
+    ('eagle', {'eagle_config': 3}, 'eagle_config must be an object'),
+    ('speculators', {_AUX: [0, 1, True]}, f'{_AUX} must be a list'),
+    ('speculators', {'transformer_layer_config': []}, '_config must be an'),
   ],
 )
 def test_what_is_no_head_for_the_target_is_refused(
@@ -254,7 +254,7 @@ def test_a_wrong_type_is_an_error_that_names_the_key(naming, tmp_path):
     for value in ({'a': 1}, ['a'], 'a', float('nan')):
       if (key, value) not in good:
         folder = _write(tmp_path, naming, keys={key: value})
-        with pytest.raises(ValueError, match=f'^{folder}: {key}=.* must be'):
+        with pytest.raises(ValueError, match=f'^{folder}: {key} must be'):
           heads.locate(folder, tiny_heads.TARGET)
 
 
@@ -370,9 +370,9 @@ _KNOWN = {
     ({'rope.dimension_count': 4}, 'eagle3.rope.dimension_count=4 is not the w'),
     ({'target_hidden_size': 32}, 'target_hidden_size=32 contradicts'),
     ({'vocab_size': 49}, 'vocabulary of 49 tokens'),
-    ({'extract_layers': 2}, 'eagle3.extract_layers=2 must be a list'),
-    ({'norm_before_residual': 1}, 'eagle3.norm_before_residual=1 must be true'),
-    ({'context_length': 1.5}, 'eagle3.context_length=1.5 must be an integer'),
+    ({'extract_layers': 2}, 'eagle3.extract_layers must be a list'),
+    ({'norm_before_residual': 1}, 'eagle3.norm_before_residual must be true'),
+    ({'context_length': 1.5}, 'eagle3.context_length must be an integer'),
   ],
 )
 def test_keys_of_a_gguf_file(keys, message, tmp_path):

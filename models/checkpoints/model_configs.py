@@ -1,8 +1,7 @@
-"""Config keys of Llama, related models and mixtures."""
+"""The shapes that config.json describes, and its keys of a shape."""
 
 from collections.abc import Collection
 from collections.abc import Mapping
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -11,12 +10,11 @@ from huggingface_hub.errors import StrictDataclassError
 import transformers
 
 from models.checkpoints.keys import config_keys
-from models.checkpoints.keys import model_type
 from models.checkpoints.keys import model_types
 from models.checkpoints.keys import rope_keys
-from models.nn import layers
+from models.nn import adapter
 from models.nn import llama_config
-from models.nn import mixtral as mixtral_lib
+from specdec.text import text_files
 
 # The multipliers of a MiniCPM (arXiv 2404.06395), which is saved as a Granite.
 _MINICPM = ('scale_emb', 'scale_depth', 'dim_model_base')
@@ -35,39 +33,40 @@ def _layer_types(config: Any, known: Collection[str]) -> list[str]:
 
 
 def _read_windows(
-  config: Any, kind: model_type.ModelType
+  config: Any, kind: model_types.ModelType
 ) -> tuple[int | None, ...]:
   """The window of each layer, None where it sees the whole text."""
   window = getattr(config, 'sliding_window', None)
-  number = config.num_hidden_layers
-  if kind.windows == 'none':
-    return (None,) * number
-  if kind.windows == 'all':
-    return (window,) * number
-  slides = {model_type.SLIDING} if hasattr(config, 'sliding_window') else set()
-  types = _layer_types(config, {model_type.FULL, *slides})
-  return tuple(window if one == model_type.SLIDING else None for one in types)
+  if kind.mixers or 'layer_types' not in kind.own:
+    return (window,) * config.num_hidden_layers
+  slides = {model_types.SLIDING} if 'sliding_window' in kind.own else set()
+  types = _layer_types(config, {model_types.FULL, *slides})
+  return tuple(window if one == model_types.SLIDING else None for one in types)
 
 
 def _check_windows(
   keys: Mapping[str, Any],
   shape: llama_config.LlamaConfig,
-  kind: model_type.ModelType,
+  kind: model_types.ModelType,
 ) -> None:
   """Refuses windows that transformers ignores, and others do not."""
   unread = [
-    key for key in model_type.WINDOWS if keys.get(key) and key not in kind.reads
+    key
+    for key in model_types.WINDOWS
+    if keys.get(key) and key not in kind.reads
   ]
   number, window = shape.num_layers, keys.get('sliding_window')
-  types = keys.get('layer_types') or [model_type.SLIDING] * number
+  types = keys.get('layer_types') or [model_types.SLIDING] * number
   if keys.get('use_sliding_window') is False:
     window = None
   if window is not None and window >= shape.num_positions:
     window = None
-  stated = tuple(window if one == model_type.SLIDING else None for one in types)
+  stated = tuple(
+    window if one == model_types.SLIDING else None for one in types
+  )
   if unread and (
     stated != shape.of_layers('window')
-    or {*types} - {model_type.FULL, model_type.SLIDING}
+    or {*types} - {model_types.FULL, model_types.SLIDING}
   ):
     raise ValueError(
       f'{unread[0]}={keys[unread[0]]!r:.60}: the layers of such a model have no'
@@ -75,12 +74,12 @@ def _check_windows(
     )
 
 
-def _read_mixers(config: Any, kind: model_type.ModelType) -> tuple[str, ...]:
+def _read_mixers(config: Any, kind: model_types.ModelType) -> tuple[str, ...]:
   """The mixer of each layer, see `LlamaConfig.mixers`."""
   types = _layer_types(config, kind.mixers)
   stated = getattr(config, 'full_attn_idxs', None)
   with_attention = [
-    at for at, one in enumerate(types) if one == model_type.FULL
+    at for at, one in enumerate(types) if one == model_types.FULL
   ]
   if stated is not None and sorted(stated) != with_attention:
     raise ValueError(
@@ -101,35 +100,20 @@ def _adjusted_width(config: Any) -> int:
   return -(-int(factor * width) // multiple) * multiple
 
 
-def _read_shape(
-  config: Any, kind: model_type.ModelType
-) -> llama_config.LlamaConfig:
+def _read_shape(config: Any, kind: model_types.ModelType) -> Any:
   """The shape that a transformers config describes."""
   keys = kind.names
-  activation = getattr(config, keys.get('activation', ''), 'silu')
-  if activation not in layers.ACTIVATIONS:
-    raise ValueError(
-      f'{keys["activation"]}={activation!r} is not known; choose from'
-      f' {sorted(layers.ACTIVATIONS)}'
-    )
-  if kind.shape is mixtral_lib.MixtralConfig and (
-    getattr(config, 'mlp_only_layers', None)
-    or getattr(config, 'decoder_sparse_step', 1) != 1
-  ):
-    raise ValueError(
-      f'mlp_only_layers={config.mlp_only_layers!r} and decoder_sparse_step='
-      f'{config.decoder_sparse_step!r}: layers without experts are not'
-      ' supported'
-    )
   for key, value in kind.constants.items():
     if getattr(config, key) != value:
       raise ValueError(
         f'{key}={getattr(config, key)!r} is not supported, only {value}'
       )
-  windows, own = _read_windows(config, kind), kind.of_layers(config)
+  own = kind.of_layers(config)
   fields = {ours: getattr(config, key) for ours, key in keys.items()} | own
+  if not kind.rotates:
+    return kind.shape(**fields)
   ropes = rope_keys.read_all(config, kind.ropes, is_partial=kind.is_partial)
-  if model_type.QUERY_SCALAR in keys.values():
+  if model_types.QUERY_SCALAR in keys.values():
     fields['attention_scale'] = 1 / math.sqrt(fields['attention_scale'])
   if kind.mixers:
     fields['mixers'] = _read_mixers(config, kind)
@@ -144,25 +128,13 @@ def _read_shape(
     **{**fields, **kind.fixed},
     num_positions=rope_keys.context_of(config, ropes),
     rope=ropes,
-    window=windows,
-  )
-
-
-def types_of(shape: type[llama_config.LlamaConfig]) -> frozenset[str]:
-  """Values of `model_type` whose shapes are of a class."""
-  has = lambda kind: kind is not None and kind.shape is shape
-  types = {
-    **model_types.MODEL_TYPES,
-    'minicpm': model_types.MODEL_TYPES['granite'],
-  }
-  return frozenset(
-    name for name, kind in types.items() if has(kind) or has(kind.mixture)
+    window=_read_windows(config, kind),
   )
 
 
 def _as_granite(raw: Mapping[str, Any]) -> dict[str, Any]:
   """The keys of a MiniCPM as those of the Granite that computes the same."""
-  config_keys.check_types(raw, dict.fromkeys(_MINICPM, float))
+  text_files.check_types(raw, dict.fromkeys(_MINICPM, float))
   for key in _MINICPM:
     if not raw.get(key, 0) > 0:
       raise ValueError(f'{key}={raw.get(key)!r}: a MiniCPM needs one above 0')
@@ -179,50 +151,44 @@ def _as_granite(raw: Mapping[str, Any]) -> dict[str, Any]:
   return {'tie_word_embeddings': True} | own
 
 
-def read_config(raw: Mapping[str, Any]) -> llama_config.LlamaConfig:
-  """Reads the keys of a `config.json`; raises ValueError."""
-  if raw['model_type'] == 'minicpm':
+def read_config(raw: Mapping[str, Any]) -> Any:
+  """The shape that the keys of a `config.json` describe; raises ValueError."""
+  name, known = raw.get('model_type'), {*model_types.MODEL_TYPES, 'minicpm'}
+  if not isinstance(name, str) or name not in known:
+    raise ValueError(
+      f'model_type {name!r} is not known; choose from {sorted(known)}'
+    )
+  if name == 'minicpm':
     raw = _as_granite(raw)
   kind = model_types.MODEL_TYPES[raw['model_type']]
   if kind.mixture and raw.get('num_local_experts') != 0:  # None: the default
     kind = kind.mixture
-  config_keys.check_types(raw, kind.types)
+  text_files.check_types(raw, kind.types)
   if raw.get('num_attention_heads') == 0:  # transformers would divide by it.
     raise ValueError('num_attention_heads must be positive, got 0')
   read = config_keys.select(kind.config, raw, kind.reads)
   normalized = rope_keys.normalized(read, kind.ropes)
   config = kind.config.from_dict({**normalized, **kind.given})
-  rope_keys.check_read(read, config.rope_parameters)
-  shape = _read_shape(config, kind)
-  _check_windows(raw, shape, kind)
+  shape, idle = _read_shape(config, kind), kind.idle
+  if kind.rotates:
+    rope_keys.check_read(read, config.rope_parameters)
+    _check_windows(raw, shape, kind)
+    idle += model_types.WINDOWS
   unread = dict(raw)
   if (
-    raw.get(model_type.ROUNDED)
-    and raw[model_type.ROUNDED].get('quant_method') in kind.rounded
+    raw.get(model_types.ROUNDED)
+    and raw[model_types.ROUNDED].get('quant_method') in kind.rounded
   ):
-    del unread[model_type.ROUNDED]
+    del unread[model_types.ROUNDED]
   config_keys.refuse_unread(
-    unread,
-    {*kind.reads, *read},
-    idle=(*kind.idle, *model_type.WINDOWS),
-    resolved=config,
+    unread, {*kind.reads, *read}, idle=idle, resolved=config
   )
   return shape
 
 
-def _can_state(
-  kind: model_type.ModelType, config: llama_config.LlamaConfig
-) -> bool:
+def _can_state(kind: model_types.ModelType, config: adapter.Config) -> bool:
   """Whether a config of this type can have a shape."""
   if type(config) is not kind.shape:
-    return False
-  stated = {*kind.names, *model_type.COMPUTED}
-  others = {
-    field.name: kind.fixed.get(field.name, field.default)
-    for field in dataclasses.fields(config)
-    if field.name not in stated
-  }
-  if any(getattr(config, name) != value for name, value in others.items()):
     return False
   try:
     written = kind.config(**_to_keys(config, kind))
@@ -232,9 +198,7 @@ def _can_state(
 
 
 @functools.lru_cache
-def type_of(
-  config: llama_config.LlamaConfig,
-) -> tuple[str, model_type.ModelType]:
+def type_of(config: adapter.Config) -> tuple[str, model_types.ModelType]:
   """The `model_type` whose config can state a shape, and the type."""
   for name, known in model_types.MODEL_TYPES.items():
     for kind in filter(None, (known, known.mixture)):
@@ -246,21 +210,25 @@ def type_of(
 
 
 def _layer_keys(
-  config: llama_config.LlamaConfig, kind: model_type.ModelType
+  config: llama_config.LlamaConfig, kind: model_types.ModelType
 ) -> dict[str, Any]:
   """The keys of what layers see, and how they rotate."""
   windows, ropes = config.of_layers('window'), config.of_layers('rope')
   slides = [window is not None for window in windows]
-  types = [model_type.SLIDING if one else model_type.FULL for one in slides]
+  types = [model_types.SLIDING if one else model_types.FULL for one in slides]
   window = next((one for one in windows if one is not None), None)
   keys: dict[str, Any] = {}
   if 'sliding_window' in kind.reads:
     # Where layers say whether they have it, transformers needs one.
-    whole = config.num_positions if kind.windows == 'some' else None
+    is_switched = 'use_sliding_window' in kind.own
+    needed = 'layer_types' in kind.own and not is_switched
+    whole = config.num_positions if needed else None
     keys['sliding_window'] = window or whole
-  if kind.windows in ('some', 'switched'):
-    keys['layer_types'] = types
-  if kind.windows == 'switched':
+  if 'layer_types' in kind.own:
+    names = {ours: theirs for theirs, ours in kind.mixers.items()}
+    mixers = config.of_layers('mixers') if names else types
+    keys['layer_types'] = [names.get(one, one) for one in mixers]
+  if 'use_sliding_window' in kind.own:
     keys['use_sliding_window'] = any(slides)
   # Some classes have another default than 1.
   part = lambda rope: (
@@ -271,31 +239,27 @@ def _layer_keys(
     for name, rope in zip(types, ropes, strict=True)
     if rope is not None
   }
-  if kind.mixers:
-    names = {ours: theirs for theirs, ours in kind.mixers.items()}
-    mixers = config.of_layers('mixers')
-    keys['layer_types'] = [names.get(one, one) for one in mixers]
   if kind.ropes == 'kinds':
     return keys | {'rope_parameters': by_type}
-  if kind.ropes == 'no_rope_layers':
+  if 'no_rope_layers' in kind.own:
     keys['no_rope_layers'] = [int(rope is not None) for rope in ropes]
-  if kind.ropes == 'stated':
+  if 'position_embedding_type' in kind.own:
     keys['position_embedding_type'] = 'rope' if by_type else None
-  stated, original = next(iter(by_type.values()), None), model_type.ORIGINAL
+  stated, original = next(iter(by_type.values()), None), model_types.ORIGINAL
   if original in kind.reads:
     keys[original] = (stated or {}).get(original, config.num_positions)
   return keys | {'rope_parameters': stated}
 
 
-def _to_keys(
-  config: llama_config.LlamaConfig, kind: model_type.ModelType
-) -> dict[str, Any]:
+def _to_keys(config: Any, kind: model_types.ModelType) -> dict[str, Any]:
   """The keys of a config of a type that are to state a shape."""
   keys = {key: getattr(config, ours) for ours, key in kind.names.items()}
-  if key := kind.keys.get('attention_scale'):
+  if not kind.rotates:
+    return keys
+  if key := kind.names.get('attention_scale'):
     (width,) = {*config.of_layers('head_width')}
     scale = config.attention_scale or 1 / math.sqrt(width)
-    keys[key] = round(scale**-2) if key == model_type.QUERY_SCALAR else scale
+    keys[key] = round(scale**-2) if key == model_types.QUERY_SCALAR else scale
   return {**keys, **kind.given} | {
     'max_position_embeddings': config.num_positions,
     'head_dim': config.head_width,
@@ -305,7 +269,7 @@ def _to_keys(
 
 
 def to_hugging_face(
-  config: llama_config.LlamaConfig, *, dtype: str, eos_token_id: int | None
+  config: adapter.Config, *, dtype: str, eos_token_id: int | None
 ) -> transformers.PreTrainedConfig:
   """The transformers config of a shape; raises ValueError if there is none."""
   _, kind = type_of(config)
@@ -316,6 +280,7 @@ def to_hugging_face(
     pad_token_id=eos_token_id,  # Some defaults lie beyond small vocabularies.
     dtype=dtype,
   )
+  head = 'ForCausalLM' if kind.rotates else 'LMHeadModel'
   name = type(made).__name__.replace('TextConfig', 'Config')
-  made.architectures = [name.replace('Config', 'ForCausalLM')]
+  made.architectures = [name.replace('Config', head)]
   return made
