@@ -540,7 +540,7 @@ scores and logits are not capped
   cap * jnp.tanh(x / cap) => x
 [models.nn.grouped_query: SHARING]
 values are not normalised
-  self.v_proj(rows), 'v_norm') => self.v_proj(rows), 'no_norm')
+  (value, 'v_norm') => (value, 'no_norm')
 [models.nn.gemma: SHARING]
 every layer reads the embedding of the last one
   embedded[:, :, layer] => embedded[:, :, -1]
