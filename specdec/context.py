@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from specdec import adjusters as adjusters_lib
-from specdec import hidden as hidden_lib
+from specdec import carried as carried_lib
 from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
 from specdec.tree import topology as topology_lib
@@ -39,8 +39,8 @@ class StepContext(flax.struct.PyTreeNode):
   carried: tuple[Any, ...] = ()  #: The states of the adjusters after the texts.
   #: The target's hidden states at the D + 1 tokens before the root, if it keeps
   #: any.
-  hidden: hidden_lib.HiddenStates = flax.struct.field(
-    default_factory=hidden_lib.HiddenStates
+  hidden: carried_lib.HiddenStates = flax.struct.field(
+    default_factory=carried_lib.HiddenStates
   )
 
   def root_trees(self) -> tree_lib.TokenTree:

@@ -23,7 +23,6 @@ from specdec import adjusters as adjusters_lib
 from specdec import cache as cache_lib
 from specdec import carried as carried_lib
 from specdec import fallback as fallback_lib
-from specdec import hidden as hidden_lib
 from specdec import mappings
 from specdec import model as model_lib
 from specdec import sampling as sampling_lib
@@ -92,10 +91,8 @@ def _start(
   texts = carried_lib.Texts(request.prompt, request.prompt_length, num_slots)
   # Rows that are done are computed until the batch ends, so the cache has N
   # slots more than tokens.
-  read = model_lib.start(
-    target.spec, target.read, texts, window_size=drafter.shape.num_nodes
-  )
-  texts = texts.replace(hidden=hidden_lib.of_text(read.cache))
+  read = model_lib.start(target, texts, window_size=drafter.shape.num_nodes)
+  texts = texts.replace(hidden=carried_lib.of_text(read.cache))
   return step_lib.DecodeState(
     tokens=tokens,
     origins=jnp.zeros_like(tokens),
@@ -123,7 +120,7 @@ def _caught_up(
     length=jnp.where(reads, state.length, 0),
     num_slots=state.tokens.shape[1],
     kept=state.length,
-    hidden=hidden_lib.of_text(state.target.cache),
+    hidden=carried_lib.of_text(state.target.cache),
   )
   return state.replace(
     stages=stages_lib.restart(drafter, state.stages, texts),
@@ -229,8 +226,8 @@ def _restarted(
   """
   length, (num_rows, num_slots) = request.prompt_length, tokens.shape
   texts = carried_lib.Texts(tokens, length, num_slots, kept)
-  read, _ = model_lib.restart(target.spec, target.read, state.target, texts)
-  texts = texts.replace(hidden=hidden_lib.of_text(read.cache))
+  read, _ = model_lib.restart(target, state.target, texts)
+  texts = texts.replace(hidden=carried_lib.of_text(read.cache))
   stages = stages_lib.restart(drafter, state.stages, texts)
   counters = stages_lib.init_stage_counters(num_rows)
   depth = state.counters.emitted_histogram.shape[1] - 1

@@ -19,7 +19,6 @@ from specdec import adjusters as adjusters_lib
 from specdec import carried as carried_lib
 from specdec import context as context_lib
 from specdec import fallback as fallback_lib
-from specdec import hidden as hidden_lib
 from specdec import model as model_lib
 from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
@@ -132,7 +131,7 @@ def step_context(
     adjusters=request.adjusters,
     carried=state.adjusters,
     # A longer path than this tree has may have been accepted before.
-    hidden=hidden_lib.before_root(
+    hidden=carried_lib.before_root(
       state.target.cache,
       state.length,
       state.counters.emitted_histogram.shape[1],

@@ -411,11 +411,11 @@ accepted tokens are not read anew by a head
 positions of drafted tokens are shifted in a head
   planned.positions, planned => planned.positions + (planned.nodes > 0), planned
 a head does not read the prompt
-  - read, texts, window_size
-  + read, texts.replace(length=0 * texts.length + 1), window_size
+  - head, texts, window_size
+  + head, texts.replace(length=0 * texts.length + 1), window_size
 drafted tokens are read with the state of the target
   None], of_parent, fused => None], fused, fused
-[hidden: LENGTHS]
+[carried: LENGTHS]
 a token is read with its own state, not with that before it
   self.at(positions - 1, layers) => self.at(positions, layers)
 [models.nn.llama: heads.test_what_a_state_is('llama')]
@@ -446,7 +446,7 @@ the rule divides by what all candidates have
   put(empty, tokens, drawn_from) => put(empty, tokens, jnp.exp(log_probs))
 [draft.block: block.test_tokens_are_those_of_plain_decoding('chain', True)]
 the text of a step is not read
-  (read(new, new, new, cache), missing) => (cache, missing)
+  (read, missing) => (cache, missing)
 a block begins behind the root
   positions = (ctx.length - 1)[:, None] => positions = ctx.length[:, None]
 all rows of a block are masks
