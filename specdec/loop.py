@@ -65,50 +65,6 @@ def _reason(request: step_lib.Request) -> jax.Array:
   )
 
 
-def _start(
-  target: model_lib.LanguageModel,
-  drafter: drafter_lib.Drafter,
-  request: step_lib.Request,
-  *,
-  config: step_lib.DecodeConfig,
-) -> step_lib.DecodeState:
-  batch_size, prompt_bucket = request.prompt.shape
-  num_slots = prompt_bucket + config.max_new_tokens
-  padding = ((0, 0), (0, config.max_new_tokens))
-  tokens = jnp.pad(jnp.asarray(request.prompt), padding)
-  draws = config.rule.children != sampling_lib.BEST
-  if jax.dtypes.canonicalize_dtype(int) != jnp.int32:
-    raise ValueError(
-      'jax_enable_x64 is on, but decoding has types of 32 bits; switch it off,'
-      ' or decode within jax.enable_x64(False)'
-    )
-  weakens = lambda one: isinstance(one, adjusters_lib.RepetitionPenalty)
-  penalizes = request.sampling.repetition_penalty is not None
-  if penalizes and not any(map(weakens, request.adjusters)):
-    raise ValueError(
-      'repetition_penalty needs RepetitionPenalty among the adjusters'
-    )
-  texts = carried_lib.Texts(request.prompt, request.prompt_length, num_slots)
-  # Rows that are done are computed until the batch ends, so the cache has N
-  # slots more than tokens.
-  read = model_lib.start(target, texts, window_size=drafter.shape.num_nodes)
-  texts = texts.replace(hidden=carried_lib.of_text(read.cache))
-  return step_lib.DecodeState(
-    tokens=tokens,
-    origins=jnp.zeros_like(tokens),
-    length=request.prompt_length,
-    reason=_reason(request),
-    target=read,
-    stages=stages_lib.start(
-      drafter, texts, target.spec.vocab_size if draws else 0
-    ),
-    adjusters=adjusters_lib.start(request.adjusters, texts),
-    watchers=watchers_lib.start(request.watchers, texts),
-    counters=statistics_lib.init_counters(batch_size, drafter.max_depth),
-    fallback=fallback_lib.init_fallback(),
-  )
-
-
 def _caught_up(
   drafter: drafter_lib.Drafter, state: step_lib.DecodeState
 ) -> step_lib.DecodeState:
@@ -132,7 +88,55 @@ def _caught_up(
 _Carry = tuple[jax.Array, step_lib.DecodeState]
 
 
-def _advance(
+@mappings.jit(static_argnames='config')
+def start(
+  target: model_lib.LanguageModel,
+  drafter: drafter_lib.Drafter,
+  request: step_lib.Request,
+  *,
+  config: step_lib.DecodeConfig,
+) -> step_lib.DecodeState:
+  """The state before the first step, prompts in the caches; see `decode`."""
+  batch_size, prompt_bucket = request.prompt.shape
+  num_slots = prompt_bucket + config.max_new_tokens
+  padding = ((0, 0), (0, config.max_new_tokens))
+  tokens = jnp.pad(jnp.asarray(request.prompt), padding)
+  draws = config.rule.children != sampling_lib.BEST
+  if jax.dtypes.canonicalize_dtype(int) != jnp.int32:
+    raise ValueError(
+      'jax_enable_x64 is on, but decoding has types of 32 bits; switch it off,'
+      ' or decode within jax.enable_x64(False)'
+    )
+  weakens = lambda one: isinstance(one, adjusters_lib.RepetitionPenalty)
+  penalizes = request.sampling.repetition_penalty is not None
+  if penalizes and not any(map(weakens, request.adjusters)):
+    raise ValueError(
+      'repetition_penalty needs RepetitionPenalty among the adjusters'
+    )
+  texts = carried_lib.Texts(request.prompt, request.prompt_length, num_slots)
+  # Rows that are done are computed until the batch ends, so the cache has N
+  # slots more than tokens.
+  read = model_lib.start(target, texts, window_size=drafter.shape.num_nodes)
+  texts = texts.replace(hidden=carried_lib.of_text(read.cache))
+  state = step_lib.DecodeState(
+    tokens=tokens,
+    origins=jnp.zeros_like(tokens),
+    length=request.prompt_length,
+    reason=_reason(request),
+    target=read,
+    stages=stages_lib.start(
+      drafter, texts, target.spec.vocab_size if draws else 0
+    ),
+    adjusters=adjusters_lib.start(request.adjusters, texts),
+    watchers=watchers_lib.start(request.watchers, texts),
+    counters=statistics_lib.init_counters(batch_size, drafter.max_depth),
+    fallback=fallback_lib.init_fallback(),
+  )
+  return target.spec.place(state)
+
+
+@mappings.jit(static_argnames='config', donate_argnames=('state',))
+def advance(
   target: model_lib.LanguageModel,
   drafter: drafter_lib.Drafter,
   request: step_lib.Request,
@@ -142,6 +146,12 @@ def _advance(
   *,
   config: step_lib.DecodeConfig,
 ) -> step_lib.DecodeState:
+  """Steps of all rows that are not done; see `decode`.
+
+  At most `num_steps`, and none once `num_done` rows or more are done. The
+  state, from `start` or `advance`, is consumed: its buffers are used again.
+  """
+
   def goes_on(carry: _Carry) -> jax.Array:
     steps_done, state = carry
     return (jnp.sum(state.done) < num_done) & (steps_done < num_steps)
@@ -174,41 +184,9 @@ def _advance(
   carry = (jnp.zeros((), jnp.int32), state)
   # A plain drafter has nothing to fall back from.
   if not (config.fallback and drafter.stages):
-    return repeat(drafter, carry)[1]
-  return lax.while_loop(goes_on, alternate, carry)[1]
-
-
-@mappings.jit(static_argnames='config')
-def start(
-  target: model_lib.LanguageModel,
-  drafter: drafter_lib.Drafter,
-  request: step_lib.Request,
-  *,
-  config: step_lib.DecodeConfig,
-) -> step_lib.DecodeState:
-  """The state before the first step, prompts in the caches; see `decode`."""
-  return target.spec.place(_start(target, drafter, request, config=config))
-
-
-@mappings.jit(static_argnames='config', donate_argnames=('state',))
-def advance(
-  target: model_lib.LanguageModel,
-  drafter: drafter_lib.Drafter,
-  request: step_lib.Request,
-  state: step_lib.DecodeState,
-  num_steps: jax.typing.ArrayLike,
-  num_done: jax.typing.ArrayLike,
-  *,
-  config: step_lib.DecodeConfig,
-) -> step_lib.DecodeState:
-  """Steps of all rows that are not done; see `decode`.
-
-  At most `num_steps`, and none once `num_done` rows or more are done. The
-  state, from `start` or `advance`, is consumed: its buffers are used again.
-  """
-  state = _advance(
-    target, drafter, request, state, num_steps, num_done, config=config
-  )
+    _, state = repeat(drafter, carry)
+  else:
+    _, state = lax.while_loop(goes_on, alternate, carry)
   return target.spec.place(state)
 
 
@@ -420,10 +398,10 @@ def decode(
   every drafter gives the target's tokens exactly; under the other rules, tokens
   of the target's distribution. `PLAIN` is plain decoding.
   """
-  state = _start(target, drafter, request, config=config)
+  # As parts of one program.
+  state = start.__wrapped__(target, drafter, request, config=config)
   num_rows = request.prompt.shape[0]
-  return result_of(
-    _advance(
-      target, drafter, request, state, ALL_STEPS, num_rows, config=config
-    )
+  state = advance.__wrapped__(
+    target, drafter, request, state, ALL_STEPS, num_rows, config=config
   )
+  return result_of(state)
