@@ -122,7 +122,7 @@ class Sampling:
 
 
 class SamplingParams(flax.struct.PyTreeNode, kw_only=True):
-  """`Sampling` as arrays, made by `sampling_arguments.to_params`."""
+  """`Sampling` as arrays, made by `arguments.to_params`."""
 
   temperature: jax.Array  #: `[B]` float32.
   logit_bias: jax.Array | None = None  #: `[V]` or `[B, V]` float32, or None.

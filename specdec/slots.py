@@ -27,7 +27,6 @@ from specdec import generation as generation_lib
 from specdec import hosts
 from specdec import loop
 from specdec import model as model_lib
-from specdec import padding
 from specdec import sampling as sampling_lib
 from specdec import slot_options
 from specdec import step as step_lib
@@ -73,7 +72,7 @@ def _slot_of(
   num_tokens: int,
 ) -> _Slot:
   """A prompt that is not read yet; `num_tokens` are the size of the buffers."""
-  tokens, lengths = padding.pad([ids], num_tokens)
+  tokens, lengths = arguments_lib.pad([ids], num_tokens)
   request = step_lib.Request(
     prompt=jnp.asarray(tokens),
     prompt_length=jnp.asarray(lengths),

@@ -22,10 +22,10 @@ import tiny_drafters
 from models.nn import table_model
 import specdec
 from specdec import adjusters as adjusters_lib
+from specdec import arguments as arguments_lib
 from specdec import cache as cache_lib
 from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
-from specdec import sampling_arguments
 from specdec.draft import head as head_lib
 from specdec.draft import ranking as ranking_lib
 from specdec.tree import topology as topology_lib
@@ -96,7 +96,7 @@ def params(
   values: dict, batch_size: int, vocab_size: int
 ) -> sampling_lib.SamplingParams:
   """Checked parameters, whose static part does not depend on their values."""
-  checked = sampling_arguments.to_params(
+  checked = arguments_lib.to_params(
     specdec.Sampling(**values), batch_size, vocab_size
   )
   return checked.replace(max_top_k=None)

@@ -138,7 +138,7 @@ noise of few tokens from half of the bits
 [sampling: large_vocabulary.test_a_value_that_is_not_finite_is_seen(50257)]
 a maximum is trusted to keep NaN
   jnp.max(nan_as_inf, axis=-1) => jnp.max(logits, axis=-1)
-[sampling_arguments: BANNED]
+[arguments: BANNED]
 a banned token is very unlikely instead
   return jnp.asarray(array) => return jnp.maximum(array, -1e30)
 [draft.ranking: enumeration.test_every_node_draws_children_of_its_own()]

@@ -20,10 +20,10 @@ from models.lab.bench import optimal
 from models.text import generator as generator_lib
 from models.text import result as result_lib
 import specdec
+from specdec import arguments as arguments_lib
 from specdec import mappings
 from specdec import model as model_lib
 from specdec import sampling as sampling_lib
-from specdec import sampling_arguments
 from specdec.tree import topology as topology_lib
 from specdec.verify import rules as rules_lib
 
@@ -253,7 +253,7 @@ def measure(
     task=task,
   )
   size = pair.target.spec.vocab_size
-  sampling = sampling_arguments.to_params(task.sampling, 1, size)
+  sampling = arguments_lib.to_params(task.sampling, 1, size)
   probs_of = lambda ids: [
     exactness.distributions(model, exactness.padded(ids), sampling)
     for model in (pair.target, draft)

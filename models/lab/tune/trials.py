@@ -13,7 +13,7 @@ from models.lab.bench import replay
 from models.lab.tune import candidate_methods
 from models.text import plan as plan_lib
 import specdec
-from specdec import padding
+from specdec import arguments as arguments_lib
 
 # The least relative error of a time, and that of a time of one sample, or that
 # is predicted.
@@ -34,7 +34,7 @@ class Sample(NamedTuple):
   @property
   def length(self) -> int:
     """The padded length of the prompts."""
-    return padding.padded_length(max(map(len, self.prompts)))
+    return arguments_lib.padded_length(max(map(len, self.prompts)))
 
 
 class Decoded(NamedTuple):

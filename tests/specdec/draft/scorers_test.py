@@ -11,8 +11,8 @@ import pytest
 import tiny_drafters
 
 import specdec
+from specdec import arguments as arguments_lib
 from specdec import sampling as sampling_lib
-from specdec import sampling_arguments
 from specdec.ngram import table as table_lib
 from specdec.tree import topology as topology_lib
 
@@ -186,7 +186,7 @@ def _context(rng, tokens, length, temperatures):
 
 def _params(temperatures, **kw):
   sampling = specdec.Sampling(temperature=temperatures, **kw)
-  return sampling_arguments.to_params(sampling, len(temperatures), 8)
+  return arguments_lib.to_params(sampling, len(temperatures), 8)
 
 
 @pytest.mark.parametrize('num_proposers', [2, 3])
