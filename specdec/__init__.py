@@ -21,9 +21,9 @@ from specdec.draft.head import Head
 from specdec.draft.head import HeadScorer
 from specdec.draft.head import HeadSpec
 from specdec.draft.language_model import LanguageModelScorer
+from specdec.draft.lookup import NGram
 from specdec.draft.lookup import PromptLookup
-from specdec.draft.ngram import NGram
-from specdec.draft.ngram import recent_tokens
+from specdec.draft.lookup import recent_tokens
 from specdec.draft.prompt_tail import PromptTailScorer
 from specdec.generation import Decoding
 from specdec.generation import generate
@@ -50,7 +50,7 @@ from specdec.tree.topology import TreeShape
 from specdec.tree.tree import histories
 from specdec.verify.match import MatchRule
 from specdec.verify.rejection import RejectionRule
-from specdec.verify.traversal import TraversalRule
+from specdec.verify.rejection import TraversalRule
 
 __version__ = '0.9.0.dev0'
 

@@ -30,7 +30,6 @@ from specdec.draft import head as head_lib
 from specdec.draft import ranking as ranking_lib
 from specdec.tree import topology as topology_lib
 from specdec.verify import rejection
-from specdec.verify import traversal
 
 PROMPT = 0
 
@@ -553,7 +552,7 @@ def grown_law(worlds: Worlds, trees, length: int) -> np.ndarray:
 @functools.partial(quick_jit, static_argnames='children')
 def weigh(weight, target, draft, token, *, children):
   """By traversal: the weight of a child; if it is left, what remains."""
-  rule = traversal.TraversalRule(children)
+  rule = rejection.TraversalRule(children)
   given = weight[:, None] * target, draft, token
   _, chance = rule.enter(rejection.acceptance_probs(*given), weight)
   left = rule.weight_left(weight, *given[:2])

@@ -284,7 +284,7 @@ residual not normalised for the next sibling
 residual of the target alone
   jnp.maximum(target - draft, 0.0), target) => target, target)
 residual subtracts the probability of another token
-  (target - draft, 0.0) => (target - jnp.roll(draft, 1, axis=1), 0.0)
+  (target - draft, 0.0), t => (target - jnp.roll(draft, 1, axis=1), 0.0), t
 drawn without replacement, judged as with
   if children == sampling_lib.WITHOUT_REPLACEMENT: => if False:
 [verify.rejection: enumeration.check_few('rejection', 'with_replacement')]
@@ -313,12 +313,12 @@ residual not weighted
   *after_rejection(*given, => *after_rejection(target, *given[1:],
 one uniform for all nodes
   _at(nodes.uniform, walk.place) => nodes.uniform[:, 0]
-[verify.traversal: TRAVERSALS]
+[verify.rejection: TRAVERSALS]
 weights without the mass of the residual
   whole = mass + (1.0 - weight) => whole = 1.0 + 0.0 * mass
 a node is accepted by its weight before its children
   jnp.where(whole > 0, mass / => jnp.where(whole < 0, mass /
-[verify.traversal: enumeration.test_a_weight_of_which_nothing_is_left()]
+[verify.rejection: enumeration.test_a_weight_of_which_nothing_is_left()]
 nothing left and nothing missing is a weight of 0
   whole, 1.0), weight) => whole, 1.0), 0.0)
 # The best children and one that is drawn.

@@ -40,7 +40,7 @@ from specdec import model as model_lib
 from specdec import step as step_lib
 from specdec import watchers as watchers_lib
 from specdec.draft import drafter as drafter_lib
-from specdec.draft import ngram as ngram_lib
+from specdec.draft import lookup
 from specdec.ngram import table as table_lib
 from specdec.verify import rules as rules_lib
 
@@ -348,7 +348,7 @@ def _drafter(
   if method != 'staged':
     return drafter
   table = jax.eval_shape(lambda: table_lib.load_table(drafters.DEMO_TABLE)[0])
-  ngram = ngram_lib.NGram(table.replace(vocab_size=vocab_size))
+  ngram = lookup.NGram(table.replace(vocab_size=vocab_size))
   *outer, inner = drafter.stages
   assert isinstance(inner.scorer, specdec.CandidateScorer)
   scorer = inner.scorer.replace(proposers=(*inner.scorer.proposers, ngram))
