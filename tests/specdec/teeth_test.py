@@ -195,7 +195,7 @@ only keys are moved
 # Trees.
 [tree.tree: tree.test_adding_children()]
 duplicates are not merged
-  wanted & ~_has_child(tree, parents, tokens) => wanted
+  wanted & ~_has_child(tree, children.parents, children.tokens) => wanted
 [tree.tree: tree.test_the_best_nodes_are_a_connected_subtree(6, 'different')]
 the best nodes are not connected
   best_by(tree.log_prob, num_nodes) => best_by(tree.cond_log_prob, num_nodes)
