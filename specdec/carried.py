@@ -23,6 +23,7 @@ the token before it (EAGLE, arXiv 2401.15077, section 4.1):
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import flax.struct
 import jax
@@ -133,3 +134,8 @@ def before_root(
   start = jnp.maximum(length - 1 - number, 0)
   read = lambda array: cache.ops.read(array, start, number)
   return HiddenStates(jax.tree.map(read, cache.hidden), start)
+
+
+def start(parts: tuple[Any, ...], texts: Texts) -> tuple[Any, ...]:
+  """The states of adjusters or of watchers after texts."""
+  return tuple(part.start(texts) for part in parts)

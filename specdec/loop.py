@@ -29,7 +29,6 @@ from specdec import sampling as sampling_lib
 from specdec import statistics as statistics_lib
 from specdec import step as step_lib
 from specdec import total as total_lib
-from specdec import watchers as watchers_lib
 from specdec.draft import drafter as drafter_lib
 from specdec.draft import stages as stages_lib
 from specdec.tree import tree as tree_lib
@@ -127,8 +126,8 @@ def start(
     stages=stages_lib.start(
       drafter, texts, target.spec.vocab_size if draws else 0
     ),
-    adjusters=adjusters_lib.start(request.adjusters, texts),
-    watchers=watchers_lib.start(request.watchers, texts),
+    adjusters=carried_lib.start(request.adjusters, texts),
+    watchers=carried_lib.start(request.watchers, texts),
     counters=statistics_lib.init_counters(batch_size, drafter.max_depth),
     fallback=fallback_lib.init_fallback(),
   )
@@ -255,8 +254,8 @@ def extend(
   state = _restarted(target, drafter, request, state, tokens, kept)
   texts = carried_lib.Texts(tokens, length, tokens.shape[1])
   state = state.replace(
-    adjusters=adjusters_lib.start(request.adjusters, texts),
-    watchers=watchers_lib.start(request.watchers, texts),
+    adjusters=carried_lib.start(request.adjusters, texts),
+    watchers=carried_lib.start(request.watchers, texts),
     # The account of how well the drafter does is kept.
     fallback=state.fallback.replace(
       plain_steps=total_lib.Total.zeros(), behind=jnp.zeros((), bool)
@@ -333,8 +332,8 @@ def insert(
     num_slots=num_slots,
   )
   inserted = inserted.replace(
-    adjusters=_row(adjusters_lib.start(request.adjusters, texts), row),
-    watchers=_row(watchers_lib.start(request.watchers, texts), row),
+    adjusters=_row(carried_lib.start(request.adjusters, texts), row),
+    watchers=_row(carried_lib.start(request.watchers, texts), row),
   )
   request = request.replace(
     **{

@@ -28,7 +28,6 @@ from jax import lax
 import jax.numpy as jnp
 
 from specdec import cache as cache_lib
-from specdec import cached_states as states_lib
 from specdec import carried as carried_lib
 from specdec import context as context_lib
 from specdec.tree import tree as tree_lib
@@ -200,7 +199,7 @@ def start(
     # Their states cannot go back, so the last chunk needs room behind the text.
     size = max(window_size, _READ_SIZE)
     cache = spec.init_cache(batch_size, texts.num_slots + size)
-    cache = states_lib.with_window(cache, window_size)
+    cache = cache_lib.with_window(cache, window_size)
     if tokens.shape[1]:
       cache, _ = _read_on(network, cache, texts, size)
   else:
@@ -485,7 +484,7 @@ def _read_on(
     length = jnp.maximum(cache.length, jnp.minimum(end, start + size))
     read_on = cache_lib.advance(fed, length - start)
     for window in windows:  # One, if there are recurrent layers.
-      read_on = states_lib.with_window(read_on, window)
+      read_on = cache_lib.with_window(read_on, window)
     return forwards + 1, read_on
 
   forwards, cache = lax.while_loop(
@@ -493,4 +492,4 @@ def _read_on(
     feed,
     (jnp.zeros((), jnp.int32), cache),
   )
-  return states_lib.mark(cache), forwards
+  return cache_lib.mark(cache), forwards

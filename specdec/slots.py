@@ -64,25 +64,6 @@ class _Slot:
     return request, np.int32(kept)
 
 
-def _slot_of(
-  ids: list[int],
-  rng_key: jax.Array,
-  limit: int,
-  params: sampling_lib.SamplingParams,
-  num_tokens: int,
-) -> _Slot:
-  """A prompt that is not read yet; `num_tokens` are the size of the buffers."""
-  tokens, lengths = arguments_lib.pad([ids], num_tokens)
-  request = step_lib.Request(
-    prompt=jnp.asarray(tokens),
-    prompt_length=jnp.asarray(lengths),
-    limit=jnp.array([limit], jnp.int32),
-    row_keys=rng_key.reshape(1),
-    sampling=params,
-  )
-  return _Slot(request, len(ids))
-
-
 def _checked_prompt(
   prompt: Any, limit: Any, context: int, vocab_size: int
 ) -> list[int]:
@@ -226,9 +207,15 @@ class Slots:
     self._request, self._state = self._options.assign(
       self._request, self._state, row, eos_ids, automaton
     )
-    self._slots[row] = _slot_of(
-      ids, rng_key, max_new_tokens, params, self._state.tokens.shape[1]
+    tokens, lengths = arguments_lib.pad([ids], self._state.tokens.shape[1])
+    own = step_lib.Request(
+      prompt=jnp.asarray(tokens),
+      prompt_length=jnp.asarray(lengths),
+      limit=jnp.array([max_new_tokens], jnp.int32),
+      row_keys=rng_key.reshape(1),
+      sampling=params,
     )
+    self._slots[row] = _Slot(own, len(ids))
     return row
 
   def _read_prompts(self, most: int) -> bool:

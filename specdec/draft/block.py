@@ -194,18 +194,17 @@ class BlockScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     ranked = jnp.where(
       drafts[..., None], jnp.minimum(ranked, 0.0), sampling_lib.EXCLUDED
     )
-    forwards = is_first.astype(jnp.int32)
-    slots_read = jnp.where(is_first, state.cache.length, 0)
-    if ctx.rule.children == sampling_lib.BEST:
-      scores = candidates_lib.scores_of_few(
-        nodes, tokens, ranked, config.branching
-      )
-    else:
-      drawable = jnp.where(drafts[..., None], log_probs, sampling_lib.EXCLUDED)
-      scores = self._drawn(nodes, tokens, drawable, ranked, ctx, config)
-    scores = dataclasses.replace(
-      scores, forwards=forwards, slots_read=slots_read
+    scores = candidates_lib.scores_of_few(
+      nodes, tokens, ranked, config.branching
     )
+    scores = dataclasses.replace(
+      scores,
+      forwards=is_first.astype(jnp.int32),
+      slots_read=jnp.where(is_first, state.cache.length, 0),
+    )
+    if ctx.rule.children != sampling_lib.BEST:
+      drawable = jnp.where(drafts[..., None], log_probs, sampling_lib.EXCLUDED)
+      scores = self._drawn(scores, tokens, drawable, ctx, config)
     return scores, state
 
   def _forward(
@@ -263,15 +262,15 @@ class BlockScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
 
   def _drawn(
     self,
-    nodes: jax.Array,
+    scores: drafter_lib.Scores,
     tokens: jax.Array,
     log_probs: jax.Array,
-    ranked: jax.Array,
     ctx: context_lib.StepContext,
     config: drafter_lib.StageConfig,
   ) -> drafter_lib.Scores:
     """Children that are drawn among the candidates; see `draw_children`."""
     assert isinstance(ctx.shape, topology_lib.Topology)  # as rules check
+    nodes = scores.nodes
     places, drawn_log_probs, drawn_from = ranking_lib.draw_children(
       log_probs,
       nodes,
@@ -283,9 +282,6 @@ class BlockScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     )
     empty = jnp.zeros((*nodes.shape, self.drafter.spec.vocab_size))
     put = jax.vmap(jax.vmap(lambda row, at, probs: row.at[at].set(probs)))
-    scores = candidates_lib.scores_of_few(
-      nodes, tokens, ranked, config.branching
-    )
     return dataclasses.replace(
       scores,
       tokens=jnp.take_along_axis(tokens, places, axis=-1),

@@ -562,7 +562,7 @@ a state takes in what another row added
   (array[:, 0], slot) => (array[::-1, 0], slot)
 rows that go back keep their state
   _chosen(stays, self.state, before) => self.state
-[cached_states: STATES]
+[cache: STATES]
 the mark is not moved
   one.replace(mark=one.state) => one
 [cache: STATES]
