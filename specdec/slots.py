@@ -49,12 +49,7 @@ class _Slot:
     return self.num_read == self.prompt_length
 
   def read(self, most: int) -> tuple[step_lib.Request, np.int32]:
-    """Goes on by at most so many tokens.
-
-    Returns:
-      What `insert` takes: the request for the text up to there, and how many
-      tokens of it were read before.
-    """
+    """Goes on by at most so many tokens: `new` and `kept` of `loop.insert`."""
     kept, length = self.num_read, self.prompt_length
     self.num_read = min(kept + most, length)
     request = self.request.replace(

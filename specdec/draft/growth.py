@@ -386,10 +386,7 @@ def _frontier(
   max_depth: int,
   num_nodes: int,
 ) -> Frontier:
-  """The frontier of one row; `[M]` per field of the tree.
-
-  Gain and expectation are 0 for a stage that need not weigh them against a
-  cost.
+  """The frontier of one row; gain and expectation are 0 if nothing has a cost.
 
   Nodes that are `expanded [M]` (see `_grow`) are scored only if the stage needs
   them as ancestors: their keys and values are seen by their descendants.

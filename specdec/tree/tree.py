@@ -268,30 +268,22 @@ def best_nodes(
   return best_by(jnp.where(allowed, tree.log_prob, -jnp.inf), number)
 
 
-def _one_by_one(
-  scores: tuple[jax.Array, ...], *, numbers: Sequence[int]
-) -> tuple[tuple[jax.Array, jax.Array], ...]:
-  return tuple(map(best_by, scores, numbers))
-
-
-def _all_at_once(
-  scores: tuple[jax.Array, ...], *, numbers: Sequence[int]
-) -> tuple[tuple[jax.Array, jax.Array], ...]:
-  nodes, best = best_by(jnp.stack(scores), max(numbers))
-  return tuple(
-    (nodes[place, :number], best[place, :number])
-    for place, number in enumerate(numbers)
-  )
-
-
 def best_of_sets(
   tree: TokenTree, sets: Sequence[jax.Array], numbers: Sequence[int]
 ) -> tuple[tuple[jax.Array, jax.Array], ...]:
   """`best_nodes` of several sets `[M]`, on an accelerator by one sort."""
+
+  def all_at_once(*scores: jax.Array) -> tuple[Any, ...]:
+    nodes, best = best_by(jnp.stack(scores), max(numbers))
+    return tuple(
+      (nodes[place, :number], best[place, :number])
+      for place, number in enumerate(numbers)
+    )
+
   return lax.platform_dependent(
-    tuple(jnp.where(one, tree.log_prob, -jnp.inf) for one in sets),
-    cpu=functools.partial(_one_by_one, numbers=numbers),
-    default=functools.partial(_all_at_once, numbers=numbers),
+    *(jnp.where(one, tree.log_prob, -jnp.inf) for one in sets),
+    cpu=lambda *scores: tuple(map(best_by, scores, numbers)),
+    default=all_at_once,
   )
 
 
