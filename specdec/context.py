@@ -21,9 +21,8 @@ class StepContext(flax.struct.PyTreeNode):
   tokens: jax.Array  #: `[B, T]` int32, the text so far.
   length: jax.Array  #: `[B]` int32, its lengths; the root is the last token.
   active: jax.Array  #: `[B]` bool, rows that are not done.
-  sampling: (
-    sampling_lib.SamplingParams
-  )  #: The parameters, of target and drafts alike.
+  #: The parameters, of target and drafts alike.
+  sampling: sampling_lib.SamplingParams
   randomness: randomness_lib.Randomness  #: The randomness of the step.
   #: The shape of the tree; static.
   shape: topology_lib.TreeShape | topology_lib.Topology = flax.struct.field(

@@ -148,9 +148,8 @@ class Statistics:
   costs: Mapping[str, Mapping[str, float]]
   #: Time of decoding with the prompt, without compiling; of timed decodes.
   seconds: float | None = None
-  tokens_per_second: float | None = (
-    None  #: All rows together; timed decodes have it.
-  )
+  #: All rows together; timed decodes have it.
+  tokens_per_second: float | None = None
   compile_seconds: float | None = None  #: Timed decodes have it.
 
   def __post_init__(self) -> None:

@@ -76,9 +76,8 @@ class DecodeState(flax.struct.PyTreeNode):
   length: jax.Array  #: `[B]` int32, the number of valid tokens.
   reason: jax.Array  #: `[B]` int32, why the row is done, see `verify.accept`.
   target: model_lib.ModelState  #: The state of the target.
-  stages: tuple[
-    stages_lib.StageState, ...
-  ]  #: The states of the drafter's stages.
+  #: The states of the drafter's stages.
+  stages: tuple[stages_lib.StageState, ...]
   adjusters: tuple[Any, ...]  #: The states of the request's adjusters.
   watchers: tuple[Any, ...]  #: The states of the request's watchers.
   counters: statistics_lib.Counters  #: The counters so far.

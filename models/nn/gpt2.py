@@ -32,9 +32,8 @@ class GPT2Config:
   """
 
   embedding: ClassVar[str] = 'wte'  # Name of the token embedding.
-  looked_up: ClassVar[str | None] = (
-    'wpe'  # Another one, of which rows are read.
-  )
+  # Another one, of which rows are read.
+  looked_up: ClassVar[str | None] = 'wpe'
   gated: ClassVar[bool] = False  # Whether feed-forward layers have a gate.
   num_experts = experts_per_token = 1
   state_layers: ClassVar[tuple[int, ...]] = ()  # No layer has a state.

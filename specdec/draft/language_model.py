@@ -64,9 +64,8 @@ def scores_of(
 class LanguageModelScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
   """A language model with its own cache; see `Scorer`."""
 
-  model: (
-    model_lib.LanguageModel
-  )  #: A language model with the target's vocabulary.
+  #: A language model with the target's vocabulary.
+  model: model_lib.LanguageModel
   #: The name of the stage; static.
   name: str = flax.struct.field(pytree_node=False, default='draft')
 
