@@ -286,8 +286,7 @@ class GatedAttention(grouped_query.Attention):
       out, cache = self._composed(parts, rotation, mask, cache)
     gate = gate.reshape(out.shape)
     out = state_ops.gate(out, gate) if kernels else out * jax.nn.sigmoid(gate)
-    out = layers.project(out, [self.o_proj.parameters], residual=residual)
-    return out, cache
+    return self.o_proj(out, residual=residual), cache
 
 
 class Delta(nn_llama.Llama):

@@ -92,8 +92,7 @@ class Attention(nnx.Module):
       rows = layers.normalize(x, norm, kernels=self.o_proj.is_packed)
       parts = [one(rows) for one in linears]
       out, cache = self._composed(parts, rotation, mask, cache)
-    out = layers.project(out, [self.o_proj.parameters], residual=residual)
-    return out, cache
+    return self.o_proj(out, residual=residual), cache
 
   def _fused(
     self,

@@ -147,5 +147,4 @@ class Mixer(nnx.Module):
     cache = with_recurrent_layer(cache, self.layer, one)
     more = (0, 0), (0, x.shape[1] - out.shape[1]), (0, 0)
     out = jnp.pad(out, more)
-    out = layers.project(out, [self.o_proj.parameters], residual=residual)
-    return out, cache
+    return self.o_proj(out, residual=residual), cache

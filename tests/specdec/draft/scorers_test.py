@@ -97,7 +97,7 @@ def test_lookup_against_a_loop():
 def test_bad_settings_of_lookup():
   for settings, words in (
     *(((one,), 'at least 0 and below 1') for one in ((0.5, 1.0), (-0.1,))),
-    *((((),), 'needs an entry'), (((0.5,), 0), 'must be at least 1, got 0')),
+    *((((),), 'needs an entry'), (((0.5,), 0), 'of at least 1, got 0')),
   ):
     with pytest.raises(ValueError, match=words):
       specdec.PromptLookup(*settings)
