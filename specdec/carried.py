@@ -82,7 +82,7 @@ class Texts(flax.struct.PyTreeNode):
   #: already taken in. None in `start`.
   kept: jax.Array | None = None
   #: The target's hidden states at all tokens except the last.
-  hidden: HiddenStates = flax.struct.field(default_factory=HiddenStates)
+  hidden: HiddenStates = HiddenStates()
 
 
 class Added(flax.struct.PyTreeNode):

@@ -38,9 +38,7 @@ class StepContext(flax.struct.PyTreeNode):
   carried: tuple[Any, ...] = ()  #: The states of the adjusters after the texts.
   #: The target's hidden states at the D + 1 tokens before the root, if it keeps
   #: any.
-  hidden: carried_lib.HiddenStates = flax.struct.field(
-    default_factory=carried_lib.HiddenStates
-  )
+  hidden: carried_lib.HiddenStates = carried_lib.HiddenStates()
 
   def root_trees(self) -> tree_lib.TokenTree:
     """Trees of the last tokens alone, `[B, M]` per field."""

@@ -36,10 +36,6 @@ from specdec.tree import tree as tree_lib
 _READ_SIZE = 32
 
 
-def _anywhere(tree: Any) -> Any:
-  return tree
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NetworkSpec:
   """Facts of a network with a cache; hashable, so static under `jit`."""
@@ -60,7 +56,7 @@ class NetworkSpec:
   parameters: int = 0
   #: Fixes where the arrays of a pytree lie that is carried from program to
   #: program; their first axis, if any, is that of the rows.
-  place: Callable[[Any], Any] = _anywhere
+  place: Callable[[Any], Any] = lambda tree: tree
   #: The devices that rows are divided among where they are a multiple of it,
   #: and those that each row of the cache is.
   row_shards: int = 1
