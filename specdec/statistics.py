@@ -182,21 +182,16 @@ def _reads(
   new_tokens: np.ndarray,
 ) -> dict[str, dict[str, int]]:
   """`Statistics.reads`; counters, also those of stages, are on the host."""
-  count = lambda forwards, slots, rows: {
-    'forwards': int(forwards),
-    'slots': int(slots.sum()),
-    'rows': int(rows.sum()),
-  }
-  return {
-    'plain': plain_reads(prompt_lengths, new_tokens),
-    'target': count(
-      counters.steps, counters.slots_read, counters.target_forwards
-    ),
-  } | {
-    stage.name: count(
-      counted.forwards, counted.slots_read, counted.row_forwards
-    )
-    for stage, counted in stages
+  counted = {'target': (counters.steps, counters.target_forwards, counters)}
+  for stage, own in stages:
+    counted[stage.name] = own.forwards, own.row_forwards, own
+  return {'plain': plain_reads(prompt_lengths, new_tokens)} | {
+    name: {
+      'forwards': int(forwards),
+      'slots': int(own.slots_read.sum()),
+      'rows': int(rows.sum()),
+    }
+    for name, (forwards, rows, own) in counted.items()
   }
 
 
