@@ -22,9 +22,9 @@ from models.text import choice as choice_lib
 from models.text import fields
 from models.text import settings as settings_lib
 import specdec
+from specdec import arguments as arguments_lib
 from specdec import decode_options
 from specdec import sampling as sampling_lib
-from specdec import sampling_arguments
 from specdec.text import text_files
 from specdec.verify import rules as rules_lib
 
@@ -295,7 +295,7 @@ def _check() -> None:
   with named_as_flag():
     for name, flag in _SAMPLING.items():
       if isinstance(flag.value, float):
-        sampling_arguments.sampling_value(name, flag.value)
+        arguments_lib.sampling_value(name, flag.value)
     decode_options.to_break_even(BREAK_EVEN.value)
   sampling()
   models()

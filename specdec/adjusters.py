@@ -127,13 +127,6 @@ class RepetitionPenalty(flax.struct.PyTreeNode, Adjuster):
     return sampling_lib.add_seen(state, added.tokens, added.count)
 
 
-def start(
-  adjusters: tuple[Adjuster, ...], texts: carried_lib.Texts
-) -> tuple[Any, ...]:
-  """The states of all adjusters after texts."""
-  return tuple(adjuster.start(texts) for adjuster in adjusters)
-
-
 def carried_by(tree: tree_lib.TokenTree, nodes: jax.Array) -> tuple[Any, ...]:
   """The states of `nodes [B, W]`, `[B, W, ...]` for each adjuster.
 

@@ -333,6 +333,22 @@ def with_hidden(
   return cache.replace(hidden=hidden)
 
 
+def with_recurrent(
+  cache: KVCache, layers: Mapping[int, recurrent_lib.Recurrent]
+) -> KVCache:
+  """An empty cache that also has recurrent layers."""
+  marked = jnp.zeros_like(cache.length) if layers else None
+  return cache.replace(recurrent=layers, marked=marked)
+
+
+def with_window(cache: KVCache, num_slots: int) -> KVCache:
+  """The cache with empty windows of so many slots in its recurrent layers."""
+  resized = {
+    layer: one.with_window(num_slots) for layer, one in cache.recurrent.items()
+  }
+  return cache.replace(recurrent=resized)
+
+
 def write_hidden(
   cache: KVCache | None, layer: int, states: jax.Array
 ) -> KVCache | None:
@@ -391,6 +407,16 @@ def rewind(cache: KVCache, length: jax.typing.ArrayLike) -> KVCache:
   }
   marked = jnp.where(stays | to_mark, cache.marked, 0)
   return cache.replace(length=left, recurrent=back, marked=marked)
+
+
+def mark(cache: KVCache) -> KVCache:
+  """Marks the states of recurrent layers, so that `rewind` finds them."""
+  if not cache.recurrent:
+    return cache
+  marks = {
+    layer: one.replace(mark=one.state) for layer, one in cache.recurrent.items()
+  }
+  return cache.replace(recurrent=marks, marked=cache.length)
 
 
 def _gathered(slots: jax.Array, offsets: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from specdec import adjusters as adjusters_lib
-from specdec import hidden as hidden_lib
+from specdec import carried as carried_lib
 from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
 from specdec.tree import topology as topology_lib
@@ -21,9 +21,8 @@ class StepContext(flax.struct.PyTreeNode):
   tokens: jax.Array  #: `[B, T]` int32, the text so far.
   length: jax.Array  #: `[B]` int32, its lengths; the root is the last token.
   active: jax.Array  #: `[B]` bool, rows that are not done.
-  sampling: (
-    sampling_lib.SamplingParams
-  )  #: The parameters, of target and drafts alike.
+  #: The parameters, of target and drafts alike.
+  sampling: sampling_lib.SamplingParams
   randomness: randomness_lib.Randomness  #: The randomness of the step.
   #: The shape of the tree; static.
   shape: topology_lib.TreeShape | topology_lib.Topology = flax.struct.field(
@@ -39,9 +38,7 @@ class StepContext(flax.struct.PyTreeNode):
   carried: tuple[Any, ...] = ()  #: The states of the adjusters after the texts.
   #: The target's hidden states at the D + 1 tokens before the root, if it keeps
   #: any.
-  hidden: hidden_lib.HiddenStates = flax.struct.field(
-    default_factory=hidden_lib.HiddenStates
-  )
+  hidden: carried_lib.HiddenStates = carried_lib.HiddenStates()
 
   def root_trees(self) -> tree_lib.TokenTree:
     """Trees of the last tokens alone, `[B, M]` per field."""

@@ -17,9 +17,7 @@ from specdec import adjusters as adjusters_lib
 from specdec import arguments as arguments_lib
 from specdec import memory
 from specdec import model as model_lib
-from specdec import padding
 from specdec import sampling as sampling_lib
-from specdec import sampling_arguments
 from specdec import step as step_lib
 from specdec import watchers as watchers_lib
 from specdec.draft import drafter as drafter_lib
@@ -239,10 +237,10 @@ def prepare(
   check_drafter(target, drafter)
   check_stop(stop, num_rows, vocab_size)
   check_constraint(constraint, num_rows, vocab_size)
-  params = sampling_arguments.to_params(sampling, num_rows, vocab_size)
+  params = arguments_lib.to_params(sampling, num_rows, vocab_size)
   threshold = to_break_even(options.get('break_even'))
   config = step_lib.DecodeConfig(
-    max_new_tokens=padding.padded_room(prompts.room),
+    max_new_tokens=arguments_lib.padded_room(prompts.room),
     rule=rules_lib.to_rule(
       options.get('verify', 'match'), options.get('children'), drafter
     ),

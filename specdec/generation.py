@@ -15,7 +15,6 @@ from specdec import decode_options
 from specdec import hosts
 from specdec import loop
 from specdec import model as model_lib
-from specdec import padding
 from specdec import statistics as statistics_lib
 from specdec import step as step_lib
 from specdec import watchers as watchers_lib
@@ -157,7 +156,7 @@ class Decoding:
     limits, room = arguments_lib.to_limits(
       prompts, max_new_tokens, room_for_new_tokens, spec.max_positions
     )
-    padded, lengths = padding.pad(prompts)
+    padded, lengths = arguments_lib.pad(prompts)
     self._target, self._drafter = target, drafter
     self._request, self._config = decode_options.prepare(
       target,
@@ -237,7 +236,7 @@ class Decoding:
           f' exceed the {num_slots} slots of this decode; begin another, with a'
           ' larger room_for_new_tokens'
         )
-    tokens, lengths = padding.pad(prompts, num_slots)
+    tokens, lengths = arguments_lib.pad(prompts, num_slots)
     self._request = self._request.replace(
       prompt_length=jnp.asarray(lengths), limit=jnp.asarray(limits)
     )

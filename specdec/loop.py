@@ -23,14 +23,12 @@ from specdec import adjusters as adjusters_lib
 from specdec import cache as cache_lib
 from specdec import carried as carried_lib
 from specdec import fallback as fallback_lib
-from specdec import hidden as hidden_lib
 from specdec import mappings
 from specdec import model as model_lib
 from specdec import sampling as sampling_lib
 from specdec import statistics as statistics_lib
 from specdec import step as step_lib
 from specdec import total as total_lib
-from specdec import watchers as watchers_lib
 from specdec.draft import drafter as drafter_lib
 from specdec.draft import stages as stages_lib
 from specdec.tree import tree as tree_lib
@@ -66,13 +64,38 @@ def _reason(request: step_lib.Request) -> jax.Array:
   )
 
 
-def _start(
+def _caught_up(
+  drafter: drafter_lib.Drafter, state: step_lib.DecodeState
+) -> step_lib.DecodeState:
+  """The stages read what plain steps decoded, unless the next one is plain."""
+  fallback = state.fallback
+  reads = fallback.behind & fallback.speculating
+  texts = carried_lib.Texts(
+    tokens=state.tokens,
+    length=jnp.where(reads, state.length, 0),
+    num_slots=state.tokens.shape[1],
+    kept=state.length,
+    hidden=carried_lib.of_text(state.target.cache),
+  )
+  return state.replace(
+    stages=stages_lib.restart(drafter, state.stages, texts),
+    fallback=fallback.replace(behind=fallback.behind & ~reads),
+  )
+
+
+# Steps done, and the state.
+_Carry = tuple[jax.Array, step_lib.DecodeState]
+
+
+@mappings.jit(static_argnames='config')
+def start(
   target: model_lib.LanguageModel,
   drafter: drafter_lib.Drafter,
   request: step_lib.Request,
   *,
   config: step_lib.DecodeConfig,
 ) -> step_lib.DecodeState:
+  """The state before the first step, prompts in the caches; see `decode`."""
   batch_size, prompt_bucket = request.prompt.shape
   num_slots = prompt_bucket + config.max_new_tokens
   padding = ((0, 0), (0, config.max_new_tokens))
@@ -92,11 +115,9 @@ def _start(
   texts = carried_lib.Texts(request.prompt, request.prompt_length, num_slots)
   # Rows that are done are computed until the batch ends, so the cache has N
   # slots more than tokens.
-  read = model_lib.start(
-    target.spec, target.read, texts, window_size=drafter.shape.num_nodes
-  )
-  texts = texts.replace(hidden=hidden_lib.of_text(read.cache))
-  return step_lib.DecodeState(
+  read = model_lib.start(target, texts, window_size=drafter.shape.num_nodes)
+  texts = texts.replace(hidden=carried_lib.of_text(read.cache))
+  state = step_lib.DecodeState(
     tokens=tokens,
     origins=jnp.zeros_like(tokens),
     length=request.prompt_length,
@@ -105,37 +126,16 @@ def _start(
     stages=stages_lib.start(
       drafter, texts, target.spec.vocab_size if draws else 0
     ),
-    adjusters=adjusters_lib.start(request.adjusters, texts),
-    watchers=watchers_lib.start(request.watchers, texts),
+    adjusters=carried_lib.start(request.adjusters, texts),
+    watchers=carried_lib.start(request.watchers, texts),
     counters=statistics_lib.init_counters(batch_size, drafter.max_depth),
     fallback=fallback_lib.init_fallback(),
   )
+  return target.spec.place(state)
 
 
-def _caught_up(
-  drafter: drafter_lib.Drafter, state: step_lib.DecodeState
-) -> step_lib.DecodeState:
-  """The stages read what plain steps decoded, unless the next one is plain."""
-  fallback = state.fallback
-  reads = fallback.behind & fallback.speculating
-  texts = carried_lib.Texts(
-    tokens=state.tokens,
-    length=jnp.where(reads, state.length, 0),
-    num_slots=state.tokens.shape[1],
-    kept=state.length,
-    hidden=hidden_lib.of_text(state.target.cache),
-  )
-  return state.replace(
-    stages=stages_lib.restart(drafter, state.stages, texts),
-    fallback=fallback.replace(behind=fallback.behind & ~reads),
-  )
-
-
-# Steps done, and the state.
-_Carry = tuple[jax.Array, step_lib.DecodeState]
-
-
-def _advance(
+@mappings.jit(static_argnames='config', donate_argnames=('state',))
+def advance(
   target: model_lib.LanguageModel,
   drafter: drafter_lib.Drafter,
   request: step_lib.Request,
@@ -145,6 +145,12 @@ def _advance(
   *,
   config: step_lib.DecodeConfig,
 ) -> step_lib.DecodeState:
+  """Steps of all rows that are not done; see `decode`.
+
+  At most `num_steps`, and none once `num_done` rows or more are done. The
+  state, from `start` or `advance`, is consumed: its buffers are used again.
+  """
+
   def goes_on(carry: _Carry) -> jax.Array:
     steps_done, state = carry
     return (jnp.sum(state.done) < num_done) & (steps_done < num_steps)
@@ -177,41 +183,9 @@ def _advance(
   carry = (jnp.zeros((), jnp.int32), state)
   # A plain drafter has nothing to fall back from.
   if not (config.fallback and drafter.stages):
-    return repeat(drafter, carry)[1]
-  return lax.while_loop(goes_on, alternate, carry)[1]
-
-
-@mappings.jit(static_argnames='config')
-def start(
-  target: model_lib.LanguageModel,
-  drafter: drafter_lib.Drafter,
-  request: step_lib.Request,
-  *,
-  config: step_lib.DecodeConfig,
-) -> step_lib.DecodeState:
-  """The state before the first step, prompts in the caches; see `decode`."""
-  return target.spec.place(_start(target, drafter, request, config=config))
-
-
-@mappings.jit(static_argnames='config', donate_argnames=('state',))
-def advance(
-  target: model_lib.LanguageModel,
-  drafter: drafter_lib.Drafter,
-  request: step_lib.Request,
-  state: step_lib.DecodeState,
-  num_steps: jax.typing.ArrayLike,
-  num_done: jax.typing.ArrayLike,
-  *,
-  config: step_lib.DecodeConfig,
-) -> step_lib.DecodeState:
-  """Steps of all rows that are not done; see `decode`.
-
-  At most `num_steps`, and none once `num_done` rows or more are done. The
-  state, from `start` or `advance`, is consumed: its buffers are used again.
-  """
-  state = _advance(
-    target, drafter, request, state, num_steps, num_done, config=config
-  )
+    _, state = repeat(drafter, carry)
+  else:
+    _, state = lax.while_loop(goes_on, alternate, carry)
   return target.spec.place(state)
 
 
@@ -229,8 +203,8 @@ def _restarted(
   """
   length, (num_rows, num_slots) = request.prompt_length, tokens.shape
   texts = carried_lib.Texts(tokens, length, num_slots, kept)
-  read, _ = model_lib.restart(target.spec, target.read, state.target, texts)
-  texts = texts.replace(hidden=hidden_lib.of_text(read.cache))
+  read, _ = model_lib.restart(target, state.target, texts)
+  texts = texts.replace(hidden=carried_lib.of_text(read.cache))
   stages = stages_lib.restart(drafter, state.stages, texts)
   counters = stages_lib.init_stage_counters(num_rows)
   depth = state.counters.emitted_histogram.shape[1] - 1
@@ -280,8 +254,8 @@ def extend(
   state = _restarted(target, drafter, request, state, tokens, kept)
   texts = carried_lib.Texts(tokens, length, tokens.shape[1])
   state = state.replace(
-    adjusters=adjusters_lib.start(request.adjusters, texts),
-    watchers=watchers_lib.start(request.watchers, texts),
+    adjusters=carried_lib.start(request.adjusters, texts),
+    watchers=carried_lib.start(request.watchers, texts),
     # The account of how well the drafter does is kept.
     fallback=state.fallback.replace(
       plain_steps=total_lib.Total.zeros(), behind=jnp.zeros((), bool)
@@ -358,8 +332,8 @@ def insert(
     num_slots=num_slots,
   )
   inserted = inserted.replace(
-    adjusters=_row(adjusters_lib.start(request.adjusters, texts), row),
-    watchers=_row(watchers_lib.start(request.watchers, texts), row),
+    adjusters=_row(carried_lib.start(request.adjusters, texts), row),
+    watchers=_row(carried_lib.start(request.watchers, texts), row),
   )
   request = request.replace(
     **{
@@ -423,10 +397,10 @@ def decode(
   every drafter gives the target's tokens exactly; under the other rules, tokens
   of the target's distribution. `PLAIN` is plain decoding.
   """
-  state = _start(target, drafter, request, config=config)
+  # As parts of one program.
+  state = start.__wrapped__(target, drafter, request, config=config)
   num_rows = request.prompt.shape[0]
-  return result_of(
-    _advance(
-      target, drafter, request, state, ALL_STEPS, num_rows, config=config
-    )
+  state = advance.__wrapped__(
+    target, drafter, request, state, ALL_STEPS, num_rows, config=config
   )
+  return result_of(state)

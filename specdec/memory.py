@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from specdec import cached_states as states_lib
+from specdec import cache as cache_lib
 from specdec import model as model_lib
 from specdec import sampling as sampling_lib
 from specdec import step as step_lib
@@ -64,7 +64,7 @@ def check_fits(parts: dict[str, int]) -> None:
 
 def _recurrent_bytes(spec: model_lib.NetworkSpec, window: int) -> int:
   """Bytes of the recurrent layers of a row, with a window of so many slots."""
-  empty = lambda: states_lib.with_window(spec.init_cache(1, 1), window)
+  empty = lambda: cache_lib.with_window(spec.init_cache(1, 1), window)
   leaves = jax.tree.leaves(jax.eval_shape(empty).recurrent)
   return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 

@@ -28,24 +28,12 @@ from jax import lax
 import jax.numpy as jnp
 
 from specdec import cache as cache_lib
-from specdec import cached_states as states_lib
 from specdec import carried as carried_lib
 from specdec import context as context_lib
 from specdec.tree import tree as tree_lib
 
 # Tokens that one forward of `restart` reads at least.
 _READ_SIZE = 32
-
-
-def _anywhere(tree: Any) -> Any:
-  return tree
-
-
-Read = Callable[
-  [jax.Array, jax.Array, jax.Array, cache_lib.KVCache], cache_lib.KVCache
-]
-"""`(tokens [B, L], positions [B, L], mask [B, L, S], cache) -> cache`: one
-forward that writes the entries of its tokens to the cache."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +56,7 @@ class NetworkSpec:
   parameters: int = 0
   #: Fixes where the arrays of a pytree lie that is carried from program to
   #: program; their first axis, if any, is that of the rows.
-  place: Callable[[Any], Any] = _anywhere
+  place: Callable[[Any], Any] = lambda tree: tree
   #: The devices that rows are divided among where they are a multiple of it,
   #: and those that each row of the cache is.
   row_shards: int = 1
@@ -106,6 +94,21 @@ class Network(flax.struct.PyTreeNode):
     """One forward, see `ModelSpec.apply`."""
     raise NotImplementedError
 
+  def read(
+    self,
+    hidden: carried_lib.HiddenStates,
+    tokens: jax.Array,
+    positions: jax.Array,
+    mask: jax.Array,
+    cache: cache_lib.KVCache,
+  ) -> cache_lib.KVCache:
+    """Writes text to the cache; heads make entries of the target's `hidden`.
+
+    By default `apply` without logits: XLA removes what computes them.
+    """
+    del hidden
+    return self.apply(tokens, positions, mask, cache)[1]
+
 
 class LanguageModel(Network):
   """A language model with its weights."""
@@ -125,16 +128,6 @@ class LanguageModel(Network):
     """One forward, see `ModelSpec.apply`."""
     with jax.named_scope('forward'):  # the name in profiles and compiled text
       return self.spec.apply(self.params, tokens, positions, mask, cache)
-
-  def read(
-    self,
-    tokens: jax.Array,
-    positions: jax.Array,
-    mask: jax.Array,
-    cache: cache_lib.KVCache,
-  ) -> cache_lib.KVCache:
-    """`apply` without logits: XLA removes the head, whose result is unused."""
-    return self.apply(tokens, positions, mask, cache)[1]
 
   def logits(self, tokens: jax.Array) -> jax.Array:
     """`[B, L, V]` float32 logits after each of `tokens [B, L]`, causally."""
@@ -169,8 +162,19 @@ class ModelState(flax.struct.PyTreeNode):
   used: jax.Array  #: `[]` int32, slots of the window in use.
 
 
+class NetworkState(flax.struct.PyTreeNode):
+  """State of a scorer that has more than that of its network."""
+
+  model: ModelState  #: The state of the network.
+
+  @property
+  def cache(self) -> cache_lib.KVCache:
+    """The cache of the network."""
+    return self.model.cache
+
+
 def start(
-  spec: NetworkSpec, read: Read, texts: carried_lib.Texts, *, window_size: int
+  network: Network, texts: carried_lib.Texts, *, window_size: int
 ) -> ModelState:
   """The state of a network that has read the texts, all but their last tokens.
 
@@ -178,12 +182,11 @@ def start(
   the text. Nothing is computed if P is 0.
 
   Args:
-    spec: of the network.
-    read: its forward.
+    network: the network.
     texts: the texts.
     window_size: slots for what is scored in one step.
   """
-  tokens = texts.tokens
+  spec, tokens = network.spec, texts.tokens
   batch_size = tokens.shape[0]
   num_slots = texts.num_slots + window_size
   num_slots += -num_slots % spec.slot_multiple
@@ -192,12 +195,12 @@ def start(
     # Their states cannot go back, so the last chunk needs room behind the text.
     size = max(window_size, _READ_SIZE)
     cache = spec.init_cache(batch_size, texts.num_slots + size)
-    cache = states_lib.with_window(cache, window_size)
+    cache = cache_lib.with_window(cache, window_size)
     if tokens.shape[1]:
-      cache, _ = _read_on(spec, read, cache, texts, size)
+      cache, _ = _read_on(network, cache, texts, size)
   else:
     if tokens.shape[1]:
-      cache = read(tokens, *_causal(tokens, cache), cache)
+      cache = network.read(texts.hidden, tokens, *_causal(tokens, cache), cache)
     cache = cache_lib.advance(cache, texts.length - 1)
   return ModelState(
     cache=cache,
@@ -427,7 +430,7 @@ def keep(state: ModelState, added: carried_lib.Added) -> ModelState:
 
 
 def restart(
-  spec: NetworkSpec, read: Read, state: ModelState, texts: carried_lib.Texts
+  network: Network, state: ModelState, texts: carried_lib.Texts
 ) -> tuple[ModelState, jax.Array]:
   """Between steps: feeds the text that the cache lacks, all but the root.
 
@@ -435,8 +438,7 @@ def restart(
   lengths.
 
   Args:
-    spec: of the network.
-    read: its forward.
+    network: the network.
     state: its state.
     texts: the texts, with `kept`.
 
@@ -446,20 +448,19 @@ def restart(
   assert texts.kept is not None
   cache = cache_lib.rewind(state.cache, texts.kept)
   size = min(max(state.window.shape[1], _READ_SIZE), cache.num_slots)
-  cache, forwards = _read_on(spec, read, cache, texts, size)
+  cache, forwards = _read_on(network, cache, texts, size)
   return state.replace(cache=cache), forwards
 
 
 def _read_on(
-  spec: NetworkSpec,
-  read: Read,
+  network: Network,
   cache: cache_lib.KVCache,
   texts: carried_lib.Texts,
   size: int,
 ) -> tuple[cache_lib.KVCache, jax.Array]:
   """Reads what the cache lacks of texts in chunks; see `restart`."""
   num_slots = cache.num_slots
-  end = jnp.minimum(texts.length - 1, spec.max_positions)
+  end = jnp.minimum(texts.length - 1, network.spec.max_positions)
   at = jax.vmap(tree_lib.pick)
   windows = {one.num_slots for one in cache.recurrent.values()}
 
@@ -474,11 +475,12 @@ def _read_on(
     start = begun.length
     positions = start[:, None] + jnp.arange(size)[None]
     mask = cache_lib.causal_mask(start, size, num_slots)
-    fed = read(at(texts.tokens, positions), positions, mask, begun)
+    tokens = at(texts.tokens, positions)
+    fed = network.read(texts.hidden, tokens, positions, mask, begun)
     length = jnp.maximum(cache.length, jnp.minimum(end, start + size))
     read_on = cache_lib.advance(fed, length - start)
     for window in windows:  # One, if there are recurrent layers.
-      read_on = states_lib.with_window(read_on, window)
+      read_on = cache_lib.with_window(read_on, window)
     return forwards + 1, read_on
 
   forwards, cache = lax.while_loop(
@@ -486,4 +488,4 @@ def _read_on(
     feed,
     (jnp.zeros((), jnp.int32), cache),
   )
-  return states_lib.mark(cache), forwards
+  return cache_lib.mark(cache), forwards

@@ -122,7 +122,7 @@ class Sampling:
 
 
 class SamplingParams(flax.struct.PyTreeNode, kw_only=True):
-  """`Sampling` as arrays, made by `sampling_arguments.to_params`."""
+  """`Sampling` as arrays, made by `arguments.to_params`."""
 
   temperature: jax.Array  #: `[B]` float32.
   logit_bias: jax.Array | None = None  #: `[V]` or `[B, V]` float32, or None.
@@ -258,14 +258,9 @@ def _top_p_threshold(
   """The smallest logit that top-p keeps, `[..., 1]` float32.
 
   A token is kept if all likelier ones together have less than top_p; from a
-  `top_p [..., 1]` of 1 on all are kept.
-
-  Args:
-    candidates: gives logits `[..., V]` float32, at most 0; -inf is left out.
-      It is called where they are read: what a branch is given is written to
-      memory.
-    ranked: `[..., n]` float32, the n largest of them, in descending order.
-    top_p: `[..., 1]` float32.
+  `top_p [..., 1]` of 1 on all are kept. The logits `[..., V]` of candidates,
+  `ranked [..., n]` the largest of them, are at most 0. They are called for
+  where they are read: what a branch is given is written to memory.
   """
   with jax.enable_x64(True):
     weights = jnp.exp(candidates())

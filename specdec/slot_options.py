@@ -13,7 +13,6 @@ import numpy as np
 
 from specdec import arguments as arguments_lib
 from specdec import sampling as sampling_lib
-from specdec import sampling_arguments
 from specdec import step as step_lib
 from specdec import watchers as watchers_lib
 from specdec.text import automaton as automaton_lib
@@ -27,7 +26,7 @@ def _row_params(
   sampling: sampling_lib.Sampling, num_rows: int, vocab_size: int
 ) -> sampling_lib.SamplingParams:
   """The parameters, with a `logit_bias` per row if there is one."""
-  params = sampling_arguments.to_params(sampling, num_rows, vocab_size)
+  params = arguments_lib.to_params(sampling, num_rows, vocab_size)
   bias = params.logit_bias
   if bias is not None and bias.ndim == 1:
     bias = jnp.broadcast_to(bias, (num_rows, vocab_size))

@@ -27,7 +27,6 @@ from specdec import generation as generation_lib
 from specdec import hosts
 from specdec import loop
 from specdec import model as model_lib
-from specdec import padding
 from specdec import sampling as sampling_lib
 from specdec import slot_options
 from specdec import step as step_lib
@@ -50,12 +49,7 @@ class _Slot:
     return self.num_read == self.prompt_length
 
   def read(self, most: int) -> tuple[step_lib.Request, np.int32]:
-    """Goes on by at most so many tokens.
-
-    Returns:
-      What `insert` takes: the request for the text up to there, and how many
-      tokens of it were read before.
-    """
+    """Goes on by at most so many tokens: `new` and `kept` of `loop.insert`."""
     kept, length = self.num_read, self.prompt_length
     self.num_read = min(kept + most, length)
     request = self.request.replace(
@@ -63,25 +57,6 @@ class _Slot:
       limit=self.request.limit if self.is_read else np.array([0], np.int32),
     )
     return request, np.int32(kept)
-
-
-def _slot_of(
-  ids: list[int],
-  rng_key: jax.Array,
-  limit: int,
-  params: sampling_lib.SamplingParams,
-  num_tokens: int,
-) -> _Slot:
-  """A prompt that is not read yet; `num_tokens` are the size of the buffers."""
-  tokens, lengths = padding.pad([ids], num_tokens)
-  request = step_lib.Request(
-    prompt=jnp.asarray(tokens),
-    prompt_length=jnp.asarray(lengths),
-    limit=jnp.array([limit], jnp.int32),
-    row_keys=rng_key.reshape(1),
-    sampling=params,
-  )
-  return _Slot(request, len(ids))
 
 
 def _checked_prompt(
@@ -227,9 +202,15 @@ class Slots:
     self._request, self._state = self._options.assign(
       self._request, self._state, row, eos_ids, automaton
     )
-    self._slots[row] = _slot_of(
-      ids, rng_key, max_new_tokens, params, self._state.tokens.shape[1]
+    tokens, lengths = arguments_lib.pad([ids], self._state.tokens.shape[1])
+    own = step_lib.Request(
+      prompt=jnp.asarray(tokens),
+      prompt_length=jnp.asarray(lengths),
+      limit=jnp.array([max_new_tokens], jnp.int32),
+      row_keys=rng_key.reshape(1),
+      sampling=params,
     )
+    self._slots[row] = _Slot(own, len(ids))
     return row
 
   def _read_prompts(self, most: int) -> bool:

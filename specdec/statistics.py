@@ -148,9 +148,8 @@ class Statistics:
   costs: Mapping[str, Mapping[str, float]]
   #: Time of decoding with the prompt, without compiling; of timed decodes.
   seconds: float | None = None
-  tokens_per_second: float | None = (
-    None  #: All rows together; timed decodes have it.
-  )
+  #: All rows together; timed decodes have it.
+  tokens_per_second: float | None = None
   compile_seconds: float | None = None  #: Timed decodes have it.
 
   def __post_init__(self) -> None:
@@ -183,21 +182,16 @@ def _reads(
   new_tokens: np.ndarray,
 ) -> dict[str, dict[str, int]]:
   """`Statistics.reads`; counters, also those of stages, are on the host."""
-  count = lambda forwards, slots, rows: {
-    'forwards': int(forwards),
-    'slots': int(slots.sum()),
-    'rows': int(rows.sum()),
-  }
-  return {
-    'plain': plain_reads(prompt_lengths, new_tokens),
-    'target': count(
-      counters.steps, counters.slots_read, counters.target_forwards
-    ),
-  } | {
-    stage.name: count(
-      counted.forwards, counted.slots_read, counted.row_forwards
-    )
-    for stage, counted in stages
+  counted = {'target': (counters.steps, counters.target_forwards, counters)}
+  for stage, own in stages:
+    counted[stage.name] = own.forwards, own.row_forwards, own
+  return {'plain': plain_reads(prompt_lengths, new_tokens)} | {
+    name: {
+      'forwards': int(forwards),
+      'slots': int(own.slots_read.sum()),
+      'rows': int(rows.sum()),
+    }
+    for name, (forwards, rows, own) in counted.items()
   }
 
 

@@ -19,7 +19,6 @@ from specdec import adjusters as adjusters_lib
 from specdec import carried as carried_lib
 from specdec import context as context_lib
 from specdec import fallback as fallback_lib
-from specdec import hidden as hidden_lib
 from specdec import model as model_lib
 from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
@@ -77,9 +76,8 @@ class DecodeState(flax.struct.PyTreeNode):
   length: jax.Array  #: `[B]` int32, the number of valid tokens.
   reason: jax.Array  #: `[B]` int32, why the row is done, see `verify.accept`.
   target: model_lib.ModelState  #: The state of the target.
-  stages: tuple[
-    stages_lib.StageState, ...
-  ]  #: The states of the drafter's stages.
+  #: The states of the drafter's stages.
+  stages: tuple[stages_lib.StageState, ...]
   adjusters: tuple[Any, ...]  #: The states of the request's adjusters.
   watchers: tuple[Any, ...]  #: The states of the request's watchers.
   counters: statistics_lib.Counters  #: The counters so far.
@@ -132,7 +130,7 @@ def step_context(
     adjusters=request.adjusters,
     carried=state.adjusters,
     # A longer path than this tree has may have been accepted before.
-    hidden=hidden_lib.before_root(
+    hidden=carried_lib.before_root(
       state.target.cache,
       state.length,
       state.counters.emitted_histogram.shape[1],

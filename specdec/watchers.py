@@ -135,13 +135,6 @@ def make_watchers(
   return tuple(watchers)
 
 
-def start(
-  watchers: tuple[Watcher, ...], texts: carried_lib.Texts
-) -> tuple[Any, ...]:
-  """The states of all watchers after texts."""
-  return tuple(watcher.start(texts) for watcher in watchers)
-
-
 def observe(
   watchers: tuple[Watcher, ...], states: tuple[Any, ...], seen: Observation
 ) -> tuple[jax.Array, tuple[Any, ...]]:

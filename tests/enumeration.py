@@ -22,15 +22,14 @@ import tiny_drafters
 from models.nn import table_model
 import specdec
 from specdec import adjusters as adjusters_lib
+from specdec import arguments as arguments_lib
 from specdec import cache as cache_lib
 from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
-from specdec import sampling_arguments
 from specdec.draft import head as head_lib
 from specdec.draft import ranking as ranking_lib
 from specdec.tree import topology as topology_lib
 from specdec.verify import rejection
-from specdec.verify import traversal
 
 PROMPT = 0
 
@@ -96,7 +95,7 @@ def params(
   values: dict, batch_size: int, vocab_size: int
 ) -> sampling_lib.SamplingParams:
   """Checked parameters, whose static part does not depend on their values."""
-  checked = sampling_arguments.to_params(
+  checked = arguments_lib.to_params(
     specdec.Sampling(**values), batch_size, vocab_size
   )
   return checked.replace(max_top_k=None)
@@ -553,7 +552,7 @@ def grown_law(worlds: Worlds, trees, length: int) -> np.ndarray:
 @functools.partial(quick_jit, static_argnames='children')
 def weigh(weight, target, draft, token, *, children):
   """By traversal: the weight of a child; if it is left, what remains."""
-  rule = traversal.TraversalRule(children)
+  rule = rejection.TraversalRule(children)
   given = weight[:, None] * target, draft, token
   _, chance = rule.enter(rejection.acceptance_probs(*given), weight)
   left = rule.weight_left(weight, *given[:2])

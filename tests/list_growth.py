@@ -11,9 +11,9 @@ import tiny_drafters
 
 from models.nn import table_model
 import specdec
+from specdec import arguments as arguments_lib
 from specdec import carried as carried_lib
 from specdec import hosts
-from specdec import sampling_arguments
 from specdec.draft import growth
 from specdec.draft import stages as stages_lib
 
@@ -118,7 +118,7 @@ def run(drafter, step):
   """Trees as lists; which nodes were scored, and forwards, by stage."""
   active, num_tokens = np.array(step.active), step.noise.shape[2]
   sampling = specdec.Sampling(temperature=step.temperature)
-  sampling = sampling_arguments.to_params(sampling, BATCH_SIZE, num_tokens)
+  sampling = arguments_lib.to_params(sampling, BATCH_SIZE, num_tokens)
   stages, tree = hosts.read(
     grown(drafter, *padded(step.texts), active, step.noise, sampling)
   )

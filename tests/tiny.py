@@ -22,8 +22,8 @@ from models.nn import llama_config
 from models.nn import mixtral as mixtral_lib
 from models.nn import rope as rope_lib
 import specdec
+from specdec import arguments as arguments_lib
 from specdec import sampling as sampling_lib
-from specdec import sampling_arguments
 
 VOCAB_SIZE = 48
 MAX_PROMPT = 32  # The longest of its bucket.
@@ -164,7 +164,7 @@ def sampling(*temperatures: float) -> specdec.Sampling:
 
 def sampling_params(*temperatures: float) -> sampling_lib.SamplingParams:
   """`sampling`, as `decode` takes it."""
-  return sampling_arguments.to_params(
+  return arguments_lib.to_params(
     sampling(*temperatures), len(temperatures), VOCAB_SIZE
   )
 

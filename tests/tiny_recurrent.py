@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models.nn import mixer
 import specdec
 from specdec import cache as cache_lib
-from specdec import cached_states as states_lib
 from specdec import recurrent as recurrent_lib
 
 _ROWS = 997  # Different states; hardly two paths have the same.
@@ -28,21 +28,19 @@ def _layer(batch_size):
 
 def _apply(params, tokens, positions, mask, cache):
   del positions
-  one, sees, first = states_lib.enter_window(
-    cache, 0, mask, _layer(len(tokens))
-  )
+  one, sees, first = mixer.enter_window(cache, 0, mask, _layer(len(tokens)))
   visit = lambda state, added: (added, _step(state, added)['hash'])
   added, hashes = recurrent_lib.walk(
     one, sees, first, {'token': tokens[..., None]}, visit
   )
-  one = states_lib.write_inputs(cache, one, added, first)
-  cache = states_lib.with_recurrent_layer(cache, 0, one)
+  one = mixer.write_inputs(cache, one, added, first)
+  cache = mixer.with_recurrent_layer(cache, 0, one)
   return params['logits'][hashes], cache
 
 
 def _init_cache(batch_size, num_slots):
   cache = cache_lib.init_empty_cache(batch_size, num_slots)
-  return states_lib.with_recurrent(cache, {0: _layer(batch_size)})
+  return cache_lib.with_recurrent(cache, {0: _layer(batch_size)})
 
 
 @functools.cache
@@ -96,7 +94,7 @@ def chunk(model, tokens, cache):
   mask = cache_lib.causal_mask(cache.length, size, cache.num_slots)
   logits, cache = model.apply(tokens, positions, mask, cache)
   cache = cache_lib.advance(cache, jnp.full_like(cache.length, size))
-  return logits, states_lib.with_window(cache, 0)
+  return logits, cache_lib.with_window(cache, 0)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -154,7 +152,7 @@ class Tree:
     return np.concatenate(found, axis=1)
 
 
-_with_window = jax.jit(states_lib.with_window, static_argnums=1)
+_with_window = jax.jit(cache_lib.with_window, static_argnums=1)
 
 
 @jax.jit

@@ -125,9 +125,7 @@ class Effort:
 def _read_prompts(
   target: model_lib.LanguageModel, texts, *, window_size: int
 ) -> cache_lib.KVCache:
-  state = model_lib.start(
-    target.spec, target.read, texts, window_size=window_size
-  )
+  state = model_lib.start(target, texts, window_size=window_size)
   return state.cache
 
 

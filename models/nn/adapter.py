@@ -21,7 +21,6 @@ from models.nn import matrices as matrices_lib
 from models.nn import sharding as sharding_lib
 from models.nn.cpu import ops
 from specdec import cache as cache_lib
-from specdec import cached_states as states_lib
 from specdec import model as model_lib
 from specdec import recurrent as recurrent_lib
 
@@ -204,7 +203,7 @@ def network_facts(
     )
     kept = dict.fromkeys(hidden, config.width)
     cache = cache_lib.with_hidden(cache, kept, dtype)
-    cache = states_lib.with_recurrent(cache, empty(batch_size))
+    cache = cache_lib.with_recurrent(cache, empty(batch_size))
     return layout.place(cache.replace(ops=cache_ops))
 
   head_parts = layout.parts('kv_heads')

@@ -327,15 +327,11 @@ def _spec(
   module: Any = lambda params: nnx.merge(graph, params['drafter'])
 
   def propose(
-    params: Any,
-    tokens: jax.Array,
-    positions: jax.Array,
-    mask: jax.Array,
-    cache: cache_lib.KVCache,
+    params: Any, tokens: jax.Array, *others: Any
   ) -> tuple[jax.Array, jax.Array, cache_lib.KVCache]:
     embedded = matrices_lib.take_rows(params['embedding'], tokens)
     drafter = module(params)
-    states, cache = drafter(embedded, positions, mask, cache)
+    states, cache = drafter(embedded, *others)
     found = drafter.scores(states, matrices_lib.computed(params['lm_head']))
     return layout.gather_vocabulary(found), states, cache
 

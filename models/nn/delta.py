@@ -16,13 +16,13 @@ from collections.abc import Callable
 import dataclasses
 import functools
 import types
+from typing import Unpack
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.nn import attention
 from models.nn import convolution
 from models.nn import grouped_query
 from models.nn import layers
@@ -168,36 +168,24 @@ class DeltaNet(mixer.Mixer):
   """A gated delta net."""
 
   def __init__(
-    self,
-    config: DeltaConfig,
-    layer: int,
-    *,
-    dtype: jax.typing.DTypeLike,
-    rngs: nnx.Rngs,
+    self, config: DeltaConfig, layer: int, **new: Unpack[layers.New]
   ):
     self.config = config
     self.layer = layer
     heads, width = config.value_heads, config.value_heads * config.value_width
-    make = functools.partial(
-      layers.Linear, config.width, dtype=dtype, rngs=rngs, use_bias=False
-    )
-    self.in_proj_qkv = make(config.mixed_width)
-    self.in_proj_z = make(width)
-    self.in_proj_b, self.in_proj_a = make(heads), make(heads)
+    make = functools.partial(layers.Linear, use_bias=False, **new)
+    self.in_proj_qkv = make(config.width, config.mixed_width)
+    self.in_proj_z = make(config.width, width)
+    self.in_proj_b = make(config.width, heads)
+    self.in_proj_a = make(config.width, heads)
     self.conv1d = convolution.Convolution(
-      config.mixed_width, config.conv_size, use_bias=False, rngs=rngs
+      config.mixed_width, config.conv_size, use_bias=False, rngs=new['rngs']
     )
     self.rate = nnx.Param(-jnp.ones(heads, jnp.float32))
     self.dt_bias = nnx.Param(jnp.ones(heads, jnp.float32))
     self.norm = layers.RMSNorm(config.value_width, config.norm_epsilon)
-    self.o_proj = layers.Linear(
-      width,
-      config.width,
-      dtype=dtype,
-      rngs=rngs,
-      use_bias=False,
-      stddev=layers.residual_stddev(config.num_layers),
-    )
+    stddev = layers.residual_stddev(config.num_layers)
+    self.o_proj = make(width, config.width, stddev=stddev)
 
   @property
   def projections(self) -> list[layers.Linear]:
@@ -262,20 +250,12 @@ class GatedAttention(grouped_query.Attention):
   """
 
   def __init__(
-    self,
-    config: DeltaConfig,
-    layer: int,
-    *,
-    dtype: jax.typing.DTypeLike,
-    rngs: nnx.Rngs,
+    self, config: DeltaConfig, layer: int, **new: Unpack[layers.New]
   ):
-    super().__init__(config, layer, dtype=dtype, rngs=rngs)
+    super().__init__(config, layer, **new)
+    outputs = 2 * config.num_heads * self.head_width
     self.q_proj = layers.Linear(
-      config.width,
-      2 * config.num_heads * self.head_width,
-      dtype=dtype,
-      rngs=rngs,
-      use_bias=config.qkv_bias,
+      config.width, outputs, use_bias=config.qkv_bias, **new
     )
 
   def __call__(
@@ -287,35 +267,26 @@ class GatedAttention(grouped_query.Attention):
     cache: cache_lib.KVCache | None,
     residual: jax.Array | None,
   ) -> tuple[jax.Array, cache_lib.KVCache | None]:
-    config, kernels = self.config, self.o_proj.is_packed
+    kernels = self.o_proj.is_packed
     linears = (self.q_proj, self.k_proj, self.v_proj)
     projected = layers.project(
       x, [one.parameters for one in linears], norm=norm
     )
     heads = projected.reshape(*x.shape[:2], -1, self.head_width)
-    both = heads[:, :, : 2 * config.num_heads]
-    others = heads[:, :, 2 * config.num_heads :]
+    both, others = jnp.split(heads, [2 * self.config.num_heads], axis=2)
     query, gate = both[:, :, ::2], both[:, :, 1::2]
+    parts = [
+      part.reshape(*x.shape[:2], -1)
+      for part in (query, *jnp.split(others, 2, axis=2))
+    ]
     if kernels:
-      heads = jnp.concatenate([query, others], axis=2)
-      out, cache = self._fused(
-        heads.reshape(*x.shape[:2], -1), rotation, mask, cache
-      )
+      projections = jnp.concatenate(parts, axis=-1)
+      out, cache = self._fused(projections, rotation, mask, cache)
     else:
-      key, value = jnp.split(others, 2, axis=2)
-      query, key = (
-        rope_lib.rotate(norm(one).swapaxes(1, 2), rotation).astype(self.dtype)
-        for norm, one in ((self.q_norm, query), (self.k_norm, key))
-      )
-      value = value.swapaxes(1, 2).astype(self.dtype)
-      out, cache = attention.self_attention(
-        query, key, value, mask, cache, self.layer, scale=self.scale
-      )
-      out = out.swapaxes(1, 2).reshape(*x.shape[:2], -1)
+      out, cache = self._composed(parts, rotation, mask, cache)
     gate = gate.reshape(out.shape)
     out = state_ops.gate(out, gate) if kernels else out * jax.nn.sigmoid(gate)
-    out = layers.project(out, [self.o_proj.parameters], residual=residual)
-    return out, cache
+    return self.o_proj(out, residual=residual), cache
 
 
 class Delta(nn_llama.Llama):

@@ -177,19 +177,19 @@ class Head(nnx.Module):
   def __call__(
     self,
     embedded: jax.Array,
-    states: jax.Array,
     positions: jax.Array,
     mask: jax.Array,
     cache: cache_lib.KVCache,
+    states: jax.Array,
   ) -> tuple[jax.Array, cache_lib.KVCache]:
     """States `[B, L, H]` that are fed back, and the cache.
 
     Args:
       embedded: `[B, L, H]` float32, embeddings of the tokens.
-      states: `[B, L, H]` float32, before the tokens.
       positions: `[B, L]` int32.
       mask: `[B, L, S]` bool, as of `models.nn.gpt2.GPT2`.
       cache: where keys and values are written.
+      states: `[B, L, H]` float32, before the tokens.
     """
     config = self.config
     seen, *others = nn_llama.of_layers(config, positions, mask)
@@ -225,16 +225,10 @@ def _spec(
   """
 
   def apply(
-    params: dict[str, Any],
-    tokens: jax.Array,
-    positions: jax.Array,
-    mask: jax.Array,
-    cache: cache_lib.KVCache,
-    states: jax.Array,
+    params: dict[str, Any], tokens: jax.Array, *others: Any
   ) -> tuple[jax.Array, cache_lib.KVCache]:
     embedded = matrices_lib.take_rows(params['embedding'], tokens)
-    module = nnx.merge(graph, params['head'])
-    return module(embedded, states, positions, mask, cache)
+    return nnx.merge(graph, params['head'])(embedded, *others)
 
   def logits(params: dict[str, Any], states: jax.Array) -> jax.Array:
     states = nnx.merge(graph, params['head']).output(states)

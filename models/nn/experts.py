@@ -85,20 +85,10 @@ def _apply(
   x: jax.Array,
   counts: jax.Array,
 ) -> jax.Array:
-  """Applies each expert to its own rows.
+  """Applies each expert to its own of the rows `x [P + block, width]`.
 
-  A last block extends into the rows of the next expert, which overwrites them
-  later, and at the end into padding.
-
-  Args:
-    expert: the function that all experts compute.
-    block: number of rows computed at once.
-    weights: weights of each of the E experts.
-    x: `[P + block, width]`, P rows sorted by expert, then padding.
-    counts: `[E]` int32, rows of each expert; P in all.
-
-  Returns:
-    `[P + block, width]` float32; the padding is not meaningful.
+  These are sorted by expert, `counts [E]` of each, then padding. A last block
+  extends into the rows of the next expert, which overwrites them later.
   """
   out = jnp.zeros(x.shape, jnp.float32)
   starts = jnp.cumsum(counts) - counts

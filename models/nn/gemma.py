@@ -80,11 +80,8 @@ class Layer(nn_llama.Layer):
     """As the block of a Llama; `embedded` is `[B, L, layer_width]` float32."""
     x, cache = super().__call__(x, *args)
     if embedded is not None:
-      gate = layers.project(
-        x,
-        [self.per_layer_input_gate.parameters],
-        activation=self.config.activation,
-      )
+      activation = self.config.activation
+      gate = self.per_layer_input_gate(x, activation=activation)
       out = self.per_layer_projection(gate * embedded)
       x += layers.normalize(
         out,

@@ -32,9 +32,8 @@ class GPT2Config:
   """
 
   embedding: ClassVar[str] = 'wte'  # Name of the token embedding.
-  looked_up: ClassVar[str | None] = (
-    'wpe'  # Another one, of which rows are read.
-  )
+  # Another one, of which rows are read.
+  looked_up: ClassVar[str | None] = 'wpe'
   gated: ClassVar[bool] = False  # Whether feed-forward layers have a gate.
   num_experts = experts_per_token = 1
   state_layers: ClassVar[tuple[int, ...]] = ()  # No layer has a state.
@@ -93,7 +92,7 @@ class Attention(nnx.Module):
   def __call__(
     self, x: jax.Array, norm: layers.Norm, mask: jax.Array, cache: _Cache
   ) -> tuple[jax.Array, _Cache]:
-    projections = layers.project(x, [self.c_attn.parameters], norm=norm)
+    projections = self.c_attn(x, norm=norm)
     heads = self.config.num_heads, self.config.head_width
     if self.c_proj.is_packed:
       out, cache = attention.attend_projections(
@@ -115,7 +114,7 @@ class Attention(nnx.Module):
         query, key, value, mask, cache, self.layer, scale=self.scale
       )
       out = out.swapaxes(1, 2).reshape(x.shape)
-    return layers.project(out, [self.c_proj.parameters], residual=x), cache
+    return self.c_proj(out, residual=x), cache
 
 
 class FeedForward(nnx.Module):
@@ -130,10 +129,8 @@ class FeedForward(nnx.Module):
     self.c_proj = make(inner, width, stddev=stddev)
 
   def __call__(self, x: jax.Array, norm: layers.Norm) -> jax.Array:
-    inner = layers.project(
-      x, [self.c_fc.parameters], norm=norm, activation=self.activation
-    )
-    return layers.project(inner, [self.c_proj.parameters], residual=x)
+    inner = self.c_fc(x, norm=norm, activation=self.activation)
+    return self.c_proj(inner, residual=x)
 
 
 class Layer(nnx.Module):

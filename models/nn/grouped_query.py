@@ -1,5 +1,6 @@
 """Grouped-query self-attention of Llama and related models."""
 
+from collections.abc import Sequence
 import functools
 import math
 from typing import cast
@@ -81,17 +82,17 @@ class Attention(nnx.Module):
   ) -> tuple[jax.Array, _Cache]:
     # No kernel caps scores or has sinks.
     plain = self.config.score_cap is None and not self.config.sinks
-    fused = self.o_proj.is_packed and plain
-    if fused:
-      others = (self.k_proj, self.v_proj) if self.writes else ()
-      linears = [one.parameters for one in (self.q_proj, *others)]
-      rows = layers.project(x, linears, norm=norm)
+    others = (self.k_proj, self.v_proj) if self.writes else ()
+    linears = (self.q_proj, *others)
+    if self.o_proj.is_packed and plain:
+      matrices = [one.parameters for one in linears]
+      projections = layers.project(x, matrices, norm=norm)
+      out, cache = self._fused(projections, rotation, mask, cache)
     else:
       rows = layers.normalize(x, norm, kernels=self.o_proj.is_packed)
-    attend = self._fused if fused else self._composed
-    out, cache = attend(rows, rotation, mask, cache)
-    out = layers.project(out, [self.o_proj.parameters], residual=residual)
-    return out, cache
+      parts = [one(rows) for one in linears]
+      out, cache = self._composed(parts, rotation, mask, cache)
+    return self.o_proj(out, residual=residual), cache
 
   def _fused(
     self,
@@ -144,17 +145,19 @@ class Attention(nnx.Module):
 
   def _composed(
     self,
-    rows: jax.Array,
+    parts: Sequence[jax.Array],
     rotation: rope_lib.Rotation | None,
     mask: jax.Array,
     cache: _Cache,
   ) -> tuple[jax.Array, _Cache]:
-    query = self._normalized_heads(self.q_proj(rows), 'q_norm')
+    """By XLA; the parts are queries and, if it writes, keys and values."""
+    query, *entries = parts
+    query = self._normalized_heads(query, 'q_norm')
     query = rope_lib.rotate(query, rotation)
     if rotation is not None and rotation.query_scale is not None:
       query *= rotation.query_scale[:, None, :, None]
     query = query.astype(self.dtype)
-    key, value = self._entries(rows, rotation) if self.writes else (None, None)
+    key, value = self._entries(rotation, *entries) if entries else (None, None)
     out, cache = attention.self_attention(
       query,
       key,
@@ -166,16 +169,18 @@ class Attention(nnx.Module):
       cap=self.config.score_cap,
       sinks=self.sinks[...] if self.config.sinks else None,
     )
-    return out.swapaxes(1, 2).reshape(*rows.shape[:-1], -1), cache
+    return out.swapaxes(1, 2).reshape(parts[0].shape), cache
 
   def _entries(
-    self, rows: jax.Array, rotation: rope_lib.Rotation | None
+    self,
+    rotation: rope_lib.Rotation | None,
+    key: jax.Array,
+    value: jax.Array,
   ) -> tuple[jax.Array, jax.Array]:
-    """Keys and values of normalised rows."""
-    key = self._normalized_heads(self.k_proj(rows), 'k_norm')
-    key = rope_lib.rotate(key, rotation).astype(self.dtype)
-    value = self._normalized_heads(self.v_proj(rows), 'v_norm')
-    return key, value.astype(self.dtype)
+    """Keys and values as the cache has them."""
+    key = rope_lib.rotate(self._normalized_heads(key, 'k_norm'), rotation)
+    value = self._normalized_heads(value, 'v_norm')
+    return key.astype(self.dtype), value.astype(self.dtype)
 
   def write(
     self,
@@ -189,7 +194,7 @@ class Attention(nnx.Module):
       The cache.
     """
     if not self.o_proj.is_packed:
-      key, value = self._entries(rows, rotation)
+      key, value = self._entries(rotation, self.k_proj(rows), self.v_proj(rows))
       return cache_lib.write(cache, self.layer, key, value)
     # The kernel that attends writes, so that bits do not depend on the caller.
     linears = [self.k_proj.parameters, self.v_proj.parameters]

@@ -136,8 +136,9 @@ class Linear(nnx.Module):
     bias = None if self.bias is None else self.bias[...]
     return self.weight.get_value(), bias
 
-  def __call__(self, x: jax.Array) -> jax.Array:
-    return project(x, [self.parameters])
+  def __call__(self, x: jax.Array, **options: Any) -> jax.Array:
+    """See `project`, also for the options."""
+    return project(x, [self.parameters], **options)
 
 
 def _variance(x: jax.Array, mean: jax.Array) -> jax.Array:

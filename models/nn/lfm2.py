@@ -5,10 +5,10 @@ A convolution sees the inputs of three positions, so its state is two vectors
 """
 
 import dataclasses
+import functools
 import types
-from typing import Any
+from typing import Unpack
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
 
@@ -63,31 +63,16 @@ def _fold(
 class ShortConv(mixer.Mixer):
   """A gated short convolution."""
 
-  def __init__(
-    self,
-    config: Lfm2Config,
-    layer: int,
-    *,
-    dtype: jax.typing.DTypeLike,
-    rngs: nnx.Rngs,
-  ):
+  def __init__(self, config: Lfm2Config, layer: int, **new: Unpack[layers.New]):
     self.config = config
     self.layer = layer
-    options: dict[str, Any] = {
-      'dtype': dtype,
-      'rngs': rngs,
-      'use_bias': config.conv_bias,
-    }
-    self.in_proj = layers.Linear(config.width, 3 * config.width, **options)
+    width, bias = config.width, config.conv_bias
+    make = functools.partial(layers.Linear, width, use_bias=bias, **new)
+    self.in_proj = make(3 * width)
     self.conv = convolution.Convolution(
-      config.width, config.conv_size, use_bias=config.conv_bias, rngs=rngs
+      width, config.conv_size, use_bias=bias, rngs=new['rngs']
     )
-    self.o_proj = layers.Linear(
-      config.width,
-      config.width,
-      stddev=layers.residual_stddev(config.num_layers),
-      **options,
-    )
+    self.o_proj = make(width, stddev=layers.residual_stddev(config.num_layers))
 
   @property
   def projections(self) -> list[layers.Linear]:

@@ -54,8 +54,7 @@ class FeedForward(nnx.Module):
     inner = layers.project(
       x, linears, norm=norm, activation=self.activation, gated=True
     )
-    linears = [self.down_proj.parameters]
-    return layers.project(inner, linears, residual=residual)
+    return self.down_proj(inner, residual=residual)
 
 
 class Layer(nnx.Module):

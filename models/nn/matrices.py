@@ -74,16 +74,6 @@ Weight = jax.Array | Matrix
 """A matrix `[out, in]`: an array of floats, or one in another format."""
 
 
-class HostMatrix(Protocol):
-  """A matrix `[out, in]` on the host, as a checkpoint gives it."""
-
-  @property
-  def shape(self) -> tuple[int, ...]: ...
-
-  def packed(self) -> Any:
-    """The weights as the kernels read them, or as they are if they cannot."""
-
-
 def quantize_rows(rows: Any, xp: Any = jnp) -> tuple[Any, Any]:
   """Rounds each row to integers times a scale.
 
@@ -342,7 +332,7 @@ def _pack(values: np.ndarray, scale: np.ndarray) -> PackedMatrix:
 
 
 def _as_matrix(weight: Any) -> Any:
-  """A `Matrix` or `HostMatrix` as it is; an array with the methods of both."""
+  """A matrix as it is; an array with the methods of a `Matrix`."""
   is_array = isinstance(weight, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
   return FloatMatrix(weight) if is_array else weight
 
@@ -401,8 +391,8 @@ def take_rows(weight: Weight, index: jax.Array) -> jax.Array:
   return lax.platform_dependent(matrix, index, cuda=twice, default=take)
 
 
-def pack(weight: np.ndarray | HostMatrix) -> Any:
-  """A matrix on the host as the kernels read it, if they can."""
+def pack(weight: Any) -> Any:
+  """A matrix on the host as the kernels read it, or as it is if they cannot."""
   return _as_matrix(weight).packed()
 
 

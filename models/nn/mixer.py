@@ -7,18 +7,78 @@ from typing import Any
 
 from flax import nnx
 import jax
+from jax import lax
 import jax.numpy as jnp
 
 from models.nn import layers
 from models.nn import rope as rope_lib
 from specdec import cache as cache_lib
-from specdec import cached_states as states_lib
 from specdec import recurrent as recurrent_lib
 
 Write = Callable[
   [recurrent_lib.Recurrent, Mapping[str, jax.Array]], recurrent_lib.Recurrent
 ]
-"""`(layer, new inputs) -> layer`, see `cached_states.write_inputs`."""
+"""`(layer, new inputs) -> layer`, see `write_inputs`."""
+
+
+def enter_window(
+  cache: cache_lib.KVCache | None,
+  layer: int,
+  mask: jax.Array,
+  empty: recurrent_lib.Recurrent,
+) -> tuple[recurrent_lib.Recurrent, jax.Array, jax.Array]:
+  """A recurrent layer at the beginning of a forward over L tokens.
+
+  Args:
+    cache: the cache; without one (training), the L tokens are the whole text.
+    layer: a key of `KVCache.recurrent`.
+    mask: `[B, L, S]` bool over the slots of the cache, `[B, L, L]` without one.
+    empty: the layer before any token, used without a cache.
+
+  Returns:
+    The layer, `[B, L, T]` bool, the slots of the window that each token sees,
+    and `[B]` int32, the slot of the first one. A forward of T tokens or more
+    has a window of its own.
+  """
+  one = empty if cache is None else cache.recurrent[layer]
+  if mask.shape[1] >= one.num_slots:
+    one = one.with_window(mask.shape[1])
+  if cache is None:
+    return one, mask, jnp.zeros(mask.shape[0], jnp.int32)
+  window = lambda row, at: lax.dynamic_slice_in_dim(
+    row, at, one.num_slots, axis=1
+  )
+  sees = jax.vmap(window)(mask, cache.length)
+  return one, sees, cache.write_at - cache.length
+
+
+def write_inputs(
+  cache: cache_lib.KVCache | None,
+  one: recurrent_lib.Recurrent,
+  new: Mapping[str, jax.Array],
+  first: jax.Array,
+) -> recurrent_lib.Recurrent:
+  """Writes inputs `[B, L, width]` to the window, from slots `first [B]` on.
+
+  NaN and inf are written as zeros. Other inputs stay as they are.
+  """
+  inputs = dict(one.inputs)
+  for name, array in new.items():
+    array = cache_lib.finite(array)[:, None]
+    if array.shape[2] < one.num_slots:
+      assert cache is not None
+      array = cache.ops.write(inputs[name], array, first)
+    inputs[name] = array
+  return one.replace(inputs=inputs)
+
+
+def with_recurrent_layer(
+  cache: cache_lib.KVCache | None, layer: int, one: recurrent_lib.Recurrent
+) -> cache_lib.KVCache | None:
+  """The cache with another recurrent layer; None without a cache."""
+  if cache is None:
+    return None
+  return cache.replace(recurrent={**cache.recurrent, layer: one})
 
 
 class Mixer(nnx.Module):
@@ -55,7 +115,7 @@ class Mixer(nnx.Module):
   ) -> tuple[jax.Array, recurrent_lib.Recurrent]:
     """The result `[B, L, ...]` and the layer with the nodes.
 
-    `sees` and `first` are those of `cached_states.enter_window`.
+    `sees` and `first` are those of `enter_window`.
     """
     raise NotImplementedError
 
@@ -76,16 +136,15 @@ class Mixer(nnx.Module):
     mask = mask[:, :number]
     projected = layers.project(x, linears, norm=norm)[:, :number]
     empty = self.config.state_of_layer(x.shape[0], kernels=kernels)
-    one, sees, first = states_lib.enter_window(cache, self.layer, mask, empty)
+    one, sees, first = enter_window(cache, self.layer, mask, empty)
     if kernels:
       tree = recurrent_lib.parents(sees), first
       out, inputs = self.by_kernel(projected, one, tree)
       one = one.replace(inputs=inputs)
     else:
-      write = lambda one, new: states_lib.write_inputs(cache, one, new, first)
+      write = lambda one, new: write_inputs(cache, one, new, first)
       out, one = self.composed(projected, one, sees, first, write)
-    cache = states_lib.with_recurrent_layer(cache, self.layer, one)
+    cache = with_recurrent_layer(cache, self.layer, one)
     more = (0, 0), (0, x.shape[1] - out.shape[1]), (0, 0)
     out = jnp.pad(out, more)
-    out = layers.project(out, [self.o_proj.parameters], residual=residual)
-    return out, cache
+    return self.o_proj(out, residual=residual), cache

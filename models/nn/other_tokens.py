@@ -86,15 +86,6 @@ def _divided(array: jax.Array, number: int) -> jax.Array:
   return array.reshape(rows, heads, slots * number, width // number)
 
 
-def _read_one(apply: _Apply) -> _Apply:
-  """`apply` of a draft that reads every token as one of its own."""
-
-  def read(params: Any, parts: jax.Array, *others: Any) -> _Scores:
-    return apply(params, parts[:, :, 0], *others)
-
-  return read
-
-
 def _read_several(apply: _Apply, number: int) -> _Apply:
   """`apply` of a draft that reads a token as up to R of its own."""
 
@@ -148,14 +139,14 @@ def _init_several(init_cache: _InitCache, number: int) -> _InitCache:
 def _spec(
   own: model_lib.ModelSpec, vocab_size: int, number: int
 ) -> model_lib.ModelSpec:
-  if number == 1:
-    read, init = _read_one(own.apply), own.init_cache
-  else:
+  read, init = own.apply, own.init_cache
+  if number > 1:
     read = _read_several(own.apply, number)
     init = _init_several(own.init_cache, number)
 
   def apply(params: Any, tokens: jax.Array, *others: Any) -> _Scores:
     parts = params['parts'][tokens]
+    parts = parts if number > 1 else parts[:, :, 0]
     logits, cache = read(params['draft'], parts, *others)
     return matrices_lib.scatter_outputs(logits, params['same']), cache
 

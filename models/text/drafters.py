@@ -16,7 +16,7 @@ from specdec.draft import candidates
 from specdec.draft import drafter as drafter_lib
 from specdec.draft import head as head_lib
 from specdec.draft import language_model
-from specdec.draft import ngram as ngram_lib
+from specdec.draft import lookup
 from specdec.draft import prompt_tail
 from specdec.ngram import table as table_lib
 from specdec.tree import topology as topology_lib
@@ -26,7 +26,7 @@ DEMO_TABLE = pathlib.Path(__file__).parents[1] / 'demo' / 'ngram.safetensors'
 
 def _load_ngram(
   settings: settings_lib.DraftSettings, pair: pair_lib.Pair
-) -> ngram_lib.NGram:
+) -> lookup.NGram:
   """The n-gram table; ValueError if it was built with another tokenizer."""
   path = DEMO_TABLE if settings.ngram == 'demo' else settings.ngram
   table, provenance = table_lib.load_table(path)
@@ -44,7 +44,7 @@ def _load_ngram(
       ' one with scripts/build_ngram.py, or choose --inner=lookup'
     )
   table = jax.device_put(table, pair.layout.everywhere)
-  return ngram_lib.NGram(table.replace(vocab_size=vocab_size))
+  return lookup.NGram(table.replace(vocab_size=vocab_size))
 
 
 def _default_inner(

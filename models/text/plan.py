@@ -22,7 +22,7 @@ from models.checkpoints import checkpoint as checkpoint_lib
 from models.text import pair as pair_lib
 from models.text import settings as settings_lib
 from models.text import sources as sources_lib
-from specdec import padding
+from specdec import arguments as arguments_lib
 from specdec.draft import lookup as lookup_lib
 from specdec.text import text_files
 from specdec.text import whole_files
@@ -196,7 +196,7 @@ def expected_seconds(
     new_tokens: the largest limit of its rows. A text is expected to end earlier
       as often as those of the samples did.
   """
-  length, ends = padding.padded_length(prompt_length), plan.ends_per_token
+  length, ends = arguments_lib.padded_length(prompt_length), plan.ends_per_token
   tokens = (1 - (1 - ends) ** new_tokens) / ends if ends else new_tokens
   known = {0: 0.0} | way.reading_seconds
   *_, before, last = sorted(known)

@@ -32,7 +32,6 @@ from specdec import best as best_lib
 from specdec import cache as cache_lib
 from specdec import carried as carried_lib
 from specdec import context as context_lib
-from specdec import hidden as hidden_lib
 from specdec import model as model_lib
 from specdec import sampling as sampling_lib
 from specdec.draft import candidates as candidates_lib
@@ -92,36 +91,27 @@ class BlockDrafter(model_lib.Network):
       )
     return logits, cache
 
-  def reader(self, hidden: hidden_lib.HiddenStates) -> model_lib.Read:
-    """A function that reads text with the target's states `hidden`."""
-
-    def read(
-      tokens: jax.Array,
-      positions: jax.Array,
-      mask: jax.Array,
-      cache: cache_lib.KVCache,
-    ) -> cache_lib.KVCache:
-      del tokens, mask
-      states = hidden.at(positions, self.spec.reads)
-      return self.spec.read(self.params, states, positions, cache)
-
-    return read
+  def read(
+    self,
+    hidden: carried_lib.HiddenStates,
+    tokens: jax.Array,
+    positions: jax.Array,
+    mask: jax.Array,
+    cache: cache_lib.KVCache,
+  ) -> cache_lib.KVCache:
+    del tokens, mask
+    states = hidden.at(positions, self.spec.reads)
+    return self.spec.read(self.params, states, positions, cache)
 
 
-class BlockState(flax.struct.PyTreeNode):
-  """State of a block drafter, carried from forward to forward."""
+class BlockState(model_lib.NetworkState):
+  """State of a block drafter, whose cache holds text; no window is used."""
 
-  model: model_lib.ModelState  #: Its cache holds text; the window is not used.
   #: `[B, D, C]` int32 and float32, the candidates of each depth in this step,
   #: and their scores.
   tokens: jax.Array
   scores: jax.Array
   states: jax.Array  #: `[B, D, H]` float32, of each depth in this step.
-
-  @property
-  def cache(self) -> cache_lib.KVCache:
-    """The cache of the drafter."""
-    return self.model.cache
 
 
 class BlockScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
@@ -155,12 +145,8 @@ class BlockScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     """Reads the texts with the states of the target."""
     spec = self.drafter.spec
     rows = texts.tokens.shape[0]
-    model = model_lib.start(
-      spec,
-      self.drafter.reader(texts.hidden),
-      texts,
-      window_size=max(num_scored, spec.block_size),
-    )
+    size = max(num_scored, spec.block_size)
+    model = model_lib.start(self.drafter, texts, window_size=size)
     most = spec.num_candidates or spec.num_outputs
     number = min(self.num_candidates, most, spec.num_outputs)
     return BlockState(
@@ -175,10 +161,7 @@ class BlockScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
   ) -> tuple[BlockState, jax.Array]:
     """Reads the missing text, see `specdec.model.restart`."""
     del num_scored
-    read = self.drafter.reader(texts.hidden)
-    model, forwards = model_lib.restart(
-      self.drafter.spec, read, state.model, texts
-    )
+    model, forwards = model_lib.restart(self.drafter, state.model, texts)
     return state.replace(model=model), forwards
 
   def score(
@@ -211,18 +194,17 @@ class BlockScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     ranked = jnp.where(
       drafts[..., None], jnp.minimum(ranked, 0.0), sampling_lib.EXCLUDED
     )
-    forwards = is_first.astype(jnp.int32)
-    slots_read = jnp.where(is_first, state.cache.length, 0)
-    if ctx.rule.children == sampling_lib.BEST:
-      scores = candidates_lib.scores_of_few(
-        nodes, tokens, ranked, config.branching
-      )
-    else:
-      drawable = jnp.where(drafts[..., None], log_probs, sampling_lib.EXCLUDED)
-      scores = self._drawn(nodes, tokens, drawable, ranked, ctx, config)
-    scores = dataclasses.replace(
-      scores, forwards=forwards, slots_read=slots_read
+    scores = candidates_lib.scores_of_few(
+      nodes, tokens, ranked, config.branching
     )
+    scores = dataclasses.replace(
+      scores,
+      forwards=is_first.astype(jnp.int32),
+      slots_read=jnp.where(is_first, state.cache.length, 0),
+    )
+    if ctx.rule.children != sampling_lib.BEST:
+      drawable = jnp.where(drafts[..., None], log_probs, sampling_lib.EXCLUDED)
+      scores = self._drawn(scores, tokens, drawable, ctx, config)
     return scores, state
 
   def _forward(
@@ -233,8 +215,8 @@ class BlockScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     missing = ctx.length - 1 - cache.length
     # As many as any step may have added.
     new = cache.length[:, None] + jnp.arange(ctx.hidden.num_positions)[None]
-    read = self.drafter.reader(ctx.hidden)
-    cache = cache_lib.advance(read(new, new, new, cache), missing)
+    read = self.drafter.read(ctx.hidden, new, new, new, cache)
+    cache = cache_lib.advance(read, missing)
     root = jax.vmap(tree_lib.pick)(ctx.tokens, (ctx.length - 1)[:, None])
     block = (ctx.length.shape[0], spec.block_size)
     is_root = jnp.arange(spec.block_size)[None] == 0
@@ -280,15 +262,15 @@ class BlockScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
 
   def _drawn(
     self,
-    nodes: jax.Array,
+    scores: drafter_lib.Scores,
     tokens: jax.Array,
     log_probs: jax.Array,
-    ranked: jax.Array,
     ctx: context_lib.StepContext,
     config: drafter_lib.StageConfig,
   ) -> drafter_lib.Scores:
     """Children that are drawn among the candidates; see `draw_children`."""
     assert isinstance(ctx.shape, topology_lib.Topology)  # as rules check
+    nodes = scores.nodes
     places, drawn_log_probs, drawn_from = ranking_lib.draw_children(
       log_probs,
       nodes,
@@ -300,9 +282,6 @@ class BlockScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     )
     empty = jnp.zeros((*nodes.shape, self.drafter.spec.vocab_size))
     put = jax.vmap(jax.vmap(lambda row, at, probs: row.at[at].set(probs)))
-    scores = candidates_lib.scores_of_few(
-      nodes, tokens, ranked, config.branching
-    )
     return dataclasses.replace(
       scores,
       tokens=jnp.take_along_axis(tokens, places, axis=-1),

@@ -211,6 +211,21 @@ class _Policy:
     self, tree: tree_lib.TokenTree, scores: drafter_lib.Scores
   ) -> tree_lib.TokenTree:
     """The trees with the candidates of a stage."""
+    children = tree_lib.Children(
+      scores.nodes,
+      scores.tokens,
+      scores.cond_log_probs,
+      self.first_origin + scores.sources,
+    )
+    return jax.vmap(self.put)(tree, children, self.expanded)
+
+  def put(
+    self,
+    tree: tree_lib.TokenTree,
+    children: tree_lib.Children,
+    expanded: jax.Array,
+  ) -> tree_lib.TokenTree:
+    """The tree of a row with candidates; `expanded [M]` bool, see `_grow`."""
     raise NotImplementedError
 
 
@@ -240,30 +255,19 @@ class _FixedTopology(_Policy):
     )
     return nodes, jnp.any(self.ctx.active & (self.depth_limit >= 0))
 
-  def insert(
-    self, tree: tree_lib.TokenTree, scores: drafter_lib.Scores
+  def put(
+    self,
+    tree: tree_lib.TokenTree,
+    children: tree_lib.Children,
+    expanded: jax.Array,
   ) -> tree_lib.TokenTree:
-    def of_row(
-      tree: tree_lib.TokenTree,
-      nodes: jax.Array,
-      tokens: jax.Array,
-      log_probs: jax.Array,
-      origins: jax.Array,
-    ) -> tree_lib.TokenTree:
-      index = jnp.asarray(self._topology.children)[nodes][:, : tokens.shape[1]]
-      wanted = (nodes >= 0)[:, None] & (log_probs > sampling_lib.EXCLUDED)
-      index = jnp.where(wanted, index, tree.capacity)
-      return tree_lib.put_children(
-        tree, index, nodes, tokens, log_probs, origins
-      )
-
-    return jax.vmap(of_row)(
-      tree,
-      scores.nodes,
-      scores.tokens,
-      scores.cond_log_probs,
-      self.first_origin + scores.sources,
-    )
+    del expanded
+    nodes, number = children.parents, children.tokens.shape[1]
+    index = jnp.asarray(self._topology.children)[nodes][:, :number]
+    is_candidate = children.cond_log_probs > sampling_lib.EXCLUDED
+    wanted = (nodes >= 0)[:, None] & is_candidate
+    index = jnp.where(wanted, index, tree.capacity)
+    return tree_lib.put_children(tree, index, children)
 
 
 class Frontier(flax.struct.PyTreeNode):
@@ -325,36 +329,24 @@ class _BestFirst(_Policy):
   def insert(
     self, tree: tree_lib.TokenTree, scores: drafter_lib.Scores
   ) -> tree_lib.TokenTree:
-    if self.has_inner:
-      tree = _rescore(tree, scores, self.expanded)
+    if not self.has_inner:
+      return super().insert(tree, scores)
+    tree = super().insert(_rescore(tree, scores, self.expanded), scores)
+    return jax.vmap(tree_lib.accumulate, (0, None))(tree, self.ctx.max_depth)
 
-    def add(
-      tree: tree_lib.TokenTree,
-      nodes: jax.Array,
-      tokens: jax.Array,
-      log_probs: jax.Array,
-      origins: jax.Array,
-      expanded: jax.Array,
-    ) -> tree_lib.TokenTree:
-      depth = tree_lib.pick(tree.depth, nodes)
-      expandable = (nodes >= 0) & (depth < self.ctx.max_depth)
-      expandable &= ~tree_lib.pick(expanded, nodes)
-      wanted = expandable[:, None] & (log_probs > sampling_lib.EXCLUDED)
-      return tree_lib.add_children(
-        tree, nodes, tokens, log_probs, origins, wanted
-      )
-
-    tree = jax.vmap(add)(
-      tree,
-      scores.nodes,
-      scores.tokens,
-      scores.cond_log_probs,
-      self.first_origin + scores.sources,
-      self.expanded,
-    )
-    if self.has_inner:
-      tree = jax.vmap(tree_lib.accumulate, (0, None))(tree, self.ctx.max_depth)
-    return tree
+  def put(
+    self,
+    tree: tree_lib.TokenTree,
+    children: tree_lib.Children,
+    expanded: jax.Array,
+  ) -> tree_lib.TokenTree:
+    nodes = children.parents
+    depth = tree_lib.pick(tree.depth, nodes)
+    expandable = (nodes >= 0) & (depth < self.ctx.max_depth)
+    expandable &= ~tree_lib.pick(expanded, nodes)
+    is_candidate = children.cond_log_probs > sampling_lib.EXCLUDED
+    wanted = expandable[:, None] & is_candidate
+    return tree_lib.add_children(tree, children, wanted)
 
 
 # A child of an inner stage that the outer stage excludes stays in the tree,
@@ -394,10 +386,7 @@ def _frontier(
   max_depth: int,
   num_nodes: int,
 ) -> Frontier:
-  """The frontier of one row; `[M]` per field of the tree.
-
-  Gain and expectation are 0 for a stage that need not weigh them against a
-  cost.
+  """The frontier of one row; gain and expectation are 0 if nothing has a cost.
 
   Nodes that are `expanded [M]` (see `_grow`) are scored only if the stage needs
   them as ancestors: their keys and values are seen by their descendants.

@@ -27,7 +27,6 @@ import jax.numpy as jnp
 from specdec import cache as cache_lib
 from specdec import carried as carried_lib
 from specdec import context as context_lib
-from specdec import hidden as hidden_lib
 from specdec import model as model_lib
 from specdec.draft import drafter as drafter_lib
 from specdec.draft import language_model
@@ -89,32 +88,23 @@ class Head(model_lib.Network):
         self.params, tokens, positions, mask, cache, states
       )
 
-  def reader(self, hidden: hidden_lib.HiddenStates) -> model_lib.Read:
-    """A function that reads text with the target's states `hidden`."""
-
-    def read(
-      tokens: jax.Array,
-      positions: jax.Array,
-      mask: jax.Array,
-      cache: cache_lib.KVCache,
-    ) -> cache_lib.KVCache:
-      before = hidden.before(positions, self.spec.reads)
-      states = self.spec.fuse(self.params, *before)
-      return self.forward(tokens, positions, mask, cache, states)[1]
-
-    return read
+  def read(
+    self,
+    hidden: carried_lib.HiddenStates,
+    tokens: jax.Array,
+    positions: jax.Array,
+    mask: jax.Array,
+    cache: cache_lib.KVCache,
+  ) -> cache_lib.KVCache:
+    before = hidden.before(positions, self.spec.reads)
+    states = self.spec.fuse(self.params, *before)
+    return self.forward(tokens, positions, mask, cache, states)[1]
 
 
-class HeadState(flax.struct.PyTreeNode):
+class HeadState(model_lib.NetworkState):
   """State of a head, carried from forward to forward."""
 
-  model: model_lib.ModelState  #: The cache and the window.
   states: jax.Array  #: `[B, T, H]` float32, given by what the window holds.
-
-  @property
-  def cache(self) -> cache_lib.KVCache:
-    """The cache of the head."""
-    return self.model.cache
 
 
 class HeadScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
@@ -145,8 +135,7 @@ class HeadScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
   def start(self, texts: carried_lib.Texts, num_scored: int) -> HeadState:
     """Reads the texts with the states of the target."""
     head = self.head
-    read = head.reader(texts.hidden)
-    state = model_lib.start(head.spec, read, texts, window_size=num_scored)
+    state = model_lib.start(head, texts, window_size=num_scored)
     shape = (texts.tokens.shape[0], num_scored, head.spec.width)
     return HeadState(state, jnp.zeros(shape))
 
@@ -155,9 +144,7 @@ class HeadScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
   ) -> tuple[HeadState, jax.Array]:
     """Reads the missing text, see `specdec.model.restart`."""
     del num_scored
-    read, forwards = model_lib.restart(
-      self.head.spec, self.head.reader(texts.hidden), state.model, texts
-    )
+    read, forwards = model_lib.restart(self.head, state.model, texts)
     return state.replace(model=read), forwards
 
   def score(

@@ -64,9 +64,8 @@ def scores_of(
 class LanguageModelScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
   """A language model with its own cache; see `Scorer`."""
 
-  model: (
-    model_lib.LanguageModel
-  )  #: A language model with the target's vocabulary.
+  #: A language model with the target's vocabulary.
+  model: model_lib.LanguageModel
   #: The name of the stage; static.
   name: str = flax.struct.field(pytree_node=False, default='draft')
 
@@ -88,17 +87,14 @@ class LanguageModelScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     self, texts: carried_lib.Texts, num_scored: int
   ) -> model_lib.ModelState:
     """Prefills the texts."""
-    model = self.model
-    return model_lib.start(
-      model.spec, model.read, texts, window_size=num_scored
-    )
+    return model_lib.start(self.model, texts, window_size=num_scored)
 
   def restart(
     self, state: model_lib.ModelState, texts: carried_lib.Texts, num_scored: int
   ) -> tuple[model_lib.ModelState, jax.Array]:
     """Feeds the missing text, see `specdec.model.restart`."""
     del num_scored
-    return model_lib.restart(self.model.spec, self.model.read, state, texts)
+    return model_lib.restart(self.model, state, texts)
 
   def score(
     self,

@@ -1,4 +1,4 @@
-"""Prompt lookup: a proposer that searches the row's own text.
+"""Proposers that look up: in an n-gram table, or in the row's own text.
 
 Text repeats itself. The tokens that end at a node are searched for in the row's
 prompt and output, and what followed there is proposed. The longest match comes
@@ -11,12 +11,56 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from specdec import arguments as arguments_lib
 from specdec import sampling as sampling_lib
-from specdec.draft import ngram as ngram_lib
+from specdec.ngram import table as table_lib
 from specdec.tree import tree as tree_lib
 
 LONGEST_MATCH = 32
 """Lengths of matches that are told apart, at most; they are unrolled."""
+
+
+def recent_tokens(
+  tokens: jax.Array, length: jax.Array, number: int
+) -> jax.Array:
+  """`[number]` int32, the last tokens of a text, the last token first.
+
+  `tokens`: `[T]` int32; `length`: `[]` int32. -1 where the text has no more.
+  """
+  index = length - 1 - jnp.arange(number)
+  return jnp.where(index >= 0, tokens[index], -1)
+
+
+class NGram(flax.struct.PyTreeNode):
+  """A `Proposer` that looks contexts up in a table."""
+
+  table: table_lib.NGramTable  #: From `specdec.ngram`.
+
+  name = 'ngram'
+
+  @property
+  def vocab_size(self) -> int:
+    """V of the table."""
+    return self.table.vocab_size
+
+  @property
+  def bytes_per_node(self) -> int:
+    """Bytes of one look-up."""
+    return self.table.lookup_bytes
+
+  def propose(
+    self,
+    tree: tree_lib.TokenTree,
+    nodes: jax.Array,
+    tokens: jax.Array,
+    length: jax.Array,
+  ) -> tuple[jax.Array, jax.Array]:
+    """The most likely tokens after the longest known context."""
+    recent = recent_tokens(tokens, length, self.table.order - 1)
+    context = table_lib.find_context(
+      self.table, tree_lib.histories(tree, nodes, recent)
+    )
+    return self.table.next_tokens[context], self.table.next_log_probs[context]
 
 
 class PromptLookup(flax.struct.PyTreeNode):
@@ -45,10 +89,7 @@ class PromptLookup(flax.struct.PyTreeNode):
         'confidence needs an entry per length of match, each at least 0 and'
         f' below 1, and at most {LONGEST_MATCH}, got {self.confidence}'
       )
-    if self.num_matches < 1:
-      raise ValueError(
-        f'num_matches must be at least 1, got {self.num_matches}'
-      )
+    arguments_lib.check_count('num_matches', self.num_matches)
 
   @property
   def bytes_per_node(self) -> int:
@@ -64,9 +105,8 @@ class PromptLookup(flax.struct.PyTreeNode):
   ) -> tuple[jax.Array, jax.Array]:
     """The tokens that followed the best matches, see `Proposer`."""
     longest, num_tokens = len(self.confidence), tokens.shape[0]
-    ends = tree_lib.histories(
-      tree, nodes, ngram_lib.recent_tokens(tokens, length, longest)
-    )
+    recent = recent_tokens(tokens, length, longest)
+    ends = tree_lib.histories(tree, nodes, recent)
     matched = jnp.zeros((nodes.shape[0], num_tokens), jnp.int32)
     matches = jnp.ones_like(matched, bool)
     for back in range(longest):

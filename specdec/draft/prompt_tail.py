@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 
 from specdec import arguments as arguments_lib
-from specdec import cache as cache_lib
 from specdec import carried as carried_lib
 from specdec import context as context_lib
 from specdec import model as model_lib
@@ -17,16 +16,13 @@ from specdec.tree import tree as tree_lib
 LARGEST_TAIL = 2**20
 
 
-class TailState(flax.struct.PyTreeNode):
-  """State of a draft model whose text begins later than the target's."""
+class TailState(model_lib.NetworkState):
+  """State of a draft model whose text begins later than the target's.
 
-  model: model_lib.ModelState  #: The state of a model that has this text alone.
+  `model` is that of a model that has this text alone.
+  """
+
   skipped: jax.Array  #: `[B]` int32, tokens before the first that it reads.
-
-  @property
-  def cache(self) -> cache_lib.KVCache:
-    """The cache of the model."""
-    return self.model.cache
 
 
 def _from(tokens: jax.Array, skipped: jax.Array) -> jax.Array:

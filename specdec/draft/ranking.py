@@ -183,15 +183,8 @@ def _best_and_drawn(
   """The k - 1 best children, then one drawn off them (arXiv 2502.18779).
 
   Where there is no other token, the last possible child is drawn for certain.
-
-  Args:
-    log_probs: `[B, W, V]` float32.
-    noise: `[B, W, V]` float32, Gumbel.
-    number: K, the most children.
-    counts: `[B, W]` int32, how many children each node has, k.
-
-  Returns:
-    `[B, W, K]` int32 tokens, and the distributions of the last, `[B, W, V]`.
+  k is `counts [B, W]`; the results are `[B, W, K]` tokens, and `[B, W, V]`, the
+  distributions of the last.
   """
   scores, best = best_lib.top_k(log_probs, number)
   places = jnp.arange(number)[None, None]

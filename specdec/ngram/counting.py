@@ -72,11 +72,7 @@ def _open(shard: str | os.PathLike[str]) -> np.ndarray:
 def _windows(
   shards: Sequence[str | os.PathLike[str]], order: int
 ) -> Iterator[np.ndarray]:
-  """The shards as `[...]` int32, in chunks.
-
-  Before each chunk comes its history, the last order - 1 tokens before it, -1
-  before the start of a shard.
-  """
+  """The shards in chunks, each behind the order - 1 tokens before it, or -1."""
   history = order - 1
   for shard in shards:
     tokens = _open(shard)
@@ -120,8 +116,7 @@ def _extract(
 ) -> list[np.ndarray]:
   """The n-grams whose context ends in a token of `[low, high)`.
 
-  An int32 array of the last tokens, an array of the tokens before them, and so
-  on; -1 before the start of a text.
+  Their last tokens, the tokens before them, and so on; -1: none.
   """
   columns: list[list[np.ndarray]] = [[] for _ in range(order)]
   for window in _windows(shards, order):

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec import arguments as arguments_lib
 from specdec.text import text_files
 from specdec.text import whole_files
 from specdec.tree import tree as tree_lib
@@ -222,12 +223,7 @@ class Topology:
 
 def chain(num_tokens: int) -> Topology:
   """One path of most likely children; ValueError if it is empty or too long."""
-  if num_tokens < 1:
-    raise ValueError(f'a chain needs at least one token, got {num_tokens}')
-  if num_tokens > LARGEST_DEPTH:
-    raise ValueError(
-      f'a chain has at most {LARGEST_DEPTH} tokens, got {num_tokens}'
-    )
+  arguments_lib.check_count('num_tokens of a chain', num_tokens, LARGEST_DEPTH)
   return Topology(tuple((0,) * depth for depth in range(1, num_tokens + 1)))
 
 
@@ -238,18 +234,12 @@ def k_ary(branching: int, depth: int) -> Topology:
     ValueError: `branching` or `depth` is below 1, or the tree has more than
       `LARGEST_TREE` nodes or `LARGEST_DEPTH` levels.
   """
-  if branching < 1 or depth < 1:
+  arguments_lib.check_count('branching', branching)
+  arguments_lib.check_count('depth', depth, LARGEST_DEPTH)
+  if sum(branching**level for level in range(depth + 1)) > LARGEST_TREE:
     raise ValueError(
-      f'a k-ary tree needs branching and depth of at least 1, got'
-      f' {branching} and {depth}'
-    )
-  nodes = sum(
-    branching**level for level in range(min(depth, LARGEST_DEPTH) + 1)
-  )
-  if depth > LARGEST_DEPTH or nodes > LARGEST_TREE:
-    raise ValueError(
-      f'a {branching}-ary tree of depth {depth} has more than'
-      f' {LARGEST_TREE} nodes or {LARGEST_DEPTH} levels'
+      f'a {branching}-ary tree of depth {depth} has more than {LARGEST_TREE}'
+      ' nodes'
     )
   ranks = range(branching)
   return Topology(

@@ -14,6 +14,7 @@ with a batch vmap them.
 from collections.abc import Sequence
 import functools
 from typing import Any
+from typing import NamedTuple
 
 import flax.struct
 import jax
@@ -166,25 +167,24 @@ def _has_child(
   return jnp.any(is_child[:, None] & same, axis=2)
 
 
+class Children(NamedTuple):
+  """K children of each of W nodes of a tree."""
+
+  parents: jax.Array  # [W] int32, distinct nodes, or NO_NODE
+  tokens: jax.Array  # [W, K] int32
+  cond_log_probs: jax.Array  # [W, K] float32, at most 0
+  origins: jax.Array  # [W, K] int32
+
+
 def put_children(
-  tree: TokenTree,
-  index: jax.Array,
-  parents: jax.Array,
-  tokens: jax.Array,
-  cond_log_probs: jax.Array,
-  origins: jax.Array,
+  tree: TokenTree, index: jax.Array, children: Children
 ) -> TokenTree:
   """Writes children to given entries of the arrays.
 
-  Args:
-    tree: the tree.
-    index: `[W, K]` int32, distinct, above the parents'; M or more drops the
-      child. Places that a fixed topology leaves free are gaps.
-    parents: `[W]` int32, nodes of the tree where any child is not dropped.
-    tokens: `[W, K]` int32.
-    cond_log_probs: `[W, K]` float32, at most 0.
-    origins: `[W, K]` int32.
+  `index [W, K]` int32 are distinct and above the parents'; M or more drops the
+  child. Places that a fixed topology leaves free are gaps.
   """
+  parents, tokens, cond_log_probs, origins = children
   spread = lambda values: jnp.broadcast_to(values[:, None], index.shape)
   # They are read first, so that their arrays can be written in place.
   depth, log_prob = lax.optimization_barrier(
@@ -208,31 +208,20 @@ def put_children(
 
 
 def add_children(
-  tree: TokenTree,
-  parents: jax.Array,
-  tokens: jax.Array,
-  cond_log_probs: jax.Array,
-  origins: jax.Array,
-  wanted: jax.Array,
+  tree: TokenTree, children: Children, wanted: jax.Array
 ) -> TokenTree:
   """Appends the children that are not in the tree yet, as long as they fit.
 
-  Args:
-    tree: the tree.
-    parents: `[W]` int32, distinct nodes, the most important first: what does
-      not fit is dropped from the end.
-    tokens: `[W, K]` int32, distinct within each parent where wanted.
-    cond_log_probs: `[W, K]` float32, at most 0; ignored for children that the
-      tree has already.
-    origins: `[W, K]` int32; ignored for these, too.
-    wanted: `[W, K]` bool; false for parents of `NO_NODE`.
+  The most important parents come first: what does not fit is dropped from the
+  end. Tokens are distinct within each parent where they are `wanted [W, K]`
+  bool, which is false for parents of `NO_NODE`.
   """
-  new = wanted & ~_has_child(tree, parents, tokens)
+  new = wanted & ~_has_child(tree, children.parents, children.tokens)
   order = jnp.cumsum(new.reshape(-1)).reshape(new.shape)
   index = jnp.where(new, tree.size + order - 1, tree.capacity)
   # Computed once, not for every entry that searches for it.
   index = lax.optimization_barrier(jnp.minimum(index, tree.capacity))
-  return put_children(tree, index, parents, tokens, cond_log_probs, origins)
+  return put_children(tree, index, children)
 
 
 def accumulate(tree: TokenTree, max_depth: int) -> TokenTree:
@@ -279,30 +268,22 @@ def best_nodes(
   return best_by(jnp.where(allowed, tree.log_prob, -jnp.inf), number)
 
 
-def _one_by_one(
-  scores: tuple[jax.Array, ...], *, numbers: Sequence[int]
-) -> tuple[tuple[jax.Array, jax.Array], ...]:
-  return tuple(map(best_by, scores, numbers))
-
-
-def _all_at_once(
-  scores: tuple[jax.Array, ...], *, numbers: Sequence[int]
-) -> tuple[tuple[jax.Array, jax.Array], ...]:
-  nodes, best = best_by(jnp.stack(scores), max(numbers))
-  return tuple(
-    (nodes[place, :number], best[place, :number])
-    for place, number in enumerate(numbers)
-  )
-
-
 def best_of_sets(
   tree: TokenTree, sets: Sequence[jax.Array], numbers: Sequence[int]
 ) -> tuple[tuple[jax.Array, jax.Array], ...]:
   """`best_nodes` of several sets `[M]`, on an accelerator by one sort."""
+
+  def all_at_once(*scores: jax.Array) -> tuple[Any, ...]:
+    nodes, best = best_by(jnp.stack(scores), max(numbers))
+    return tuple(
+      (nodes[place, :number], best[place, :number])
+      for place, number in enumerate(numbers)
+    )
+
   return lax.platform_dependent(
-    tuple(jnp.where(one, tree.log_prob, -jnp.inf) for one in sets),
-    cpu=functools.partial(_one_by_one, numbers=numbers),
-    default=functools.partial(_all_at_once, numbers=numbers),
+    *(jnp.where(one, tree.log_prob, -jnp.inf) for one in sets),
+    cpu=lambda *scores: tuple(map(best_by, scores, numbers)),
+    default=all_at_once,
   )
 
 

@@ -1,5 +1,5 @@
 """Rules of verification, and what a step emits.
 
-`accept` has what all rules share; `match` (the default), `rejection` and
-`traversal` are the rules; `stop_strings` finds ends of texts.
+`accept` has what all rules share; the rules are in `match` (the default) and
+`rejection`.
 """

@@ -11,13 +11,12 @@ from specdec.tree import topology as topology_lib
 from specdec.verify import accept
 from specdec.verify import match
 from specdec.verify import rejection
-from specdec.verify import traversal
 
 RULES: dict[str, Callable[[str], accept.Rule]] = {
   'match': lambda children: match.MatchRule(),
   'rejection': rejection.RejectionRule,
-  'traversal': traversal.TraversalRule,
-  'block': functools.partial(traversal.TraversalRule, needs_chain=True),
+  'traversal': rejection.TraversalRule,
+  'block': functools.partial(rejection.TraversalRule, needs_chain=True),
 }
 """The rules of verification by name, made from how children are chosen."""
 

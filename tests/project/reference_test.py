@@ -1,6 +1,7 @@
 """The API reference names every public symbol."""
 
 import importlib
+import inspect
 import pathlib
 import pkgutil
 import re
@@ -13,7 +14,10 @@ _DIRECTIVE = re.compile(r'^\.\. auto(?:class|function|data):: (\S+)$', re.M)
 
 
 def _public_symbols():
-  """`package.name` of all that the `__all__` of a package lists."""
+  """`package.name` of all that a package exports, itself or in `__all__`."""
+  for name, symbol in vars(specdec).items():
+    if not (name.startswith('_') or inspect.ismodule(symbol)):
+      yield f'specdec.{name}'
   for top in (specdec, models):
     packages = pkgutil.walk_packages(top.__path__, f'{top.__name__}.')
     for name in [top.__name__, *(one.name for one in packages if one.ispkg)]:

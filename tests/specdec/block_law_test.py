@@ -20,7 +20,6 @@ import table_blocks
 
 import specdec
 from specdec import carried as carried_lib
-from specdec import hidden as hidden_lib
 from specdec import sampling as sampling_lib
 from specdec.draft import growth
 from specdec.draft import stages as stages_lib
@@ -47,7 +46,7 @@ def _grown(scorer, sampling, key, text, length, *, children):
   seen = jnp.any(jax.nn.one_hot(text, _V, dtype=bool) & in_text, axis=0)
   # The states lead to the root, or do not, by the tokens of the text.
   hidden = {0: jax.nn.one_hot(text, _V)[None, None]}
-  hidden = hidden_lib.HiddenStates(hidden, jnp.zeros(1, jnp.int32))
+  hidden = carried_lib.HiddenStates(hidden, jnp.zeros(1, jnp.int32))
   ctx = list_trees.match_context(
     *(text[None], length[None], jnp.zeros((1, _DEPTH + 1, _V)), sampling),
     shape=drafter.shape,

@@ -213,7 +213,7 @@ def _texts():
 @jax.jit
 def _start(model, tokens, length):
   texts = carried_lib.Texts(tokens, length, tokens.shape[1])
-  return model_lib.start(model.spec, model.read, texts, window_size=1)
+  return model_lib.start(model, texts, window_size=1)
 
 
 def _assert_equals_fresh(model, cache, tokens):
@@ -232,7 +232,7 @@ def _assert_equals_fresh(model, cache, tokens):
 @jax.jit
 def _restart(model, state, tokens, length, kept):
   texts = carried_lib.Texts(tokens, length, tokens.shape[1], kept)
-  return model_lib.restart(model.spec, model.read, state, texts)
+  return model_lib.restart(model, state, texts)
 
 
 def test_text_is_read_from_what_is_kept_to_the_end_of_the_context():

@@ -31,7 +31,6 @@ from specdec.draft import stages as stages_lib
 from specdec.tree import topology as topology_lib
 from specdec.tree import tree as tree_lib
 from specdec.verify import rejection
-from specdec.verify import traversal
 
 # Total variation of whole sequences: the rounding of float32.
 _TOLERANCE = 1e-6
@@ -406,7 +405,7 @@ def check_walks(children, name='rejection', num_batches=25):
   """Compares verdicts with those of a slow walk, row by row."""
   make_rule, slow_walk = {
     'rejection': (rejection.RejectionRule, slow_walks.walk),
-    'traversal': (traversal.TraversalRule, slow_walks.walk_up),
+    'traversal': (rejection.TraversalRule, slow_walks.walk_up),
   }[name]
   rule, num_close, numbers = make_rule(children), 0, []
   for seed in range(num_batches):

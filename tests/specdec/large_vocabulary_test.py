@@ -11,12 +11,12 @@ import pytest
 import tiny_drafters
 
 import specdec
+from specdec import arguments as arguments_lib
 from specdec import best as best_lib
 from specdec import cache as cache_lib
 from specdec import model as model_lib
 from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
-from specdec import sampling_arguments
 from specdec.draft import ranking as ranking_lib
 
 _SIZES = (1_000, 151_936)
@@ -60,7 +60,7 @@ def _around(value):
 
 def _params(batch_size, vocab_size, **filters):
   filters = specdec.Sampling(**{'temperature': 1.0} | filters)
-  return sampling_arguments.to_params(filters, batch_size, vocab_size)
+  return arguments_lib.to_params(filters, batch_size, vocab_size)
 
 
 @jax.jit

@@ -23,7 +23,6 @@ from models.nn.cpu import ops
 from models.nn.cpu import state_ops
 import specdec
 from specdec import cache as cache_lib
-from specdec import cached_states as states_lib
 from specdec import memory
 from specdec import recurrent as recurrent_lib
 from specdec import statistics
@@ -243,7 +242,7 @@ def _by_hand(tokens, window):
   """A cache of one hashed layer that has read tokens, and a window."""
   model = tiny_recurrent.hashed(_VOCAB)
   cache = model.spec.init_cache(len(tokens), 32)
-  cache = states_lib.with_window(cache, len(window[0]))
+  cache = cache_lib.with_window(cache, len(window[0]))
   _, cache = tiny_recurrent.chunk(model, jnp.asarray(tokens), cache)
   inputs = {'token': jnp.asarray(window)[:, None, :, None]}
   layer = cache.recurrent[0].replace(inputs=inputs)
@@ -265,7 +264,7 @@ def test_lengthening_and_going_back_by_hand():
     tiny_recurrent.hash_of([1, 2]),
     tiny_recurrent.hash_of([3, 4, 8, 9]),
   ]
-  marked = states_lib.mark(cache)
+  marked = cache_lib.mark(cache)
   kept = cache_lib.keep(
     marked,
     jnp.array([1, 0]),

@@ -6,9 +6,9 @@ import pytest
 import reference
 
 import specdec
+from specdec import arguments as arguments_lib
 from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
-from specdec import sampling_arguments
 
 
 def _softmax(logits):
@@ -34,9 +34,7 @@ def _noise(batch_size, length, sampling):
 
 
 def _probs(logits, sampling):
-  params = sampling_arguments.to_params(
-    sampling, logits.shape[0], logits.shape[-1]
-  )
+  params = arguments_lib.to_params(sampling, logits.shape[0], logits.shape[-1])
   kept = _filter_logits(logits, params)
   return np.apply_along_axis(_softmax, -1, np.asarray(kept, np.float64))
 
@@ -70,7 +68,7 @@ def test_filters_against_numpy(top_k, top_p, min_p):
 def test_top_p_of_1_keeps_all_of_a_large_vocabulary_and_top_k_keeps_ties():
   """Summed in float32, probabilities may reach 1 before the last token."""
   logits = np.random.default_rng(0).normal(size=(4, 50_000)) * 3
-  sampling = sampling_arguments.to_params(
+  sampling = arguments_lib.to_params(
     specdec.Sampling(temperature=1.0, top_p=1.0), 4, 50_000
   )
   kept = _filter_logits(logits.astype(np.float32), sampling)
@@ -88,7 +86,7 @@ def test_huge_logits_and_tiny_temperatures(filters):
   """The best token wins, or one of two that tie; never a NaN."""
   scale = np.repeat([1e-30, 1.0, 1e30, 3e38], 5).astype(np.float32)
   temperature = np.tile([0.0, 1e-30, 1e-45, 1.0, 1e6], 4)
-  sampling = sampling_arguments.to_params(
+  sampling = arguments_lib.to_params(
     specdec.Sampling(temperature=temperature, **filters), 20, 5
   )
   logits = np.array([-1.0, 0.2, 1.0, 0.3, -1.0], np.float32)
@@ -106,7 +104,7 @@ def test_no_temperature_and_no_penalty_brings_a_banned_token_back():
   """Everything else is far less likely, and the text has the token."""
   temperature = np.tile([0.0, 1e-45, 1.0, 1e6], 3)
   penalty = np.repeat([1e-3, 1.0, 1e3], 4)
-  sampling = sampling_arguments.to_params(
+  sampling = arguments_lib.to_params(
     specdec.Sampling(
       logit_bias={2: -np.inf},
       temperature=temperature,
@@ -133,7 +131,7 @@ def test_no_temperature_and_no_penalty_brings_a_banned_token_back():
 def test_temperature_0_is_argmax_whatever_the_filters():
   logits = np.random.default_rng(2).normal(size=(3, 5, 30)).astype(np.float32)
   for filters in _ALL_FILTERS:
-    sampling = sampling_arguments.to_params(specdec.Sampling(**filters), 3, 30)
+    sampling = arguments_lib.to_params(specdec.Sampling(**filters), 3, 30)
     noise = _noise(3, 5, sampling)
     np.testing.assert_array_equal(noise.of_all(30), 0.0)
     chosen = _choose(logits, noise, sampling)

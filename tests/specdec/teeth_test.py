@@ -138,7 +138,7 @@ noise of few tokens from half of the bits
 [sampling: large_vocabulary.test_a_value_that_is_not_finite_is_seen(50257)]
 a maximum is trusted to keep NaN
   jnp.max(nan_as_inf, axis=-1) => jnp.max(logits, axis=-1)
-[sampling_arguments: BANNED]
+[arguments: BANNED]
 a banned token is very unlikely instead
   return jnp.asarray(array) => return jnp.maximum(array, -1e30)
 [draft.ranking: enumeration.test_every_node_draws_children_of_its_own()]
@@ -195,7 +195,7 @@ only keys are moved
 # Trees.
 [tree.tree: tree.test_adding_children()]
 duplicates are not merged
-  wanted & ~_has_child(tree, parents, tokens) => wanted
+  wanted & ~_has_child(tree, children.parents, children.tokens) => wanted
 [tree.tree: tree.test_the_best_nodes_are_a_connected_subtree(6, 'different')]
 the best nodes are not connected
   best_by(tree.log_prob, num_nodes) => best_by(tree.cond_log_prob, num_nodes)
@@ -284,7 +284,7 @@ residual not normalised for the next sibling
 residual of the target alone
   jnp.maximum(target - draft, 0.0), target) => target, target)
 residual subtracts the probability of another token
-  (target - draft, 0.0) => (target - jnp.roll(draft, 1, axis=1), 0.0)
+  (target - draft, 0.0), t => (target - jnp.roll(draft, 1, axis=1), 0.0), t
 drawn without replacement, judged as with
   if children == sampling_lib.WITHOUT_REPLACEMENT: => if False:
 [verify.rejection: enumeration.check_few('rejection', 'with_replacement')]
@@ -313,12 +313,12 @@ residual not weighted
   *after_rejection(*given, => *after_rejection(target, *given[1:],
 one uniform for all nodes
   _at(nodes.uniform, walk.place) => nodes.uniform[:, 0]
-[verify.traversal: TRAVERSALS]
+[verify.rejection: TRAVERSALS]
 weights without the mass of the residual
   whole = mass + (1.0 - weight) => whole = 1.0 + 0.0 * mass
 a node is accepted by its weight before its children
   jnp.where(whole > 0, mass / => jnp.where(whole < 0, mass /
-[verify.traversal: enumeration.test_a_weight_of_which_nothing_is_left()]
+[verify.rejection: enumeration.test_a_weight_of_which_nothing_is_left()]
 nothing left and nothing missing is a weight of 0
   whole, 1.0), weight) => whole, 1.0), 0.0)
 # The best children and one that is drawn.
@@ -411,11 +411,11 @@ accepted tokens are not read anew by a head
 positions of drafted tokens are shifted in a head
   planned.positions, planned => planned.positions + (planned.nodes > 0), planned
 a head does not read the prompt
-  - read, texts, window_size
-  + read, texts.replace(length=0 * texts.length + 1), window_size
+  - head, texts, window_size
+  + head, texts.replace(length=0 * texts.length + 1), window_size
 drafted tokens are read with the state of the target
   None], of_parent, fused => None], fused, fused
-[hidden: LENGTHS]
+[carried: LENGTHS]
 a token is read with its own state, not with that before it
   self.at(positions - 1, layers) => self.at(positions, layers)
 [models.nn.llama: heads.test_what_a_state_is('llama')]
@@ -446,7 +446,7 @@ the rule divides by what all candidates have
   put(empty, tokens, drawn_from) => put(empty, tokens, jnp.exp(log_probs))
 [draft.block: block.test_tokens_are_those_of_plain_decoding('chain', True)]
 the text of a step is not read
-  (read(new, new, new, cache), missing) => (cache, missing)
+  (read, missing) => (cache, missing)
 a block begins behind the root
   positions = (ctx.length - 1)[:, None] => positions = ctx.length[:, None]
 all rows of a block are masks
@@ -540,7 +540,7 @@ scores and logits are not capped
   cap * jnp.tanh(x / cap) => x
 [models.nn.grouped_query: SHARING]
 values are not normalised
-  self.v_proj(rows), 'v_norm') => self.v_proj(rows), 'no_norm')
+  (value, 'v_norm') => (value, 'no_norm')
 [models.nn.gemma: SHARING]
 every layer reads the embedding of the last one
   embedded[:, :, layer] => embedded[:, :, -1]
@@ -562,7 +562,7 @@ a state takes in what another row added
   (array[:, 0], slot) => (array[::-1, 0], slot)
 rows that go back keep their state
   _chosen(stays, self.state, before) => self.state
-[cached_states: STATES]
+[cache: STATES]
 the mark is not moved
   one.replace(mark=one.state) => one
 [cache: STATES]

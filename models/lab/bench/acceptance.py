@@ -33,10 +33,10 @@ from models.lab.bench import exactness
 from models.text import generator as generator_lib
 from models.text import result as result_lib
 import specdec
+from specdec import arguments as arguments_lib
 from specdec import mappings
 from specdec import model as model_lib
 from specdec import sampling as sampling_lib
-from specdec import sampling_arguments
 from specdec.tree import topology as topology_lib
 
 # The logarithms of the times of `_without_replacement`, and their distance.
@@ -306,7 +306,7 @@ def measure(
     _decode_batches, generator, draft, prompts, task=task
   )
   size = pair.target.spec.vocab_size
-  sampling = sampling_arguments.to_params(task.sampling, 1, size)
+  sampling = arguments_lib.to_params(task.sampling, 1, size)
   probs_of = lambda ids: [
     exactness.distributions(model, exactness.padded(ids), sampling)
     for model in (pair.target, draft)

@@ -21,11 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import special
 
+from specdec import arguments as arguments_lib
 from specdec import mappings
 from specdec import model as model_lib
 from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
-from specdec import sampling_arguments
 
 _BINS = 20
 _PAIR_BINS = 5
@@ -108,7 +108,7 @@ def transform(
     `[n]` float32, the target's probability of each token.
   """
   text = padded([*prompt, *new])
-  params = sampling_arguments.to_params(sampling, 1, model.spec.vocab_size)
+  params = arguments_lib.to_params(sampling, 1, model.spec.vocab_size)
   models = [model, draft] if draft else [model]
   probs = [distributions(x, text, params) for x in models]
   tokens = jnp.asarray(np.roll(text[0], -1))
@@ -188,7 +188,7 @@ def choice_margin(
   `tokens` is the text so far; `row_key` and `sampling` are those of the row.
   """
   length = jnp.array(len(tokens), jnp.int32)
-  params = sampling_arguments.to_params(sampling, 1, model.spec.vocab_size)
+  params = arguments_lib.to_params(sampling, 1, model.spec.vocab_size)
   return float(_margin(model, row_key, padded(tokens), length, params))
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import tqdm
 
+from specdec import arguments as arguments_lib
 from specdec import generation as generation_lib
-from specdec import padding
 from specdec import statistics as statistics_lib
 
 # (prompts, limit) -> Generation. A call with limit 0 compiles, reads the
@@ -61,7 +61,7 @@ def warm_up(
   """
   shape = lambda batch: (
     len(batch),
-    *padding.padded_shape(batch, max_new_tokens),
+    *arguments_lib.padded_shape(batch, max_new_tokens),
   )
   first_of_shape = {shape(batch): batch for batch in reversed(batches)}
   for arm in tqdm.tqdm(arms.values(), 'compiling', unit='arm'):

@@ -37,11 +37,10 @@ from specdec import arguments as arguments_lib
 from specdec import loop
 from specdec import memory
 from specdec import model as model_lib
-from specdec import sampling_arguments
 from specdec import step as step_lib
 from specdec import watchers as watchers_lib
 from specdec.draft import drafter as drafter_lib
-from specdec.draft import ngram as ngram_lib
+from specdec.draft import lookup
 from specdec.ngram import table as table_lib
 from specdec.verify import rules as rules_lib
 
@@ -349,7 +348,7 @@ def _drafter(
   if method != 'staged':
     return drafter
   table = jax.eval_shape(lambda: table_lib.load_table(drafters.DEMO_TABLE)[0])
-  ngram = ngram_lib.NGram(table.replace(vocab_size=vocab_size))
+  ngram = lookup.NGram(table.replace(vocab_size=vocab_size))
   *outer, inner = drafter.stages
   assert isinstance(inner.scorer, specdec.CandidateScorer)
   scorer = inner.scorer.replace(proposers=(*inner.scorer.proposers, ngram))
@@ -364,7 +363,7 @@ def _request(task: CompiledTask, vocab_size: int) -> specdec.Request:
       prompt_length=jnp.ones(rows, jnp.int32),
       limit=jnp.ones(rows, jnp.int32),
       row_keys=arguments_lib.row_keys(jax.random.key(0), rows),
-      sampling=sampling_arguments.to_params(task.sampling, rows, vocab_size),
+      sampling=arguments_lib.to_params(task.sampling, rows, vocab_size),
       watchers=(watchers_lib.EndOfText(jnp.zeros((1, 1), jnp.int32)),),
     )
   )

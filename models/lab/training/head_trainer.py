@@ -97,7 +97,7 @@ def loss_function(
     for step in range(num_steps):
       mask = jnp.asarray(_mask(length, step))[None]
       mask = jnp.broadcast_to(mask, (batch_size, *mask.shape[1:]))
-      states, cache = module(embedded, states, positions, mask, cache)
+      states, cache = module(embedded, positions, mask, cache, states)
       logits = matrices_lib.matmul(module.output(states), matrix)
       judged = jax.checkpoint(_judge, static_argnums=4)(
         logits, wanted, batch['choice'][:, 1:], ids, step

@@ -42,8 +42,6 @@ from models.text import plan as plan_lib
 from models.text import settings as settings_lib
 import specdec
 from specdec import arguments as arguments_lib
-from specdec import padding
-from specdec import sampling_arguments
 from specdec import statistics as statistics_lib
 
 PLAN_SECONDS = 300.0
@@ -74,7 +72,7 @@ def sample_batches(
   """
   by_length: dict[int, list[list[int]]] = {}
   for prompt in sorted(prompts, key=len):
-    length = padding.padded_length(len(prompt))
+    length = arguments_lib.padded_length(len(prompt))
     by_length.setdefault(length, []).append(list(prompt))
   batches = []
   for usable in sorted(by_length.values(), key=len, reverse=True)[:2]:
@@ -156,7 +154,7 @@ def _decode_samples(
 
 def _measure_costs(search: _Search, first: trials.Sample) -> machine.StepCosts:
   """Measures V(N) halfway through the first texts."""
-  slots, room = padding.padded_shape(
+  slots, room = arguments_lib.padded_shape(
     first.prompts, search.options['room_for_new_tokens']
   )
   halfway = np.mean([*map(len, first.prompts), *map(len, first.texts)])
@@ -336,9 +334,7 @@ def _token_ranks(search: _Search, samples: list[trials.Sample]) -> np.ndarray:
   draft, ranks = search.pair.draft, []
   assert draft is not None
   vocab_size = draft.spec.vocab_size
-  params = sampling_arguments.to_params(
-    search.options['sampling'], 1, vocab_size
-  )
+  params = arguments_lib.to_params(search.options['sampling'], 1, vocab_size)
   for prompts, texts in ((s.prompts, s.texts) for s in samples):
     keys = arguments_lib.row_keys(search.key, len(texts))
     for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):

@@ -12,7 +12,7 @@ from models.lab import machine
 from models.text import plan as plan_lib
 from models.text import settings as settings_lib
 import specdec
-from specdec import padding
+from specdec import arguments as arguments_lib
 
 PLAIN = 'plain'
 
@@ -94,7 +94,7 @@ class Sample(NamedTuple):
   @property
   def length(self) -> int:
     """The padded length of the prompts."""
-    return padding.padded_length(max(map(len, self.prompts)))
+    return arguments_lib.padded_length(max(map(len, self.prompts)))
 
 
 class Decoded(NamedTuple):

@@ -109,6 +109,7 @@ inline Words Line(const uint32_t* lines, int64_t index) {
 template <int kOffsetOfKind, int kWordsOfKind>
 struct Halves32 {
   static constexpr int kWords = kWordsOfKind, kParts = 1, kGroupWords = 8;
+  static constexpr int kHead = 2;  // Words of factors.
   static constexpr int kOffset = kOffsetOfKind;
   static constexpr bool kHasMinima = false;
 
@@ -125,6 +126,7 @@ struct Halves32 {
 template <int kWordsOfKind>
 struct Pairs32 {
   static constexpr int kWords = kWordsOfKind, kParts = 1, kGroupWords = 8;
+  static constexpr int kHead = 4;
   static constexpr int kOffset = 0;
   static constexpr bool kHasMinima = true;
 
@@ -170,35 +172,23 @@ inline Words FifthBits(const uint32_t* lines, int group, int word) {
   return Shift(Line(lines, group), 4 - word) & 0x10101010;
 }
 
-struct Q4_0 : Halves32<8, 18> {
-  using Halves32::Halves32;
+// The kinds of four bits, and of five, whose fifth bits are behind the factors.
+template <typename Factors>
+struct WithNibbles : Factors {
+  using Factors::Factors;
   Words Weights(int group, int word) const {
-    return Nibbles(lines + 2 * kBlock, group, word);
+    const uint32_t* const at = this->lines + Factors::kHead * kBlock;
+    if constexpr (Factors::kWords == Factors::kHead + 16) {
+      return Nibbles(at, group, word);
+    }
+    return Nibbles(at + 4 * kBlock, group, word) | FifthBits(at, group, word);
   }
 };
 
-struct Q4_1 : Pairs32<20> {
-  using Pairs32::Pairs32;
-  Words Weights(int group, int word) const {
-    return Nibbles(lines + 4 * kBlock, group, word);
-  }
-};
-
-struct Q5_0 : Halves32<16, 22> {
-  using Halves32::Halves32;
-  Words Weights(int group, int word) const {
-    return Nibbles(lines + 6 * kBlock, group, word) |
-           FifthBits(lines + 2 * kBlock, group, word);
-  }
-};
-
-struct Q5_1 : Pairs32<24> {
-  using Pairs32::Pairs32;
-  Words Weights(int group, int word) const {
-    return Nibbles(lines + 8 * kBlock, group, word) |
-           FifthBits(lines + 4 * kBlock, group, word);
-  }
-};
+using Q4_0 = WithNibbles<Halves32<8, 18>>;
+using Q4_1 = WithNibbles<Pairs32<20>>;
+using Q5_0 = WithNibbles<Halves32<16, 22>>;
+using Q5_1 = WithNibbles<Pairs32<24>>;
 
 struct Q8_0 : Halves32<128, 34> {
   using Halves32::Halves32;
@@ -517,6 +507,7 @@ struct Blocks {
     return words;
   }
 
+  template <typename>
   static void Multiply(const Rows& rows, int64_t first, int64_t count,
                        const Group& group, Sums<Blocks>& sums) {
     std::fill_n(sums, count * kGroup, 0);

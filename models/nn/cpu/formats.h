@@ -121,33 +121,37 @@ void AddProductsOf(int64_t count, const Rows& rows, int64_t first,
   }
 }
 
-template <typename Format>
-void MultiplyVectors(const Rows& rows, int64_t first, int64_t count,
-                     const Group& group, Sums<Format>& sums) {
-  std::fill_n(sums, count * kGroup, 0);
-  constexpr int64_t kBytes = 4 * kGroup;  // A word of every output.
-  const int64_t tiles = (count + kRows - 1) / kRows;
-  const int64_t length = tiles == 1 ? group.num_words : kWords;
-  const auto* const bytes = reinterpret_cast<const char*>(group.words);
-  for (int64_t begin = 0; begin < group.num_words; begin += length) {
-    const int64_t end = std::min(begin + length, group.num_words);
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-      const int64_t row = tile * kRows;
-      const char *near = bytes + kNear, *far = bytes + kFar;
-      if (tiles > 1) {  // The next turn reads it, and the one after.
-        near = bytes + (end + kWords * tile / tiles) * kBytes;
-        far = near + kWords * kBytes;
+// A format whose products are those of vectors, for any number of rows.
+struct Vectors {
+  static constexpr int64_t kFewRows = 0;
+
+  template <typename Format>
+  static void Multiply(const Rows& rows, int64_t first, int64_t count,
+                       const Group& group, Sums<Format>& sums) {
+    std::fill_n(sums, count * kGroup, 0);
+    constexpr int64_t kBytes = 4 * kGroup;  // A word of every output.
+    const int64_t tiles = (count + kRows - 1) / kRows;
+    const int64_t length = tiles == 1 ? group.num_words : kWords;
+    const auto* const bytes = reinterpret_cast<const char*>(group.words);
+    for (int64_t begin = 0; begin < group.num_words; begin += length) {
+      const int64_t end = std::min(begin + length, group.num_words);
+      for (int64_t tile = 0; tile < tiles; ++tile) {
+        const int64_t row = tile * kRows;
+        const char *near = bytes + kNear, *far = bytes + kFar;
+        if (tiles > 1) {  // The next turn reads it, and the one after.
+          near = bytes + (end + kWords * tile / tiles) * kBytes;
+          far = near + kWords * kBytes;
+        }
+        const Span span{group, begin, end, near, far, kBytes / tiles};
+        AddProductsOf<Format>(count - row, rows, first + row, span,
+                              sums + row * kGroup);
       }
-      const Span span{group, begin, end, near, far, kBytes / tiles};
-      AddProductsOf<Format>(count - row, rows, first + row, span,
-                            sums + row * kGroup);
     }
   }
-}
+};
 
-struct Float32 {
+struct Float32 : Vectors {
   using Sum = float;
-  static constexpr int64_t kFewRows = 0;
   using Vector = Floats;
   static constexpr int kPerWord = 1;
   static constexpr int kFactors = 1;
@@ -161,16 +165,10 @@ struct Float32 {
                      const uint32_t* x) {
     return sums + BitCast<Floats>(weights) * BitCast<float>(*x);
   }
-
-  static void Multiply(const Rows& rows, int64_t first, int64_t count,
-                       const Group& group, Sums<Float32>& sums) {
-    MultiplyVectors<Float32>(rows, first, count, group, sums);
-  }
 };
 
-struct BFloat16 {
+struct BFloat16 : Vectors {
   using Sum = float;
-  static constexpr int64_t kFewRows = 0;
   using Vector = Floats;
   static constexpr int kPerWord = 2;
 
@@ -209,18 +207,12 @@ struct BFloat16 {
     }
     return 1.0f;
   }
-
-  static void Multiply(const Rows& rows, int64_t first, int64_t count,
-                       const Group& group, Sums<BFloat16>& sums) {
-    MultiplyVectors<BFloat16>(rows, first, count, group, sums);
-  }
 };
 
 // Sums are exact. Since the weights are 128 too large, what is missing of a sum
 // is minus 128 times the sum of the row.
-struct Int8 {
+struct Int8 : Vectors {
   using Sum = int32_t;
-  static constexpr int64_t kFewRows = 0;
   using Vector = Ints;
   static constexpr int kPerWord = 4;
 
@@ -290,11 +282,6 @@ struct Int8 {
       Spread(values.data() + 4 * i, to + kFactors * i);
     }
     return scale;
-  }
-
-  static void Multiply(const Rows& rows, int64_t first, int64_t count,
-                       const Group& group, Sums<Int8>& sums) {
-    MultiplyVectors<Int8>(rows, first, count, group, sums);
   }
 };
 

@@ -214,7 +214,7 @@ void MultiplyTask(const Products& products, const Rows& rows, const Task& task,
     for (int i = 0; i < (products.gated ? 2 : 1); ++i, ++matrix) {
       const Group group{matrix->words + start * matrix->num_words,
                         matrix->num_words, matrix->kind};
-      Format::Multiply(rows, row, part.rows, group, sums);
+      Format::template Multiply<Format>(rows, row, part.rows, group, sums);
       Finish<Format>(rows, *matrix, part, sums, values[i]);
     }
     Emit(products, part, task.column + start, values[0],

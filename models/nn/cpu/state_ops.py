@@ -31,10 +31,9 @@ def _mix(
   width: int,
   **attributes: Any,
 ) -> Sequence[jax.Array]:
-  """Calls a kernel with all of these, which writes nodes to the windows.
+  """The result `[B, L, width]` and the windows, to which a kernel writes nodes.
 
-  The state of the convolution is the first; `width` is that of the result,
-  which comes before the windows.
+  The state of the convolution is the first.
   """
   before, slots = state[0].shape[1], windows[0].shape[2]
   if projected.shape[1] > slots:

@@ -58,46 +58,48 @@ class TilesInUse {
 // Like kFar and kNear.
 constexpr int64_t kTilesFar = 8192, kTilesNear = 2048;
 
-template <typename Format>
-void MultiplyTiles(const Rows& rows, int64_t first, int64_t count,
-                   const Group& group, Sums<Format>& sums) {
-  const TilesInUse tiles(count);
-  constexpr int64_t kBytes = 4 * kGroup, kStride = kBytes;
-  const auto* weights = reinterpret_cast<const char*>(group.words);
-  const auto* x = reinterpret_cast<const char*>(rows.row(first));
-  const int64_t stride = 4 * rows.stride;
-  const bool is_second = count > 16;
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (int64_t word = 0; word < group.num_words; word += 16) {
-    for (int64_t i = 0; i < 16 * kBytes; i += 64) {
-      __builtin_prefetch(weights + kTilesFar + i, 0, 2);
-      __builtin_prefetch(weights + kTilesNear + i);
+struct Tiles {
+  template <typename Format>
+  static void Multiply(const Rows& rows, int64_t first, int64_t count,
+                       const Group& group, Sums<Format>& sums) {
+    const TilesInUse tiles(count);
+    constexpr int64_t kBytes = 4 * kGroup, kStride = kBytes;
+    const auto* weights = reinterpret_cast<const char*>(group.words);
+    const auto* x = reinterpret_cast<const char*>(rows.row(first));
+    const int64_t stride = 4 * rows.stride;
+    const bool is_second = count > 16;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t word = 0; word < group.num_words; word += 16) {
+      for (int64_t i = 0; i < 16 * kBytes; i += 64) {
+        __builtin_prefetch(weights + kTilesFar + i, 0, 2);
+        __builtin_prefetch(weights + kTilesNear + i);
+      }
+      _tile_loadd(4, x, stride);
+      _tile_loadd(6, weights, kStride);
+      Format::template MultiplyAdd<0, 4, 6>();
+      _tile_loadd(7, weights + 64, kStride);
+      Format::template MultiplyAdd<1, 4, 7>();
+      if (is_second) {
+        _tile_loadd(5, x + 16 * stride, stride);
+        Format::template MultiplyAdd<2, 5, 6>();
+        Format::template MultiplyAdd<3, 5, 7>();
+      }
+      weights += 16 * kBytes;
+      x += 64;
     }
-    _tile_loadd(4, x, stride);
-    _tile_loadd(6, weights, kStride);
-    Format::template MultiplyAdd<0, 4, 6>();
-    _tile_loadd(7, weights + 64, kStride);
-    Format::template MultiplyAdd<1, 4, 7>();
+    _tile_stored(0, sums, kStride);
+    _tile_stored(1, sums + kBlock, kStride);
     if (is_second) {
-      _tile_loadd(5, x + 16 * stride, stride);
-      Format::template MultiplyAdd<2, 5, 6>();
-      Format::template MultiplyAdd<3, 5, 7>();
+      _tile_stored(2, sums + 16 * kGroup, kStride);
+      _tile_stored(3, sums + 16 * kGroup + kBlock, kStride);
     }
-    weights += 16 * kBytes;
-    x += 64;
   }
-  _tile_stored(0, sums, kStride);
-  _tile_stored(1, sums + kBlock, kStride);
-  if (is_second) {
-    _tile_stored(2, sums + 16 * kGroup, kStride);
-    _tile_stored(3, sums + 16 * kGroup + kBlock, kStride);
-  }
-}
+};
 
-struct BFloat16Tiles {
+struct BFloat16Tiles : Tiles {
   using Sum = float;
   static constexpr int64_t kFewRows = 0;
   static constexpr int kPerWord = 2, kFactors = 1;
@@ -115,14 +117,9 @@ struct BFloat16Tiles {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kX),
                  "i"(kWeights));
   }
-
-  static void Multiply(const Rows& rows, int64_t first, int64_t count,
-                       const Group& group, Sums<BFloat16Tiles>& sums) {
-    MultiplyTiles<BFloat16Tiles>(rows, first, count, group, sums);
-  }
 };
 
-struct Int8Tiles {
+struct Int8Tiles : Tiles {
   using Sum = int32_t;
   // Sums are exact, so few rows may be multiplied by vectors, a little sooner.
   static constexpr int64_t kFewRows = 8;
@@ -137,11 +134,6 @@ struct Int8Tiles {
   static void MultiplyAdd() {
     asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kX),
                  "i"(kWeights));
-  }
-
-  static void Multiply(const Rows& rows, int64_t first, int64_t count,
-                       const Group& group, Sums<Int8Tiles>& sums) {
-    MultiplyTiles<Int8Tiles>(rows, first, count, group, sums);
   }
 };
 

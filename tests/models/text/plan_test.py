@@ -19,7 +19,7 @@ from models.text import plan as plan_lib
 from models.text import settings as settings_lib
 from models.text import sources as sources_lib
 import specdec
-from specdec import padding
+from specdec import arguments as arguments_lib
 from specdec.tree import topology as topology_lib
 
 _CONTEXT = plan_lib.Context(
@@ -255,7 +255,7 @@ def _seconds(name, length, tokens):
 def test_a_request_is_decoded_in_the_way_that_takes_the_least_time():
   plan, chosen = _plan(ways=_WAYS), set()
   for length in (*range(1, 70), *(2**n for n in range(7, 15))):
-    padded = padding.padded_length(length)
+    padded = arguments_lib.padded_length(length)
     for tokens in (*range(0, 40), *(2**n for n in range(6, 13))):
       expected = [_seconds(way.name, padded, tokens) for way in _WAYS]
       for way, seconds in zip(_WAYS, expected, strict=True):

@@ -11,8 +11,8 @@ import pytest
 import tiny_drafters
 
 import specdec
+from specdec import arguments as arguments_lib
 from specdec import sampling as sampling_lib
-from specdec import sampling_arguments
 from specdec.ngram import table as table_lib
 from specdec.tree import topology as topology_lib
 
@@ -97,7 +97,7 @@ def test_lookup_against_a_loop():
 def test_bad_settings_of_lookup():
   for settings, words in (
     *(((one,), 'at least 0 and below 1') for one in ((0.5, 1.0), (-0.1,))),
-    *((((),), 'needs an entry'), (((0.5,), 0), 'must be at least 1, got 0')),
+    *((((),), 'needs an entry'), (((0.5,), 0), 'of at least 1, got 0')),
   ):
     with pytest.raises(ValueError, match=words):
       specdec.PromptLookup(*settings)
@@ -186,7 +186,7 @@ def _context(rng, tokens, length, temperatures):
 
 def _params(temperatures, **kw):
   sampling = specdec.Sampling(temperature=temperatures, **kw)
-  return sampling_arguments.to_params(sampling, len(temperatures), 8)
+  return arguments_lib.to_params(sampling, len(temperatures), 8)
 
 
 @pytest.mark.parametrize('num_proposers', [2, 3])

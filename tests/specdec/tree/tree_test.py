@@ -73,7 +73,8 @@ def test_adding_children():
   edges = -rng.exponential(size=shape).astype(np.float32)
   origins = rng.integers(1, 5, size=shape)
   wanted = (rng.random(shape) < 0.7) & (parents >= 0)[..., None]
-  given = (batch, parents, tokens, edges, origins, wanted)
+  children = tree_lib.Children(parents, tokens, edges, origins)
+  given = (batch, children, wanted)
   grown = jax.device_get(_batched(tree_lib.add_children)(*given))
   dropped = doubled = 0
   for at in map(tuple, np.argwhere(wanted)):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import specdec
+from specdec import arguments as arguments_lib
 from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
-from specdec import sampling_arguments
 from specdec.draft import drafter as drafter_lib
 from specdec.tree import tree as tree_lib
 from specdec.verify import accept
@@ -60,9 +60,7 @@ def _chains():
     uniforms=rng.uniform(size=nodes.shape),
     residual_noise=rng.gumbel(size=(num_nodes, _VOCAB_SIZE)),
   )
-  sampling = sampling_arguments.to_params(
-    specdec.Sampling(), num_nodes, _VOCAB_SIZE
-  )
+  sampling = arguments_lib.to_params(specdec.Sampling(), num_nodes, _VOCAB_SIZE)
   tree = list_trees.stack(trees)
   return (tree, nodes, logits, proposals, randomness, sampling), best
 

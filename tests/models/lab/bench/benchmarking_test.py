@@ -26,7 +26,6 @@ from models.text import settings as settings_lib
 import specdec
 from specdec import arguments as arguments_lib
 from specdec import randomness as randomness_lib
-from specdec import sampling_arguments
 from specdec import statistics as statistics_lib
 
 
@@ -270,7 +269,7 @@ def test_margin_is_the_distance_to_the_edge_of_a_filter():
   table = np.array([[0.5, 2.0, 1.25, -3.0]] * 4, np.float32)
   model = table_model.table_model(table, max_positions=16)
   two = specdec.Sampling(temperature=1.0, top_k=2)
-  params = sampling_arguments.to_params(two, 1, 4)
+  params = arguments_lib.to_params(two, 1, 4)
   keys = arguments_lib.row_keys(jax.random.key(0), 40)
 
   @jax.jit

@@ -18,7 +18,7 @@ from models.lab.bench import lossless
 from models.nn import table_model
 from models.text import generator as generator_lib
 import specdec
-from specdec import sampling_arguments
+from specdec import arguments as arguments_lib
 
 _SIZE = 7
 _SAMPLING = specdec.Sampling(temperature=1.0)
@@ -107,7 +107,7 @@ def test_distributions_are_those_of_a_loop():
   bias = np.linspace(-1, 1, tiny.VOCAB_SIZE)
   options = {'temperature': 0.7, 'top_p': 0.9, 'repetition_penalty': 1.5}
   sampling = specdec.Sampling(**options, logit_bias=bias)
-  checked = sampling_arguments.to_params(sampling, 1, tiny.VOCAB_SIZE)
+  checked = arguments_lib.to_params(sampling, 1, tiny.VOCAB_SIZE)
   tokens = tiny.prompts(3)[2]
   found = exactness.distributions(target, exactness.padded(tokens), checked)
   forward = jax.jit(lambda ids: target.logits(ids))

@@ -10,7 +10,7 @@ import tiny_drafters
 
 from models.lab.bench import replay
 import specdec
-from specdec import sampling_arguments
+from specdec import arguments as arguments_lib
 from specdec.tree import topology as topology_lib
 
 _LIMIT = 32
@@ -71,7 +71,7 @@ def _ranks(draft, texts, sampling=_SAMPLING):
   tokens = np.zeros((_ROWS, len(_PROMPTS[2]) + _LIMIT), np.int32)
   for row, text in enumerate(texts):
     tokens[row, : len(text)] = text
-  params = sampling_arguments.to_params(sampling, _ROWS, tiny.VOCAB_SIZE)
+  params = arguments_lib.to_params(sampling, _ROWS, tiny.VOCAB_SIZE)
   given = jnp.asarray(tokens), tiny.row_keys(_ROWS), params
   return np.asarray(replay.next_token_ranks(draft, *given))
 
