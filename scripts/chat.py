@@ -73,10 +73,15 @@ def _show(chat):
 
 def _answer(chat, interrupts):
   """Prints an answer while it grows, until its end or Ctrl-C."""
-  for new in chat:
-    print(new, end='', flush=True)
-    if interrupts:
-      break
+  from models import waiting
+
+  with contextlib.ExitStack() as until_first:
+    until_first.enter_context(waiting.announced('compiling and reading'))
+    for new in chat:
+      until_first.close()
+      print(new, end='', flush=True)
+      if interrupts:
+        break
   result = chat.result()
   error = result.errors[0]
   print(f' [{error}]' if error else _ENDS.get(result.finish_reasons[0], ''))

@@ -13,6 +13,7 @@ import options
 from models.lab import task as task_lib
 from models.lab.tune import plan_lookup
 from models.nn import dtypes
+from models.nn import matrices
 from models.nn import sharding as sharding_lib
 from models.text import chat_template
 from models.text import choice as choice_lib
@@ -26,7 +27,7 @@ from models.text import sources as sources_lib
 def models() -> choice_lib.ModelChoice:
   """The models of the flags; starts the devices of a mesh.
 
-  What `--dtype=auto` stands for is printed. Flags of trees that were not given
+  A line says what `--dtype=auto` stands for. Flags of trees that were not given
   get the defaults for the target.
   """
   choice = options.models()
@@ -36,7 +37,8 @@ def models() -> choice_lib.ModelChoice:
     choice = dataclasses.replace(choice, mesh=mesh)
   if choice.dtype == dtypes.AUTO:
     dtype = sources_lib.open_sources(choice.of_target).dtype
-    print(f'--dtype=auto: {dtype}', file=sys.stderr)
+    how = 'as stored in the file' if dtype == matrices.STORED else f'in {dtype}'
+    print(f'computing with weights {how} (--dtype=auto)', file=sys.stderr)
     choice = dataclasses.replace(choice, dtype=dtype)
   for name, value in settings_lib.usual_options(choice.target).items():
     flags.set_default(options.DRAFTING[name], value)

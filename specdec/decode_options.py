@@ -90,7 +90,8 @@ def check_names(options: Any, known: Any) -> None:
   names = known.__optional_keys__
   for name in options:
     if name not in names:
-      hint = f'the options of a decode are {", ".join(sorted(names))}'
+      all_names = sorted({*names, 'max_new_tokens'})
+      hint = f'the options of a decode are {", ".join(all_names)}'
       if name in vars(sampling_lib.Sampling()):
         hint = f'give sampling=specdec.Sampling({name}=...)'
       raise TypeError(f'unexpected keyword argument {name!r}; {hint}')

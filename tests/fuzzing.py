@@ -338,7 +338,7 @@ BAD = (
   ('verify', ('mtch', None, 3), 'verify must be one of'),
   ('children', ('bst', 7), 'children must be one of'),
   ('children', ('without_replacement',), 'verify=match wants the best'),
-  ('temprature', (1.0,), "unexpected keyword .* 'temprature'"),
+  ('temprature', (1.0,), "unexpected keyword .* 'temprature'.* max_new_tokens"),
   ('drafter', (None,), "unexpected keyword .* 'drafter'"),
   ('sampling', ({'temperature': 1}, None), 'must be a specdec.Sampling'),
   ('.temperature', (-1e-9, 2e6, _NAN, _INF, [1, -1]), 'must be between 0'),

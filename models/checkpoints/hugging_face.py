@@ -167,7 +167,11 @@ class HuggingFaceFolder:
   def config(self) -> adapter.Config:
     path = self.path / CONFIG
     if not path.exists():
-      raise ValueError(f'{self.path} is no model folder: it has no {CONFIG}')
+      files = sorted(self.path.glob('*.gguf'))
+      remedy = f'; give a file of it, such as {files[0]}' if files else ''
+      raise ValueError(
+        f'{self.path} is no model folder: it has no {CONFIG}{remedy}'
+      )
     return families.config_from_keys(text_files.read_object(path), path)
 
   @functools.cached_property

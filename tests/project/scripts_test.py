@@ -352,7 +352,7 @@ _NO_TEMPLATE = 'has no chat template, like those of base models; choose'
     pytest.param(script, flags.split(), message, id=f'{script} {flags}')
     for script, cases in {
       'generate.py --json': {
-        '--target=no/such-model': "'no/such-model' is neither a folder nor",
+        '--target=no/such-model': "'no/such-model' is no folder or file here",
         '--method=chain --draft=none': '--method=chain with --inner=lookup',
         '--inner=ngram --ngram=demo': 'was built with another tokenizer',
         '--show_origin': 'give one of --stream, --show_origin and --json',

@@ -231,8 +231,8 @@ class HeadFile(HeadTensors, gguf.GGUFFile):
     found = header.metadata.get('general.architecture')
     if found not in _OWN_KEYS:
       raise ValueError(
-        f'architecture {found!r} is no drafting head; expected one'
-        f' of {[*_OWN_KEYS]}'
+        f'architecture {found!r} is no drafting head ({", ".join(_OWN_KEYS)});'
+        ' a language model is a draft'
       )
     return found
 

@@ -236,9 +236,15 @@ def test_name_that_is_neither_folder_nor_model(monkeypatch, tmp_path):
   monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_CACHE', str(tmp_path))
   monkeypatch.chdir(tmp_path)
   for name in ('nobody/nothing-of-this-name', 'a b'):
-    message = rf"^'{name}' is neither a folder nor a model that could.*\Z"
+    message = rf"^'{name}' is no folder or file here, and could not.*\Z"
     with pytest.raises(ValueError, match=message):  # one line
       hub.load_module(name)
+
+
+def test_a_folder_of_gguf_files_names_one(tmp_path):
+  (tmp_path / 'small.gguf').touch()
+  with pytest.raises(ValueError, match=r'give a file of it, .*small\.gguf'):
+    hub.load_module(tmp_path)
 
 
 def test_a_folder_is_not_asked_of_the_hub(folder, monkeypatch):
