@@ -35,7 +35,7 @@ _FILTERED = {'temperature': 0.9, 'top_k': 20, 'top_p': 0.95, 'min_p': 0.01}
 _NEAR_TIE = 1e-3
 
 
-def _module(family: str) -> adapter.Module:
+def _module(family):
   """A module with as many heads as devices, and half as many KV heads.
 
   The mixture has half of both, and a vocabulary that nothing divides.
@@ -55,7 +55,7 @@ def _module(family: str) -> adapter.Module:
 
 
 @functools.cache
-def _folder(family: str, kind: str) -> pathlib.Path:
+def _folder(family, kind):
   """A checkpoint of a target, or of a draft that is right now and then."""
   graph, params = hub.flat_params(_module(family))
   rng, noise = np.random.default_rng(1), 0.1 * (kind == 'draft')
@@ -73,7 +73,7 @@ _FILES = tempfile.TemporaryDirectory()
 
 
 @functools.cache
-def _layout(mesh: str | None) -> sharding_lib.Layout:
+def _layout(mesh):
   """Of rows and parts of a model, such as 2x4; or of one device."""
   sizes = mesh and map(int, mesh.split('x'))
   return sharding_lib.make_layout(
@@ -82,16 +82,12 @@ def _layout(mesh: str | None) -> sharding_lib.Layout:
 
 
 @functools.cache
-def _load(
-  family: str, kind: str, layout: sharding_lib.Layout, **options
-) -> specdec.LanguageModel:
+def _load(family, kind, layout, **options):
   module = hub.load_module(_folder(family, kind), layout=layout, **options)
   return adapter.as_model(module, layout)
 
 
-def _drafter(
-  method: str, family: str, layout: sharding_lib.Layout
-) -> specdec.Drafter:
+def _drafter(method, family, layout):
   kind, *_ = method.split()
   if kind == 'staged':  # Every device has the whole draft.
     layout = dataclasses.replace(layout, divides_weights=False)
@@ -100,7 +96,7 @@ def _drafter(
   return tiny_drafters.simple(kind, draft, lookup, length=3)
 
 
-def _arguments(family: str, batch_size: int, temperature: float):
+def _arguments(family, batch_size, temperature):
   """Every other row of a batch is greedy."""
   vocab_size = _module(family).config.vocab_size
   prompts = tiny.prompts(batch_size)
@@ -113,9 +109,7 @@ def _arguments(family: str, batch_size: int, temperature: float):
 
 
 @functools.cache
-def _decode(
-  mesh: str | None, family: str, batch_size: int, method: str, temperature
-) -> specdec.Generation:
+def _decode(mesh, family, batch_size, method, temperature):
   layout = _layout(mesh)
   return specdec.generate(
     _load(family, 'target', layout),
@@ -126,7 +120,7 @@ def _decode(
   )
 
 
-def _assert_alike(tokens, expected, family: str, temperature: float) -> None:
+def _assert_alike(tokens, expected, family, temperature):
   """Equal, unless the two best scores are nearly equal where they part."""
   rows = _arguments(family, len(tokens), temperature)
   for row, (ours, theirs) in enumerate(zip(tokens, expected, strict=True)):
@@ -174,13 +168,13 @@ def test_drafted_tokens_are_those_of_plain_decoding_and_of_one_device(
     )
 
 
-def _leaves(model: specdec.LanguageModel) -> dict[tuple[str, ...], jax.Array]:
+def _leaves(model):
   leaves, _ = jax.tree_util.tree_flatten_with_path(model.params)
   name = lambda key: str(getattr(key, 'key', key))
   return {tuple(map(name, path)): leaf for path, leaf in leaves}
 
 
-def _part(array: jax.Array) -> tuple[int, ...]:
+def _part(array):
   """The shape that every device has, as it really is there."""
   shapes = {shard.data.shape for shard in array.addressable_shards}
   assert len(array.addressable_shards) == 8
@@ -363,7 +357,7 @@ def test_the_host_holds_one_tensor():
   folder = pathlib.Path(_FILES.name) / 'large'
   module = nnx.merge(graph, traverse_util.unflatten_dict(drawn))
   hub.save_pretrained(module, folder)
-  loaded: list[adapter.Module] = []
+  loaded = []
   load = lambda: loaded.append(
     hub.load_module(folder, dtype='bfloat16', layout=_layout('1x8'))
   )
