@@ -30,7 +30,6 @@ from specdec.draft import block as block_lib
 from specdec.tree import topology as topology_lib
 
 _NEW_TOKENS, _MOST_ROWS = 24, 5
-_FILTERED = {'temperature': 0.9, 'top_k': 20, 'top_p': 0.95, 'min_p': 0.01}
 # A margin for scores that rounding may put in another order.
 _NEAR_TIE = 1e-3
 
@@ -289,7 +288,9 @@ def test_prompts_take_turns_on_several_devices():
     num_slots=2,
     context=80,
     drafter=_drafter('chain', 'llama', layout),
-    sampling=specdec.Sampling(**_FILTERED),
+    sampling=specdec.Sampling(
+      temperature=0.9, top_k=20, top_p=0.95, min_p=0.01
+    ),
   )
   arguments = _arguments('llama', 5, 0.9)
   expected = _decode(None, 'llama', 5, 'plain', 0.9)

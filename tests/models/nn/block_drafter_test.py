@@ -179,21 +179,17 @@ def test_other_layouts_of_the_same_drafter(layout, case):
   check_layout(layout, case)
 
 
-def _decode(drafter, *, scorer_options=None, **options):
+def _decode(drafter, **options):
   """A greedy decode of a chain, or a plain one."""
   model, chosen = adapter.as_model(_target(), hidden=(1, 3)), specdec.PLAIN
   if drafter is not None:
-    scorer = block_lib.BlockScorer(drafter, **scorer_options or {})
+    scorer = block_lib.BlockScorer(drafter)
     chain = topology_lib.chain(drafter.spec.depth)
     chosen = specdec.fixed_drafter(scorer, chain)
-  arguments = {
-    'max_new_tokens': 24,
-    'sampling': specdec.Sampling(temperature=0.0),
-  }
   return specdec.Decoding(
-    model,
-    jax.random.key(0),
-    **{'prompts': [_PROMPT]} | arguments | options,
+    *(model, jax.random.key(0)),
+    **{'prompts': [_PROMPT], 'max_new_tokens': 24} | options,
+    sampling=specdec.Sampling(temperature=0.0),
     drafter=chosen,
   )
 

@@ -9,9 +9,10 @@ import pathlib
 import tempfile
 
 from flax import nnx
+from flax import traverse_util
 import gguf_files
 import jax
-import long_logits
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -49,10 +50,35 @@ _ARCHITECTURES |= {'phi4_mini': 'phi3', 'minicpm': 'minicpm'}
 _ARCHITECTURES |= {'gpt_oss': 'gpt-oss', 'gemma4': 'gemma4'}
 
 
+@jax.jit
+def _forward(model, tokens, positions, mask):
+  """Logits of a prefill of 40 tokens into a cache that is longer."""
+  cache = model.spec.init_cache(1, len(variants.LONG) + 3)
+  mask = jnp.pad(mask[None], ((0, 0), (0, 0), (0, 3)))
+  return model.apply(tokens[None], positions[None], mask, cache)[0][0]
+
+
+def _logits(module, text=variants.LONG, positions=None, mask=variants.CAUSAL):
+  """Logits `[40, V]` of a text, by default the long one."""
+  positions = np.arange(len(variants.LONG)) if positions is None else positions
+  return np.asarray(_forward(adapter.as_model(module), text, positions, mask))
+
+
+def _in_floats(module, floats):
+  """A module of floats with the weights that another one has in few bits."""
+  graph, params = hub.flat_params(floats)
+  for path, leaf in hub.flat_params(module)[1].items():
+    host = jax.tree.map(np.asarray, leaf)
+    if not isinstance(leaf, jax.Array):
+      host = host.take(np.arange(leaf.shape[0]))
+    params[path] = np.asarray(host, np.float32)
+  return nnx.merge(graph, traverse_util.unflatten_dict(params))
+
+
 def _error(module, name):
   """The errors of some logits at all positions."""
   with np.load(variants.FAMILY_RESULTS) as results:
-    found = np.asarray(long_logits.logits(module))
+    found = np.asarray(_logits(module))
     return np.abs(found[:, variants.SOME_WORDS] - results[name])
 
 
@@ -85,10 +111,10 @@ def test_logits_are_those_of_transformers_and_shapes_are_saved(name, tmp_path):
   )
   positions, mask = np.arange(_LENGTH), variants.CAUSAL.copy()
   positions[branch], mask[np.ix_(branch, one)] = one, False
-  found = long_logits.logits(module, variants.LONG, positions, mask)
+  found = _logits(module, variants.LONG, positions, mask)
   text = np.roll(variants.LONG, -size)
   text[:start] = variants.LONG[:start]
-  expected = long_logits.logits(module, text)
+  expected = _logits(module, text)
   np.testing.assert_allclose(found[branch], expected[one], rtol=0, atol=2e-4)
 
 
@@ -103,7 +129,7 @@ def test_layers_that_share_do_so_in_training_and_in_the_form_for_a_gpu(
   )(module)
   assert cache is None  # Nor was there one.
   gpu = adapter.as_model(module, on_gpu=True)
-  found = long_logits.forward(gpu, variants.LONG, positions[0], variants.CAUSAL)
+  found = _forward(gpu, variants.LONG, positions[0], variants.CAUSAL)
   with np.load(variants.FAMILY_RESULTS) as results:
     for logits in (free[0], found):
       error = np.abs(logits[:, variants.SOME_WORDS] - results[name])
@@ -177,10 +203,10 @@ def test_kernels_and_few_bits(name, tmp_path):
   load, packs = functools.partial(hub.load_module, folder), build.is_available()
   if packs:
     assert np.max(_error(load(packed=True), name)) < 2e-4
-  floats, rounding, logits = load(), {}, long_logits.logits
+  floats, rounding, logits = load(), {}, _logits
   difference = lambda one, other: np.median(np.abs(one - other))
   for dtype, packed in (('int8', False), ('int4', packs)):
-    expected = logits(long_logits.in_floats(load(dtype=dtype), floats))
+    expected = logits(_in_floats(load(dtype=dtype), floats))
     rounding[dtype] = difference(expected, logits(floats))
     found = logits(load(dtype=dtype, packed=packed))
     assert 0 < difference(found, expected) < 3 * rounding['int8']
@@ -211,9 +237,7 @@ def test_greedy_text_is_that_of_a_forward_without_a_cache(name, kind, tmp_path):
     drafter=tiny_drafters.simple(kind, draft),
   )
   text = np.array([*variants.LONG[:start], *result.tokens[0]])
-  logits = long_logits.forward(
-    target, text, np.arange(_LENGTH), variants.CAUSAL
-  )
+  logits = _forward(target, text, np.arange(_LENGTH), variants.CAUSAL)
   np.testing.assert_array_equal(
     text[start:], np.argmax(logits, axis=1)[start - 1 : -1]
   )
