@@ -181,54 +181,44 @@ def _part(array):
   return shapes.pop()
 
 
-def test_tensors_lie_where_the_table_says():
+# Width 16, 8 heads and 4 KV heads of 8, 24 hidden units, vocabulary of 48.
+_PARTS = {
+  **dict.fromkeys(('embed_tokens', 'lm_head'), ((12, 16),)),
+  **dict.fromkeys(('q_proj', 'o_proj'), ((16, 16),)),
+  **dict.fromkeys(('k_proj', 'v_proj'), ((8, 16),)),
+  **dict.fromkeys(('gate_proj', 'up_proj'), ((6, 16),)),
+  **{'down_proj': ((16, 6),), 'q_norm': ((8,),), 'norm': ((16,),)},
+}
+# Eight devices cannot divide 4 heads, 2 KV heads or a vocabulary of 45. They do
+# divide features, and the hidden units of each expert.
+_WHOLE = {
+  **{'embed_tokens': ((45, 2),), 'lm_head': ((45, 2),), 'k_proj': ((16, 16),)},
+  **{'q_proj': ((32, 16),), 'up_proj': ((3, 16),), 'gate': ((4, 16),)},
+}
+
+
+@pytest.mark.parametrize(
+  ('mesh', 'family', 'dtype', 'expected'),
+  [
+    ('2x4', 'llama', 'float32', _PARTS),
+    ('1x8', 'mixtral', 'float32', _WHOLE),
+    # Scales go with what they scale, outputs or groups of inputs.
+    ('2x4', 'llama', 'int8', {'gate_proj': ((6, 16), (6,))}),
+    ('2x4', 'llama', 'int4', {'gate_proj': ((6, 128), (6, 4))}),
+    ('2x4', 'llama', 'int4', {'down_proj': ((16, 32), (16, 1))}),
+  ],
+)
+def test_tensors_lie_where_the_table_says(mesh, family, dtype, expected):
   """Parts of the right shapes, which together are the checkpoint."""
-  ours = _leaves(_load('llama', 'target', _layout('2x4')))
-  # Width 16, 8 heads and 4 KV heads of 8, 24 hidden units, vocabulary of 48.
-  expected = dict.fromkeys(('embed_tokens', 'lm_head'), (12, 16))
-  expected |= dict.fromkeys(('q_proj', 'o_proj'), (16, 16))
-  expected |= dict.fromkeys(('k_proj', 'v_proj'), (8, 16))
-  expected |= dict.fromkeys(('gate_proj', 'up_proj'), (6, 16))
-  expected |= {'down_proj': (16, 6), 'q_norm': (8,), 'norm': (16,)}
-  alone = _leaves(_load('llama', 'target', sharding_lib.Layout()))
-  for path, leaf in ours.items():
-    name = next((name for name in expected if name in path), None)
-    if name:
-      assert _part(leaf) == expected[name], path
-    np.testing.assert_array_equal(leaf, alone[path])
-
-
-def test_what_cannot_be_divided_is_whole():
-  """KV heads, heads and an odd vocabulary on eight devices."""
-  ours = _leaves(_load('mixtral', 'target', _layout('1x8')))
-  for name, part in {
-    'embed_tokens': (45, 2),  # 16 features.
-    **{'lm_head': (45, 2), 'k_proj': (16, 16), 'q_proj': (32, 16)},
-    'up_proj': (3, 16),  # Each expert has one.
-    'gate': (4, 16),
-  }.items():
-    found = [leaf for path, leaf in ours.items() if name in path[-2:]]
-    assert {*map(_part, found)} == {part}, name
-
-
-def test_few_bits_on_several_devices():
-  """Scales go with what they scale, outputs or groups of inputs."""
-  whole, parts = (
-    _leaves(_load('llama', 'target', layout, dtype='int8'))
-    for layout in (sharding_lib.Layout(), _layout('2x4'))
+  ours, alone = (
+    _leaves(_load(family, 'target', layout, dtype=dtype))
+    for layout in (_layout(mesh), sharding_lib.Layout())
   )
-  for path, leaf in parts.items():
-    np.testing.assert_array_equal(leaf, whole[path])
-  gate = {path[-1]: leaf for path, leaf in parts.items() if 'gate_proj' in path}
-  shapes = {name: _part(leaf) for name, leaf in gate.items()}
-  assert shapes == {'.values': (6, 16), '.scale': (6,)}
-  parts = _leaves(_load('llama', 'target', _layout('2x4'), dtype='int4'))
-  for name, shapes in {
-    'gate_proj': {(6, 128), (6, 4)},
-    'down_proj': {(16, 32), (16, 1)},
-  }.items():
-    found = [leaf for path, leaf in parts.items() if name in path]
-    assert {*map(_part, found)} == shapes
+  for name, shapes in expected.items():
+    found = [_part(leaf) for path, leaf in ours.items() if name in path]
+    assert {*found} == {*shapes}, name
+  for path, leaf in ours.items():
+    np.testing.assert_array_equal(leaf, alone[path])
 
 
 def test_what_was_divided_can_be_saved():
