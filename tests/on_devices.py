@@ -73,7 +73,7 @@ _FILES = tempfile.TemporaryDirectory()
 
 @functools.cache
 def _layout(mesh):
-  """Of rows and parts of a model, such as 2x4; or of one device."""
+  """A layout of rows and parts of a model, such as 2x4, or of one device."""
   sizes = mesh and map(int, mesh.split('x'))
   return sharding_lib.make_layout(
     sizes and dict(zip(sharding_lib.AXES, sizes, strict=True))

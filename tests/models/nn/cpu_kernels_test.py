@@ -368,7 +368,7 @@ def test_a_token_has_the_same_bits_in_any_forward(
     0
   ]
   alone = np.concatenate([read([row], 1) for row in range(3)])
-  # Of each two nodes, the second is a wrong guess beside the first.
+  # The second of each two nodes is a wrong guess beside the first.
   order = [1, 0, 2]
   nodes = np.repeat(tokens[order], 2, axis=1)
   nodes[:, 1::2] //= 2

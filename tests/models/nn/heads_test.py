@@ -373,7 +373,7 @@ def test_keys_of_a_gguf_file(keys, message, tmp_path):
 
 
 _BRANCHING = tiny_drafters.TREE.branching
-# Of so few tokens, some that a random head drafts are those of the target.
+# They are so few that a random head drafts some of the target's tokens.
 _POSSIBLE = tiny_heads.IDS[: 2 * _BRANCHING]
 
 
@@ -469,7 +469,7 @@ def check_steps(kind):
     read = slow[row], texts[row][:end], states[row]
     checked += _check_tree(tree, functools.partial(_likely, *read))
   assert checked > 25
-  stats = decoding.result().stats  # Of the second turn.
+  stats = decoding.result().stats  # These are of the second turn.
   assert stats.plain_steps == 0
   assert stats.block_efficiency > 1.2
   # A smaller tree may follow a larger one, whose path is longer.
