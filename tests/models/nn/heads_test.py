@@ -381,7 +381,7 @@ def _drafter(folder, kind, values):
   folder = tiny_heads.write(folder, 'sglang', values, reduced=True)
   scorer = head_lib.HeadScorer(tiny_heads.load(folder))
   if kind == 'fixed':
-    return specdec.fixed_drafter(scorer, topology_lib.k_ary(_BRANCHING, 3))
+    return specdec.fixed_drafter(scorer, topology_lib.k_ary(_BRANCHING, 2))
   inner = tiny_drafters.candidates(
     specdec.PromptLookup((0.5,)), config=tiny_drafters.INNER
   )
