@@ -22,6 +22,7 @@ VOCAB, WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_WIDTH, INNER = (
   48,
 )
 BLOCK, MASK, RANK, CONTEXT = 4, 15, 8, 96
+SIZES = CONTEXT, WIDTH, INNER, HEADS, KV_HEADS, HEAD_WIDTH
 KEPT = np.array([0, 1, 3, 4, 6, 7, 9, 11, 12, 14])  # A reduced vocabulary.
 TEXT = 10  # Tokens of the text that a forward reads, the root behind them.
 

@@ -18,7 +18,7 @@ NUM_TEXTS, PROMPT, NEW = 4, 8, 40
 _SHARPER = 10.0
 
 
-def generate(drafter, prompts, **options):
+def generate(drafter, prompts):
   """The new tokens of the target."""
   return specdec.generate(
     tiny_heads.target(),
@@ -26,7 +26,6 @@ def generate(drafter, prompts, **options):
     prompts,
     drafter=drafter,
     max_new_tokens=NEW,
-    **options,
   )
 
 

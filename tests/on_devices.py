@@ -1,31 +1,18 @@
-"""Checks on eight virtual devices; sharding_test.py runs them in one process.
+"""Tests on eight virtual devices; sharding_test.py runs them in one process."""
 
-JAX_NUM_CPU_DEVICES=8 python tests/on_devices.py prints a JSON object:
-of each check the error, or null.
-"""
-
-from collections.abc import Callable
-from collections.abc import Sequence
-import contextlib
 import ctypes
 import dataclasses
 import functools
-import itertools
-import json
-import logging
 import pathlib
 import re
-import sys
 import tempfile
-import time
-import traceback
-from typing import NamedTuple
 
 from flax import nnx
 from flax import traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import tiny
 import tiny_drafters
 
@@ -43,50 +30,12 @@ from specdec import memory
 from specdec.draft import block as block_lib
 from specdec.tree import topology as topology_lib
 
-MESHES = {
-  f'{data}x{model}': {'data': data, 'model': model}
-  for data, model in ((1, 1), (8, 1), (1, 8), (2, 4), (4, 2))
-}
-FAMILIES = ('gpt2', 'llama', 'mixtral')
-BATCHES = (1, 4, 5)
-METHODS = (
-  *('chain match', 'chain rejection', 'chain block'),
-  *('staged match', 'staged rejection'),
-)
-_NEW_TOKENS = 24
-_FILTERED = {'temperature': 0.9, 'top_k': 20, 'top_p': 0.95, 'min_p': 0.01}
+_NEW_TOKENS, _MOST_ROWS = 24, 5
 # A margin for scores that rounding may put in another order.
 _NEAR_TIE = 1e-3
 
 
-class Case(NamedTuple):
-  """A decode on a mesh that is compared with others."""
-
-  mesh: str
-  family: str
-  batch_size: int
-  method: str
-
-  def __str__(self):
-    return '_'.join(map(str, self)).replace(' ', '_')
-
-
-ALL = [
-  Case(*case) for case in itertools.product(MESHES, FAMILIES, BATCHES, METHODS)
-]
-# Every family, batch size and drafter, and what divides and what does not.
-FEW = [
-  Case('8x1', 'llama', 4, 'chain match'),
-  Case('1x8', 'llama', 1, 'staged match'),
-  Case('2x4', 'llama', 4, 'staged match'),
-  Case('2x4', 'gpt2', 5, 'chain match'),
-  Case('4x2', 'mixtral', 4, 'chain match'),
-  Case('4x2', 'gpt2', 4, 'chain block'),
-  Case('2x4', 'delta', 4, 'staged match'),
-]
-
-
-def _module(family: str) -> adapter.Module:
+def _module(family):
   """A module with as many heads as devices, and half as many KV heads.
 
   The mixture has half of both, and a vocabulary that nothing divides.
@@ -106,7 +55,7 @@ def _module(family: str) -> adapter.Module:
 
 
 @functools.cache
-def _folder(family: str, kind: str) -> pathlib.Path:
+def _folder(family, kind):
   """A checkpoint of a target, or of a draft that is right now and then."""
   graph, params = hub.flat_params(_module(family))
   rng, noise = np.random.default_rng(1), 0.1 * (kind == 'draft')
@@ -124,28 +73,21 @@ _FILES = tempfile.TemporaryDirectory()
 
 
 @functools.cache
-def _layout(mesh: str | None) -> sharding_lib.Layout:
-  if mesh is None:
-    return sharding_lib.Layout()
-  sizes = MESHES[mesh]
-  devices = np.array(jax.devices()[: sizes['data'] * sizes['model']])
-  shape = tuple(sizes.values())
-  return sharding_lib.Layout(
-    sharding_lib.make_mesh(jax.sharding.Mesh(devices.reshape(shape), [*sizes]))
+def _layout(mesh):
+  """A layout of rows and parts of a model, such as 2x4, or of one device."""
+  sizes = mesh and map(int, mesh.split('x'))
+  return sharding_lib.make_layout(
+    sizes and dict(zip(sharding_lib.AXES, sizes, strict=True))
   )
 
 
 @functools.cache
-def _load(
-  family: str, kind: str, layout: sharding_lib.Layout, **options
-) -> specdec.LanguageModel:
+def _load(family, kind, layout, **options):
   module = hub.load_module(_folder(family, kind), layout=layout, **options)
   return adapter.as_model(module, layout)
 
 
-def _drafter(
-  method: str, family: str, layout: sharding_lib.Layout
-) -> specdec.Drafter:
+def _drafter(method, family, layout):
   kind, *_ = method.split()
   if kind == 'staged':  # Every device has the whole draft.
     layout = dataclasses.replace(layout, divides_weights=False)
@@ -154,7 +96,7 @@ def _drafter(
   return tiny_drafters.simple(kind, draft, lookup, length=3)
 
 
-def _arguments(family: str, batch_size: int, temperature: float):
+def _arguments(family, batch_size, temperature):
   """Every other row of a batch is greedy."""
   vocab_size = _module(family).config.vocab_size
   prompts = tiny.prompts(batch_size)
@@ -167,9 +109,7 @@ def _arguments(family: str, batch_size: int, temperature: float):
 
 
 @functools.cache
-def _decode(
-  mesh: str | None, family: str, batch_size: int, method: str, temperature
-) -> specdec.Generation:
+def _decode(mesh, family, batch_size, method, temperature):
   layout = _layout(mesh)
   return specdec.generate(
     _load(family, 'target', layout),
@@ -180,7 +120,7 @@ def _decode(
   )
 
 
-def _assert_alike(tokens, expected, family: str, temperature: float) -> None:
+def _assert_alike(tokens, expected, family, temperature):
   """Equal, unless the two best scores are nearly equal where they part."""
   rows = _arguments(family, len(tokens), temperature)
   for row, (ours, theirs) in enumerate(zip(tokens, expected, strict=True)):
@@ -194,12 +134,24 @@ def _assert_alike(tokens, expected, family: str, temperature: float) -> None:
       tiny.sampling([temperature, 0.0][row % 2]),
     )
     assert margin < _NEAR_TIE, (row, at, margin, ours, theirs)
-    print(f'row {row}, token {at}: margin {margin}', file=sys.stderr)
 
 
-def check_case(case: Case) -> None:
-  """Drafted tokens are those of plain decoding, and those of one device."""
-  mesh, family, batch_size, method = case
+# Every family, batch size and drafter, and what divides and what does not.
+@pytest.mark.parametrize(
+  ('mesh', 'family', 'batch_size', 'method'),
+  [
+    ('8x1', 'llama', 4, 'chain match'),
+    ('1x8', 'llama', 1, 'staged match'),
+    ('2x4', 'llama', 4, 'staged match'),
+    ('2x4', 'gpt2', _MOST_ROWS, 'chain match'),
+    ('4x2', 'mixtral', 4, 'chain match'),
+    ('4x2', 'gpt2', 4, 'chain block'),
+    ('2x4', 'delta', 4, 'staged match'),
+  ],
+)
+def test_drafted_tokens_are_those_of_plain_decoding_and_of_one_device(
+  mesh, family, batch_size, method
+):
   rule = method.split()[1]
   for temperature in (0.0, 0.9) if batch_size == 1 else (0.9,):
     drafted = _decode(mesh, family, batch_size, method, temperature)
@@ -207,7 +159,7 @@ def check_case(case: Case) -> None:
     assert len(set(drafted.tokens[0])) > 3, drafted.tokens[0]
     reference = 'plain' if rule == 'match' else method
     # A row does not depend on the others, so the largest batch serves all.
-    alone = _decode(None, family, max(BATCHES), reference, temperature)
+    alone = _decode(None, family, _MOST_ROWS, reference, temperature)
     if rule == 'match':
       plain = _decode(mesh, family, batch_size, 'plain', temperature)
       assert drafted.tokens == plain.tokens
@@ -216,13 +168,13 @@ def check_case(case: Case) -> None:
     )
 
 
-def _leaves(model: specdec.LanguageModel) -> dict[tuple[str, ...], jax.Array]:
+def _leaves(model):
   leaves, _ = jax.tree_util.tree_flatten_with_path(model.params)
   name = lambda key: str(getattr(key, 'key', key))
   return {tuple(map(name, path)): leaf for path, leaf in leaves}
 
 
-def _part(array: jax.Array) -> tuple[int, ...]:
+def _part(array):
   """The shape that every device has, as it really is there."""
   shapes = {shard.data.shape for shard in array.addressable_shards}
   assert len(array.addressable_shards) == 8
@@ -230,60 +182,50 @@ def _part(array: jax.Array) -> tuple[int, ...]:
   return shapes.pop()
 
 
-def check_tensors_lie_where_the_table_says() -> None:
+# Width 16, 8 heads and 4 KV heads of 8, 24 hidden units, vocabulary of 48.
+_PARTS = {
+  **dict.fromkeys(('embed_tokens', 'lm_head'), ((12, 16),)),
+  **dict.fromkeys(('q_proj', 'o_proj'), ((16, 16),)),
+  **dict.fromkeys(('k_proj', 'v_proj'), ((8, 16),)),
+  **dict.fromkeys(('gate_proj', 'up_proj'), ((6, 16),)),
+  **{'down_proj': ((16, 6),), 'q_norm': ((8,),), 'norm': ((16,),)},
+}
+# Eight devices cannot divide 4 heads, 2 KV heads or a vocabulary of 45. They do
+# divide features, and the hidden units of each expert.
+_WHOLE = {
+  **{'embed_tokens': ((45, 2),), 'lm_head': ((45, 2),), 'k_proj': ((16, 16),)},
+  **{'q_proj': ((32, 16),), 'up_proj': ((3, 16),), 'gate': ((4, 16),)},
+}
+
+
+@pytest.mark.parametrize(
+  ('mesh', 'family', 'dtype', 'expected'),
+  [
+    ('2x4', 'llama', 'float32', _PARTS),
+    ('1x8', 'mixtral', 'float32', _WHOLE),
+    # Scales go with what they scale, outputs or groups of inputs.
+    ('2x4', 'llama', 'int8', {'gate_proj': ((6, 16), (6,))}),
+    ('2x4', 'llama', 'int4', {'gate_proj': ((6, 128), (6, 4))}),
+    ('2x4', 'llama', 'int4', {'down_proj': ((16, 32), (16, 1))}),
+  ],
+)
+def test_tensors_lie_where_the_table_says(mesh, family, dtype, expected):
   """Parts of the right shapes, which together are the checkpoint."""
-  ours = _leaves(_load('llama', 'target', _layout('2x4')))
-  # Width 16, 8 heads and 4 KV heads of 8, 24 hidden units, vocabulary of 48.
-  expected = dict.fromkeys(('embed_tokens', 'lm_head'), (12, 16))
-  expected |= dict.fromkeys(('q_proj', 'o_proj'), (16, 16))
-  expected |= dict.fromkeys(('k_proj', 'v_proj'), (8, 16))
-  expected |= dict.fromkeys(('gate_proj', 'up_proj'), (6, 16))
-  expected |= {'down_proj': (16, 6), 'q_norm': (8,), 'norm': (16,)}
-  alone = _leaves(_load('llama', 'target', sharding_lib.Layout()))
+  ours, alone = (
+    _leaves(_load(family, 'target', layout, dtype=dtype))
+    for layout in (_layout(mesh), sharding_lib.Layout())
+  )
+  for name, shapes in expected.items():
+    found = [_part(leaf) for path, leaf in ours.items() if name in path]
+    assert {*found} == {*shapes}, name
   for path, leaf in ours.items():
-    name = next((name for name in expected if name in path), None)
-    if name:
-      assert _part(leaf) == expected[name], path
     np.testing.assert_array_equal(leaf, alone[path])
 
 
-def check_what_cannot_be_divided_is_whole() -> None:
-  """KV heads, heads and an odd vocabulary on eight devices."""
-  ours = _leaves(_load('mixtral', 'target', _layout('1x8')))
-  for name, part in {
-    'embed_tokens': (45, 2),  # 16 features.
-    **{'lm_head': (45, 2), 'k_proj': (16, 16), 'q_proj': (32, 16)},
-    'up_proj': (3, 16),  # Each expert has one.
-    'gate': (4, 16),
-  }.items():
-    found = [leaf for path, leaf in ours.items() if name in path[-2:]]
-    assert {*map(_part, found)} == {part}, name
-
-
-def check_few_bits_on_several_devices() -> None:
-  """Scales go with what they scale, outputs or groups of inputs."""
-  whole, parts = (
-    _leaves(_load('llama', 'target', layout, dtype='int8'))
-    for layout in (sharding_lib.Layout(), _layout('2x4'))
-  )
-  for path, leaf in parts.items():
-    np.testing.assert_array_equal(leaf, whole[path])
-  gate = {path[-1]: leaf for path, leaf in parts.items() if 'gate_proj' in path}
-  shapes = {name: _part(leaf) for name, leaf in gate.items()}
-  assert shapes == {'.values': (6, 16), '.scale': (6,)}
-  parts = _leaves(_load('llama', 'target', _layout('2x4'), dtype='int4'))
-  for name, shapes in {
-    'gate_proj': {(6, 128), (6, 4)},
-    'down_proj': {(16, 32), (16, 1)},
-  }.items():
-    found = [leaf for path, leaf in parts.items() if name in path]
-    assert {*map(_part, found)} == shapes
-
-
-def check_what_was_divided_can_be_saved() -> None:
+def test_what_was_divided_can_be_saved():
   """The files are those of a model on one device."""
   folder = pathlib.Path(_FILES.name) / 'again'
-  for family in FAMILIES:
+  for family in ('gpt2', 'llama', 'mixtral'):
     original = _folder(family, 'target')
     module = hub.load_module(original, layout=_layout('2x4'))
     hub.save_pretrained(module, folder)
@@ -291,7 +233,7 @@ def check_what_was_divided_can_be_saved() -> None:
     assert ours.read_bytes() == theirs.read_bytes(), family
 
 
-def check_streams_keep_what_they_hold_where_it_was() -> None:
+def test_streams_keep_what_they_hold_where_it_was():
   """Caches by rows and heads from step to step, with one program for all.
 
   Another turn reads what is new, and decodes as if from the beginning.
@@ -329,7 +271,7 @@ def check_streams_keep_what_they_hold_where_it_was() -> None:
   assert decoding.result().tokens == alone.tokens
 
 
-def check_prompts_take_turns_on_several_devices() -> None:
+def test_prompts_take_turns_on_several_devices():
   """`Slots` gives rows to other prompts."""
   layout = _layout('2x4')
   slots = specdec.Slots(
@@ -337,7 +279,9 @@ def check_prompts_take_turns_on_several_devices() -> None:
     num_slots=2,
     context=80,
     drafter=_drafter('chain', 'llama', layout),
-    sampling=specdec.Sampling(**_FILTERED),
+    sampling=specdec.Sampling(
+      temperature=0.9, top_k=20, top_p=0.95, min_p=0.01
+    ),
   )
   arguments = _arguments('llama', 5, 0.9)
   expected = _decode(None, 'llama', 5, 'plain', 0.9)
@@ -355,7 +299,7 @@ def check_prompts_take_turns_on_several_devices() -> None:
     assert one.tokens == [expected.tokens[row]]
 
 
-def check_a_head_drafts_on_several_devices() -> None:
+def test_a_head_drafts_on_several_devices():
   """Rows of hidden states are divided, and every device has the whole head."""
   layout, reads = _layout('2x4'), (0, 2)
   module = hub.load_module(_folder('llama', 'target'), layout=layout)
@@ -388,21 +332,6 @@ def check_a_head_drafts_on_several_devices() -> None:
     assert drafted.stats.block_efficiency > 1
 
 
-CHECKS = [
-  check_a_head_drafts_on_several_devices,
-  check_tensors_lie_where_the_table_says,
-  check_what_cannot_be_divided_is_whole,
-  *(check_few_bits_on_several_devices, check_what_was_divided_can_be_saved),
-  check_streams_keep_what_they_hold_where_it_was,
-  check_prompts_take_turns_on_several_devices,
-]
-
-
-def names(cases: Sequence[Case]) -> list[str]:
-  """The names of the checks that `main` reports."""
-  return [*map(str, cases), *(check.__name__ for check in CHECKS)]
-
-
 # Two layers of Llama 3.2 1B.
 _LARGE = llama_config.LlamaConfig(
   **{'vocab_size': 128256, 'num_positions': 4096, 'width': 2048},
@@ -411,14 +340,15 @@ _LARGE = llama_config.LlamaConfig(
 )
 
 
-def _resident(key: str) -> int:
+def _resident(key):
   """A size in `/proc/self/status`, in bytes."""
-  status = pathlib.Path('/proc/self/status').read_text()
+  status = pathlib.Path('/proc/self/status').read_text('utf-8')
   [size] = re.findall(rf'{key}:\s*(\d+) kB', status)
   return 1024 * int(size)
 
 
-def check_the_host_holds_one_tensor() -> None:
+@pytest.mark.long
+def test_the_host_holds_one_tensor():
   """Beside the parts of the devices, which on CPU are memory of the host."""
   shaped = hub.shape_module(_LARGE, jnp.dtype('bfloat16'))
   graph, shapes = hub.flat_params(shaped)
@@ -437,30 +367,3 @@ def check_the_host_holds_one_tensor() -> None:
   held = sum(8 * memory.bytes_on_device(leaf) for leaf in leaves)
   largest = max(leaf.nbytes for leaf in leaves)
   assert peak < held + 1.2 * largest, (peak, held, largest)
-
-
-def main(cases: Sequence[Case], more: Sequence[Callable[[], None]]) -> None:
-  jax.config.update('jax_numpy_rank_promotion', 'raise')
-  logging.getLogger('absl').setLevel(logging.ERROR)
-  checks = {str(case): functools.partial(check_case, case) for case in cases}
-  checks |= {check.__name__: check for check in more}
-  errors: dict[str, str | None] = {}
-  for number, (name, check) in enumerate(checks.items()):
-    if number and number % 15 == 0:
-      jax.clear_caches()  # The kernel allows a process so many pieces of code.
-    start = time.process_time()
-    errors[name] = None
-    try:
-      check()
-    except Exception:
-      errors[name] = traceback.format_exc()
-    print(f'{time.process_time() - start:5.1f} s {name}', file=sys.stderr)
-  with contextlib.suppress(BrokenPipeError):
-    print(json.dumps(errors))
-
-
-if __name__ == '__main__':
-  if '--large' in sys.argv:
-    main([], [check_the_host_holds_one_tensor])
-  else:
-    main(ALL if '--all' in sys.argv else FEW, CHECKS)

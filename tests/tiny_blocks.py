@@ -1,6 +1,7 @@
-"""Random matrices in blocks of few bits, and keys of GGUF files."""
+"""Random matrices in blocks of few bits, and what GGUF files have in common."""
 
 from collections.abc import Mapping
+import pathlib
 from typing import Any
 
 import gguf
@@ -48,6 +49,37 @@ def set_keys(
     kind = gguf.GGUFValueType.get_type(value)
     writer.kv_data[0].pop(f'{arch}.{key}', None)
     writer.add_key_value(f'{arch}.{key}', value, kind)
+
+
+_NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 4)
+
+
+def stored_name(name: str, own: Mapping[str, str]) -> str:
+  """The name of a tensor in a file, by gguf's table or by parts of the name."""
+  stem, _, end = name.rpartition('.')
+  if known := _NAMES.get_name(stem):
+    return f'{known}.{end}'
+  for ours, theirs in own.items():
+    name = name.replace(ours, theirs)
+  return name
+
+
+_SIZES = ('context_length', 'embedding_length', 'feed_forward_length')
+_SIZES += ('attention.head_count', 'attention.head_count_kv')
+_SIZES += ('attention.key_length',)
+
+
+def drafter_writer(
+  path: pathlib.Path,
+  arch: str,
+  sizes: tuple[int, ...],
+  keys: Mapping[str, Any],
+) -> gguf.GGUFWriter:
+  """A writer of a drafter's file that has its `_SIZES` and other keys."""
+  writer = gguf.GGUFWriter(path, arch)
+  writer.add_layer_norm_rms_eps(1e-6)
+  set_keys(writer, arch, dict(zip(_SIZES, sizes, strict=True)) | dict(keys))
+  return writer
 
 
 def finish(writer: gguf.GGUFWriter) -> None:

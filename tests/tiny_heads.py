@@ -4,7 +4,6 @@ import pathlib
 import tempfile
 
 import block_folders
-import gguf
 import numpy as np
 import tiny
 import tiny_blocks
@@ -125,34 +124,17 @@ def write(folder, naming, values, *, reduced=False, keys=None, **changed):
   return block_folders.save(folder, config | own | keys, stored | changed)
 
 
-_GGUF = {'self_attn.q_proj': 'attn_q', 'self_attn.k_proj': 'attn_k'}
-_GGUF |= {'self_attn.v_proj': 'attn_v', 'self_attn.o_proj': 'attn_output'}
-_GGUF |= {'input_layernorm': 'attn_norm', 'hidden_norm': 'attn_norm_2'}
-_GGUF |= {'post_attention_layernorm': 'ffn_norm', 'norm': 'output_norm'}
-_GGUF |= {f'mlp.{name}_proj': f'ffn_{name}' for name in ('gate', 'up', 'down')}
-_GGUF |= {'embed_tokens': 'token_embd', 'lm_head': 'output', 'fc': 'fc'}
-
-
 def write_gguf(path, values, arch='eagle3', keys=None):
   """Writes an EAGLE-3 head of a reduced vocabulary as llama.cpp does."""
-  writer = gguf.GGUFWriter(path, arch)
-  writer.add_context_length(tiny.MAX_POSITIONS)
-  writer.add_embedding_length(WIDTH)
-  writer.add_feed_forward_length(INNER)
-  writer.add_head_count(HEADS)
-  writer.add_head_count_kv(KV_HEADS)
-  writer.add_key_length(HEAD_WIDTH)
-  writer.add_layer_norm_rms_eps(1e-6)
-  writer.add_array(f'{arch}.extract_layers', list(READS))
-  tiny_blocks.set_keys(writer, arch, keys or {})
+  sizes = tiny.MAX_POSITIONS, WIDTH, INNER, HEADS, KV_HEADS, HEAD_WIDTH
+  keys = {'extract_layers': list(READS)} | (keys or {})
+  writer = tiny_blocks.drafter_writer(path, arch, sizes, keys)
   writer.add_tensor('d2t', IDS.astype(np.int64))
+  own = {'layers.0.hidden_norm': 'blk.0.attn_norm_2'}
   for name, array in values.items():
-    layer = 'blk.0.' if name.startswith('layers.0.') else ''
-    part = name.removeprefix('layers.0.').removesuffix('.weight')
-    if part.endswith(('q_proj', 'k_proj')):  # Neighbours are rotated.
-      halves = array.reshape(-1, 2, HEAD_WIDTH // 2, array.shape[1])
-      array = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
-    writer.add_tensor(f'{layer}{_GGUF[part]}.weight', array)
+    if '.q_proj' in name or '.k_proj' in name:
+      array = block_folders.neighbours(array)
+    writer.add_tensor(tiny_blocks.stored_name(name, own), array)
   tiny_blocks.finish(writer)
 
 

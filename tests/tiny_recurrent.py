@@ -98,14 +98,15 @@ def chunk(model, tokens, cache):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _empty(spec, rows):
+def empty(spec, rows):
+  """A cache that has read nothing, for texts of up to 100 tokens."""
   return spec.init_cache(rows, 100)
 
 
 def in_chunks(model, tokens, size):
   """Logits of texts that are read in chunks, and the cache."""
   rows, length = tokens.shape
-  cache = _empty(model.spec, rows)
+  cache = empty(model.spec, rows)
   found = []
   for start in range(0, length, size):
     logits, cache = chunk(model, tokens[:, start : start + size], cache)

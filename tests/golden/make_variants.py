@@ -52,30 +52,24 @@ def _shapes(config: Config) -> dict[str, list[int]]:
 
 
 @torch.no_grad()
-def _run(variant: variants.Variant, tokens: np.ndarray, **options: Any) -> Any:
+def _run(variant: variants.Variant, tokens: np.ndarray) -> Any:
   """The output of transformers in float32 for the weights of a folder."""
   with tempfile.TemporaryDirectory() as parent:
     folder = variants.write(variant, pathlib.Path(parent) / 'model')
     model = transformers.AutoModelForCausalLM.from_pretrained(
       folder, dtype=torch.float32, attn_implementation='eager'
     )
-  return model.eval()(torch.from_numpy(tokens), **options)
+  return model.eval()(torch.from_numpy(tokens))
 
 
 def _of_variant(name: str, variant: variants.Variant) -> dict[str, np.ndarray]:
   tokens = variants.tokens(variant)
-  found = _run(variant, tokens, output_router_logits=name == 'mixtral')
-  logits = found.logits.numpy()
+  logits = _run(variant, tokens).logits.numpy()
   first, second = np.sort(logits)[..., [-1, -2]].reshape(-1, 2).T
   # Rounding must not decide, and the text must not be trivial.
   assert np.min(first - second) > 2e-4, name
   assert len(np.unique(logits.argmax(-1))) > 3, name
-  if name != 'mixtral':
-    return {name: logits}
-  # The experts with the largest router logits, by layer, row and token.
-  best = [one.topk(2).indices.sort().values for one in found.router_logits]
-  chosen = torch.stack(best).view(len(best), *tokens.shape, 2).numpy()
-  return {name: logits, 'chosen_experts': chosen.astype(np.int8)}
+  return {name: logits}
 
 
 def _of_family(name: str, variant: variants.Variant) -> dict[str, np.ndarray]:

@@ -10,7 +10,6 @@ import logging
 import random
 import shutil
 import struct
-import types
 import warnings
 
 import gguf
@@ -28,14 +27,11 @@ from models import kept_programs
 from models.checkpoints import hub
 from models.lab.training import kept
 from models.lab.training import tokenizer as tokenizer_lib
-from models.lab.tune import plan_lookup
-from models.lab.tune import planner
 from models.nn import rope as rope_lib
 from models.text import choice as choice_lib
 from models.text import draft_vocabulary
 from models.text import pair as pair_lib
 from models.text import plan as plan_lib
-from models.text import settings as settings_lib
 from specdec.ngram import counting
 from specdec.ngram import table as table_lib
 from specdec.tree import topology as topology_lib
@@ -108,8 +104,8 @@ def _outcome(read):
 # Files by kind: what writes one into a folder, and what reads it.
 
 
-def _plan(context=None):
-  context = context or plan_lib.Context(
+def _plan():
+  context = plan_lib.Context(
     models={'target': 't', 'draft': None, 'vocabulary': 'v'},
     machine={'device': 'cpu', 'cores': 2},
     dtype='float32',
@@ -200,23 +196,6 @@ def test_a_damaged_file_is_refused_by_name(kind, tmp_path):
       refused += 1
     assert path.read_bytes() == content
   assert refused > 30
-
-
-def test_a_damaged_plan_of_this_machine_is_made_again(tmp_path, monkeypatch):
-  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
-  monkeypatch.setattr(planner, 'make_plan', lambda *_, **__: _plan())
-  monkeypatch.setattr(pair_lib, 'load_pair', lambda choice: None)
-  usual, context = settings_lib.DraftSettings(), _plan().context
-  monkeypatch.setattr(plan_lookup, 'context_of', lambda task: context)
-  task = types.SimpleNamespace(models=None, drafting=usual)
-  path, lines = plan_lib.cache_path(context, usual), []
-  path.parent.mkdir(parents=True)
-  path.write_text('{')
-  for _ in range(2):
-    plan = plan_lookup.find_plan('auto', list, task, report=lines.append)
-    assert plan == _plan()
-  assert lines[0].startswith(f'warning: plan {path} cannot be read: ')
-  assert lines[-2:] == [f'staged, saved as {path}', f'staged, from {path}']
 
 
 @pytest.fixture

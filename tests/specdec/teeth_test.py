@@ -43,7 +43,7 @@ _TESTS = {
   'LARGE_TOP_P': (
     'large_vocabulary.test_top_p_keeps_what_the_definition_says(50257, 400)'
   ),
-  'LENGTHS': 'heads.test_accepted_lengths_are_those_of_a_slow_head()',
+  'LENGTHS': "heads.check_steps('fixed')",
   'MANY_KEPT': (
     'large_vocabulary.test_where_filters_keep_many_tokens_all_noise_is_drawn()'
   ),

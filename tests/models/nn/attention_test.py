@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from models.nn import attention
-from models.nn import contraction
 from models.nn import matrices as matrices_lib
 
 _SCALE = 0.3
@@ -19,12 +18,6 @@ def _operands(length=3, heads=4):
   mask = rng.random((2, length, 7)) < 0.5
   mask[:, :, 0] = True
   return *map(jnp.asarray, arrays), mask
-
-
-def _matrices(rows):
-  rng = np.random.default_rng(1)
-  draw = lambda *shape: rng.standard_normal(shape, np.float32)
-  return jnp.asarray(draw(rows, 16)), jnp.asarray(draw(8, 16))
 
 
 def _reference(query, key, value, mask):
@@ -83,20 +76,10 @@ def test_a_window_is_counted_along_the_path_of_a_query():
   np.testing.assert_array_equal(attention.within_window(mask, 6), mask)
 
 
-def test_padding_does_not_change_a_single_query_or_row():
-  operands = _operands(length=1)
-  result = attention._attend_padded(
-    attention._Operands(*operands), scale=_SCALE
-  )
-  np.testing.assert_allclose(result, _reference(*operands), 1e-5, 1e-6)
-  row, weight = _matrices(1)
-  result = contraction._contract_padded(8, row, weight)
-  np.testing.assert_allclose(result, row @ weight.T, rtol=1e-4, atol=1e-5)
-
-
 def test_gradients_of_matmul_are_those_of_the_plain_product():
-  x, weight = _matrices(6)
-  x = x.reshape(2, 3, 16)
+  rng = np.random.default_rng(1)
+  draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+  x, weight = draw(2, 3, 16), draw(8, 16)
   ours = jax.grad(lambda *a: jnp.sum(jnp.sin(matrices_lib.matmul(*a))), (0, 1))
   plain = jax.grad(lambda x, w: jnp.sum(jnp.sin(x @ w.T)), (0, 1))
   for got, expected in zip(ours(x, weight), plain(x, weight), strict=True):

@@ -116,17 +116,6 @@ def test_forwards_of_other_packages(case):
 
 _GGUF = {
   'hidden_norm.': 'enc.output_norm.',
-  'self_attn.q_proj': 'attn_q',
-  'self_attn.k_proj': 'attn_k',
-  'self_attn.v_proj': 'attn_v',
-  'self_attn.o_proj': 'attn_output',
-  'self_attn.q_norm': 'attn_q_norm',
-  'self_attn.k_norm': 'attn_k_norm',
-  'input_layernorm': 'attn_norm',
-  'post_attention_layernorm': 'ffn_norm',
-  'mlp.gate_proj': 'ffn_gate',
-  'mlp.up_proj': 'ffn_up',
-  'mlp.down_proj': 'ffn_down',
   'markov_head.markov': 'markov',
   'confidence_head.proj': 'conf_proj',
   'attention_conv.base_kernel': 'attn_conv_base',
@@ -152,23 +141,13 @@ _OF_FILES = {
 
 def _write_gguf(path, case, keys=None, kind=None):
   """Writes a drafter as llama.cpp does, with matrices in blocks of a kind."""
-  arch, writer = 'dflash', gguf.GGUFWriter(path, 'dflash')
-  writer.add_context_length(block_folders.CONTEXT)
-  writer.add_embedding_length(block_folders.WIDTH)
-  writer.add_feed_forward_length(block_folders.INNER)
-  writer.add_head_count(block_folders.HEADS)
-  writer.add_head_count_kv(block_folders.KV_HEADS)
-  writer.add_key_length(block_folders.HEAD_WIDTH)
-  writer.add_layer_norm_rms_eps(1e-6)
-  writer.add_array(f'{arch}.target_layers', [1, 3])
+  common = {'block_size': _BLOCK, 'rope.freq_base': 100.0}
+  common['target_layers'] = [1, 3]
+  keys = _OF_FILES.get(case, {}) | common | (keys or {})
+  writer = tiny_blocks.drafter_writer(path, 'dflash', block_folders.SIZES, keys)
   writer.add_uint32('tokenizer.ggml.mask_token_id', block_folders.MASK)
-  keys = {'block_size': _BLOCK, 'rope.freq_base': 100.0} | (keys or {})
-  tiny_blocks.set_keys(writer, arch, _OF_FILES.get(case, {}) | keys)
   for name, array in block_folders.tensors(case).items():
-    for ours, theirs in _GGUF.items():
-      if name != 'norm.weight':
-        name = name.replace(ours, theirs)
-    name = 'output_norm.weight' if name == 'norm.weight' else name
+    name = tiny_blocks.stored_name(name, _GGUF)
     if kind is not None and array.ndim == 2 and array.shape[1] == 32:
       packed = gguf.quants.quantize(array, kind)
       writer.add_tensor(name, packed, raw_dtype=kind)
@@ -200,21 +179,17 @@ def test_other_layouts_of_the_same_drafter(layout, case):
   check_layout(layout, case)
 
 
-def _decode(drafter, *, scorer_options=None, **options):
+def _decode(drafter, **options):
   """A greedy decode of a chain, or a plain one."""
   model, chosen = adapter.as_model(_target(), hidden=(1, 3)), specdec.PLAIN
   if drafter is not None:
-    scorer = block_lib.BlockScorer(drafter, **scorer_options or {})
+    scorer = block_lib.BlockScorer(drafter)
     chain = topology_lib.chain(drafter.spec.depth)
     chosen = specdec.fixed_drafter(scorer, chain)
-  arguments = {
-    'max_new_tokens': 24,
-    'sampling': specdec.Sampling(temperature=0.0),
-  }
   return specdec.Decoding(
-    model,
-    jax.random.key(0),
-    **{'prompts': [_PROMPT]} | arguments | options,
+    *(model, jax.random.key(0)),
+    **{'prompts': [_PROMPT], 'max_new_tokens': 24} | options,
+    sampling=specdec.Sampling(temperature=0.0),
     drafter=chosen,
   )
 

@@ -1,4 +1,6 @@
-"""Weights in blocks of few bits, as GGUF files have them, and in four bits."""
+"""Weights in eight bits, in four, and in blocks as GGUF files have them."""
+
+import types
 
 import command_lines
 import gguf
@@ -9,16 +11,14 @@ import pytest
 import tiny
 import tiny_blocks
 
-import models
 from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import hub
+from models.nn import adapter
 from models.nn import blocks as blocks_lib
 from models.nn import matrices as matrices_lib
 from models.nn.cpu import build
 
 _RNG = np.random.default_rng(0)
-# Parts of a group of outputs, and of a block of inputs.
-_SHAPES = [(77, 768), (40, 224)]
 _kernels = pytest.mark.skipif(
   not build.is_available(), reason='the CPU kernels need a C++ compiler'
 )
@@ -33,51 +33,6 @@ def _drawn(kind, shape):
   weights = gguf.dequantize(raw, gguf.GGMLQuantizationType[kind])
   matrix = blocks_lib.from_raw([(slice(None), raw)], shape, kind)
   return matrix, weights[:, : shape[1]]
-
-
-@jax.jit
-def _computed(x, packed, index):
-  """Products of all rows, products of some of them, and rows of the matrix."""
-  some = [
-    matrices_lib.matmul(x[2 : 2 + count], packed)
-    for count in (*range(1, 9), 11)
-  ]
-  rows = matrices_lib.take_rows(packed, index)
-  return matrices_lib.matmul(x, packed), some, rows
-
-
-def _rounded(x):
-  """Rows in eight bits by 128 inputs."""
-  parts = np.pad(x, ((0, 0), (0, -x.shape[1] % 128))).reshape(len(x), -1, 128)
-  scale = np.abs(parts).max(-1, keepdims=True) / np.float32(127)
-  values = (np.round(parts / scale) * scale).reshape(len(x), -1)
-  return values[:, : x.shape[1]]
-
-
-@_kernels
-@pytest.mark.parametrize('shape', _SHAPES)
-@pytest.mark.parametrize('kind', blocks_lib.KINDS)
-def test_products_are_those_of_the_weights_of_gguf(kind, shape):
-  """The rows are rounded alike, and a row has the same bits alone."""
-  matrix, weights = _drawn(kind, shape)
-  packed = matrices_lib.pack(matrix)
-  np.testing.assert_array_equal(matrices_lib.unpack(packed), matrix.words)
-  x = _RNG.standard_normal((19, shape[1]), np.float32)
-  x[3] *= 1e-30
-  index = _RNG.integers(0, shape[0], (2, 3))
-  result, some, rows = jax.tree.map(np.asarray, _computed(x, packed, index))
-  # float32 loses as much of a sum as of its largest term.
-  sizes = np.abs(_rounded(x)) @ np.abs(weights).T
-  exact = _rounded(x).astype(np.float64) @ weights.T.astype(np.float64)
-  assert (np.abs(result - exact) <= 1e-6 * sizes).all()
-  for part in some:
-    np.testing.assert_array_equal(part, result[2 : 2 + len(part)])
-  np.testing.assert_array_equal(rows, weights[index])
-  # A row that is not finite spoils no other.
-  x[1, 0] = np.nan
-  spoiled = np.asarray(_computed(x, packed, index)[0])
-  assert not np.isfinite(spoiled[1]).any()
-  np.testing.assert_array_equal(spoiled[2:], result[2:])
 
 
 @_kernels
@@ -142,24 +97,12 @@ def test_four_bits_are_near_the_weights(width, is_head, kind, simpler):
 
 
 @_kernels
-def test_drafted_tokens_in_four_bits_are_those_of_plain_decoding(tmp_path):
-  """With matrices of several kinds; and their bytes are counted."""
-  folder = tmp_path / 'model'
-  module = tiny.module(
-    vocab_size=4096, num_positions=64, width=32, tie_embeddings=False
-  )
-  hub.save_pretrained(module, folder, tokenizer=hub.locate('demo').tokenizer)
-  load = lambda method: models.load(
-    str(folder), 'demo-draft', method=method, dtype='int4', draft_dtype='int4'
-  )
-  plain, drafted = load('plain'), load('chain')
-  prompts = ['def f(x):', 'import']
-  texts = [
-    each.generate(prompts, max_new_tokens=12, seed=3).tokens
-    for each in (plain, drafted)
-  ]
-  assert texts[0] == texts[1]
-  target = plain.pair.target
+def test_bytes_of_four_bits_are_counted_and_cannot_be_saved(tmp_path):
+  """With matrices of several kinds."""
+  module = tiny.module(width=32, tie_embeddings=False)
+  hub.save_pretrained(module, tmp_path)
+  module = hub.load_module(tmp_path, dtype='int4', packed=True)
+  target = adapter.as_model(module)
   packed = lambda leaf: isinstance(leaf, blocks_lib.PackedBlocks)
   leaves = jax.tree.leaves(target.params, is_leaf=packed)
   matrices = [leaf for leaf in leaves if packed(leaf)]
@@ -169,7 +112,7 @@ def test_drafted_tokens_in_four_bits_are_those_of_plain_decoding(tmp_path):
   read -= target.params['wpe']['embedding'].nbytes
   assert target.spec.weight_bytes == read
   with pytest.raises(ValueError, match='dtype=int4 cannot be saved'):
-    hub.save_pretrained(hub.load_module(folder, dtype='int4'), tmp_path / 'b')
+    hub.save_pretrained(module, tmp_path / 'b')
 
 
 @pytest.mark.parametrize('family', ['gpt2', 'mixtral'])
@@ -231,3 +174,84 @@ def test_a_scale_that_is_not_finite_is_refused(kind):
 def test_stored_is_for_files_in_blocks():
   with pytest.raises(ValueError, match='dtype=stored is for files in blocks'):
     checkpoint_lib.resolve_dtype('stored', hub.locate('demo'))
+
+
+def _spread(rows, columns):
+  spread = 10.0 ** _RNG.uniform(-3, 1, size=(rows, 1))
+  return (spread * _RNG.normal(size=(rows, columns))).astype(np.float32)
+
+
+def test_weights_are_rounded_to_the_nearest_step_of_their_row():
+  matrix = _spread(6, 40)
+  matrix[2] = 0.0
+  ours = matrices_lib.quantize(matrix)
+  assert ours.shape == matrix.shape
+  values = np.asarray(ours.values, np.float32)
+  step = np.asarray(ours.scale)[:, None]
+  assert np.abs(values).max() == 127
+  assert (np.abs(values * step - matrix) <= 0.5001 * step).all()
+  # The largest weight of every row that is not zero is exactly representable.
+  peaks = np.abs(values).max(axis=1)
+  assert peaks.tolist() == [127, 127, 0, 127, 127, 127]
+  rows = _take_rows(ours, jnp.array([[4, 1]]))
+  np.testing.assert_array_equal(rows, (values * step)[[[4, 1]]])
+
+
+def test_the_product_is_the_one_of_integers():
+  """Bit by bit what NumPy has in 64-bit integers, scaled in the same order."""
+  x, weight = _spread(5, 300), matrices_lib.quantize(_spread(7, 300))
+  scale = (np.abs(x).max(axis=1) / np.float32(127)).astype(np.float32)[:, None]
+  rounded = np.round(x / scale).astype(np.int64)
+  exact = rounded @ np.asarray(weight.values, np.int64).T
+  expected = exact.astype(np.float32) * (scale * np.asarray(weight.scale)[None])
+  result = _matmul(x, weight)
+  np.testing.assert_allclose(result, expected, rtol=1e-6)
+  # Nor does a row depend on those beside it.
+  alone = _matmul(x[3:4], weight)
+  np.testing.assert_array_equal(alone, result[3:4])
+
+
+def test_rows_of_denormal_numbers_have_a_scale_that_is_not_zero():
+  rows = np.array([[1e-44, -1e-44, 0], [1e-38, 0, 0]], np.float32)
+  for xp in (np, jnp):
+    values, scale = matrices_lib.quantize_rows(rows, xp)
+    assert np.all(np.asarray(scale) > 0)
+    np.testing.assert_array_less(np.abs(values.astype(int)), 128)
+
+
+@pytest.mark.parametrize('width', [8, 8960])
+def test_what_is_not_finite_stays_so_and_alone(width):
+  """In long rows, too, where a maximum of XLA's may drop NaN."""
+  matrix = _spread(4, width)
+  weight = matrices_lib.quantize(matrix)
+  for value in (np.nan, np.inf):
+    x = jnp.asarray(_spread(3, width)).at[1, 2].set(value)
+    result = np.asarray(weight.product(x))
+    assert not np.isfinite(result[1]).any()
+    assert np.isfinite(result[[0, 2]]).all()
+  matrix[1, 1] = np.inf
+  with pytest.raises(ValueError, match='not finite'):
+    matrices_lib.quantize(matrix)
+
+
+def test_default_dtype_of_the_draft():
+  small = hub.locate('demo')
+  large = types.SimpleNamespace(size=1 << 27, stored_dtypes=['float16'])
+  in_blocks = types.SimpleNamespace(size=1 << 27, stored_dtypes=['stored'])
+  for draft, dtype, target_dtype, packed, expected in (
+    (small, None, 'bfloat16', True, 'int8'),
+    (small, None, 'bfloat16', False, 'bfloat16'),
+    (small, None, 'float32', True, 'float32'),
+    (small, 'bfloat16', 'bfloat16', True, 'bfloat16'),
+    (small, None, 'int8', True, 'int8'),
+    (small, None, 'stored', True, 'int4'),
+    (large, None, 'bfloat16', True, 'int4'),
+    (large, None, 'int8', False, 'int8'),
+    (large, None, 'float32', True, 'float32'),
+    (in_blocks, None, 'int8', True, 'stored'),
+    (in_blocks, None, 'stored', True, 'stored'),
+  ):
+    found = checkpoint_lib.resolve_draft_dtype(
+      dtype, draft, target_dtype=target_dtype, packed=packed
+    )
+    assert found == expected

@@ -18,109 +18,69 @@ _floats = functools.partial(np.zeros, dtype=np.float32)
 _ints = functools.partial(np.zeros, dtype=np.int32)
 
 
-def _multiply(x, scale, bias, norm_scale, norm_bias, residual, **options):
-  words = options.pop('words', np.zeros((2, 16, 2, 16), np.uint32))
-  matrices = [ops.Matrix(words, scale, 40, bias)] * 2
-  norm = ops.Norm(norm_scale, norm_bias, 0.1, False)
-  options = {'dtype': 'int8', 'norm': norm, 'residual': residual} | options
-  return ops.multiply(x, matrices, **options)
+def _norm(width, bias=None):
+  return ops.Norm(_floats(width), bias, 0.1, False)
 
 
-def _attend(query_norm, key_norm, value_norm, cos, sin, **arrays):
-  norm = ops.Norm(query_norm, None, 0.1, False)
-  changes = {key: arrays.pop(key) for key in {*arrays} & {*norm._fields}}
-  norms = norm, norm._replace(scale=key_norm, **changes)
-  norms = *norms, norm._replace(scale=value_norm)
-  return ops.attend(norms=norms, rotation=(cos, sin), scale=1.0, **arrays)
-
-
-def _normalize(x, scale, bias):
-  return ops.normalize(x, ops.Norm(scale, bias, 0.1, False))
-
-
-_route = functools.partial(ops.route, count=3, renormalize=True)
+_WORDS = np.zeros((2, 16, 2, 16), np.uint32)
+_MATRIX = ops.Matrix(_WORDS, _floats(40), 40, _floats(40))
 _CACHE = 2, 3, 9, 8
+_STATE = _floats((2, 6, 5, 7))
+_INPUTS = {
+  **{'key': _floats((2, 1, 9, 3 * 5)), 'delta': _floats((2, 1, 9, 6 * 7))},
+  'decay': _floats((2, 1, 9, 6)),
+}
+_MIXED = 2 * 3 * 5 + 6 * 7
+_TREE = _ints((2, 9)), _ints(2)
 # Functions, and operands that fit.
 _CALLS = {
-  _multiply: {
-    'x': _floats((2, 3, 20)),
-    **{'scale': _floats(40), 'bias': _floats(40)},
-    **{'norm_scale': _floats(20), 'norm_bias': _floats(20)},
-    'residual': _floats((2, 3, 80)),
+  functools.partial(ops.multiply, dtype='int8'): {
+    **{'x': _floats((2, 3, 20)), 'matrices': [_MATRIX] * 2},
+    **{'norm': _norm(20, _floats(20)), 'residual': _floats((2, 3, 80))},
   },
-  _attend: {
+  functools.partial(ops.attend, scale=1.0): {
     **{'keys': _floats(_CACHE), 'values': _floats(_CACHE)},
     'projections': _floats((2, 4, 12 * 8)),
     **{'mask': np.zeros((2, 4, 9), bool), 'start': _ints(2)},
-    **{'query_norm': _floats(8), 'key_norm': _floats(8)},
-    'value_norm': _floats(8),
-    **{'cos': _floats((2, 1, 4, 4)), 'sin': _floats((2, 1, 4, 4))},
+    **{'norms': [_norm(8)] * 3, 'rotation': [_floats((2, 1, 4, 4))] * 2},
   },
   ops.write_slots: {
     **{'slots': _floats(_CACHE), 'new': _floats((2, 3, 4, 8))},
     'start': _ints(2),
   },
-  _normalize: {'x': _floats((2, 5)), 'scale': _floats(5), 'bias': _floats(5)},
-  _route: {'logits': _floats((2, 3))},
+  ops.normalize: {'x': _floats((2, 5)), 'norm': _norm(5, _floats(5))},
+  functools.partial(ops.route, count=3, renormalize=True): {
+    'logits': _floats((2, 3))
+  },
   ops.sum_rows: {
     **{'rows': _floats((5, 7)), 'index': _ints((2, 3))},
     'weights': _floats((2, 3)),
   },
-}
-
-
-def _fold_delta(key, delta, decay, **arrays):
-  inputs = {'key': key, 'delta': delta, 'decay': decay}
-  return state_ops.fold_delta(inputs=inputs, tiled=False, **arrays)
-
-
-def _mix_delta(
-  conv_state, state, parents, first, rate_0, rate_1, norm_scale, **arrays
-):
-  names = 'conv', 'key', 'delta', 'decay'
-  return state_ops.mix_delta(
-    state={'conv': conv_state, 'matrix': state},
-    inputs={name: arrays.pop(name) for name in names},
-    tree=(parents, first),
-    rates=(rate_0, rate_1),
-    norm=ops.Norm(norm_scale, None, 1e-6, center=False),
-    tiled=False,
-    **arrays,
-  )
-
-
-def _convolve(parents, first, **arrays):
-  return state_ops.mix_convolution(tree=(parents, first), **arrays)
-
-
-_gate = state_ops.gate
-_MIXED = 2 * 3 * 5 + 6 * 7
-_WINDOW = {
-  **{'state': _floats((2, 6, 5, 7)), 'key': _floats((2, 1, 9, 3 * 5))},
-  **{'delta': _floats((2, 1, 9, 6 * 7)), 'decay': _floats((2, 1, 9, 6))},
-}
-_CALLS |= {
-  _convolve: {
+  state_ops.mix_convolution: {
     **{'projected': _floats((2, 4, 60)), 'state': _floats((2, 3, 20))},
-    **{'window': _floats((2, 1, 9, 20)), 'parents': _ints((2, 9))},
-    **{'first': _ints(2), 'weight': _floats((4, 20)), 'bias': _floats(20)},
+    **{'window': _floats((2, 1, 9, 20)), 'tree': _TREE},
+    **{'weight': _floats((4, 20)), 'bias': _floats(20)},
   },
-  _gate: {'x': _floats((2, 5)), 'gates': _floats((2, 5))},
-  _fold_delta: _WINDOW | {'slots': _ints((2, 8)), 'count': _ints(2)},
-  _mix_delta: {
-    **{'projected': _floats((2, 4, _MIXED + 6 * 9)), **_WINDOW},
-    'conv': _floats((2, 1, 9, _MIXED)),
-    **{'conv_state': _floats((2, 3, _MIXED)), 'weight': _floats((4, _MIXED))},
-    **{'parents': _ints((2, 9)), 'first': _ints(2), 'norm_scale': _floats(7)},
-    **{f'rate_{i}': _floats(6) for i in range(2)},
+  state_ops.gate: {'x': _floats((2, 5)), 'gates': _floats((2, 5))},
+  functools.partial(state_ops.fold_delta, tiled=False): {
+    **{'state': _STATE, 'inputs': _INPUTS},
+    **{'slots': _ints((2, 8)), 'count': _ints(2)},
+  },
+  functools.partial(state_ops.mix_delta, tiled=False): {
+    'projected': _floats((2, 4, _MIXED + 6 * 9)),
+    'state': {'conv': _floats((2, 3, _MIXED)), 'matrix': _STATE},
+    'inputs': _INPUTS | {'conv': _floats((2, 1, 9, _MIXED))},
+    **{'tree': _TREE, 'weight': _floats((4, _MIXED))},
+    **{'rates': [_floats(6)] * 2, 'norm': _norm(7)},
   },
 }
+_multiply, _attend, _, _, _route, *_, _fold_delta, _mix_delta = _CALLS
 # Axes that no other operand has, or that may be longer; and rows of any axes.
 _FREE = {(ops.write_slots, 'slots', 2), (ops.write_slots, 'new', 2)}
 _FREE |= {(ops.sum_rows, 'rows', 0), (ops.sum_rows, 'rows', 1)}
-_FREE |= {(_convolve, 'projected', 1), (_mix_delta, 'projected', 1)}
-_FREE |= {(_fold_delta, 'slots', 1)}
-_ROWS = {(_normalize, 'x'), (_route, 'logits')}
+_FREE |= {(state_ops.mix_convolution, 'projected', 1)}
+_FREE |= {(_mix_delta, 'projected', 1), (_fold_delta, 'slots', 1)}
+_ROWS = {(ops.normalize, 'x'), (_route, 'logits')}
 
 
 def _trace(function, operands):
@@ -130,11 +90,13 @@ def _trace(function, operands):
 @pytest.mark.parametrize('function', _CALLS)
 def test_an_operand_that_does_not_fit_is_named_with_both_shapes(function):
   """Longer along each axis, with an axis less, of another dtype."""
-  operands = _CALLS[function]
-  _trace(function, operands)
-  names = '|'.join(operands)
-  for name, array in operands.items():
-    wrong = [array.astype(np.float16)]
+  _trace(function, _CALLS[function])
+  leaves, tree = jax.tree_util.tree_flatten_with_path(_CALLS[function])
+  operands = [leaf for _, leaf in leaves]
+  for place, (path, array) in enumerate(leaves):
+    if not isinstance(array, np.ndarray) or array is _WORDS:
+      continue
+    name, wrong = path[0].key, [array.astype(np.float16)]
     if (function, name) not in _ROWS:
       wrong.append(array[0])
       wrong += [
@@ -143,30 +105,34 @@ def test_an_operand_that_does_not_fit_is_named_with_both_shapes(function):
         if (function, name, axis) not in _FREE
       ]
     for misfit in wrong:
-      with pytest.raises(ValueError, match=rf'^({names})\w* .*\(.*\).*\(.*\)'):
-        _trace(function, operands | {name: misfit})
+      some = [*operands[:place], misfit, *operands[place + 1 :]]
+      with pytest.raises(ValueError, match=r'^\w+ .*\(.*\).*\(.*\)'):
+        _trace(function, jax.tree.unflatten(tree, some))
 
 
 _MORE = {
-  'projections': _floats((2, 10, 96)),
-  'mask': np.zeros((2, 10, 9), bool),
-  **{'cos': _floats((2, 1, 10, 4)), 'sin': _floats((2, 1, 10, 4))},
+  **{'projections': _floats((2, 10, 96)), 'mask': np.zeros((2, 10, 9), bool)},
+  'rotation': [_floats((2, 1, 10, 4))] * 2,
 }
-_PAIRS = {'cos': _floats((2, 1, 4, 5)), 'sin': _floats((2, 1, 4, 5))}
+_with = lambda **changed: {'matrices': [_MATRIX._replace(**changed)] * 2}
+_norms = lambda **changed: {'norms': [_norm(8), _norm(8)._replace(**changed)]}
 _MISFITS = [
-  (_multiply, {'scale': None}, r'scale_0 must be float32 of shape \(40,\)'),
+  (_multiply, _with(scale=None), r'scale_0 must be float32 of shape \(40,\)'),
   (_multiply, {'residual': _floats((3, 2, 80))}, 'residual must be'),
   (_multiply, {'activation': 'tanh'}, 'activation=tanh is none of'),
   # More entries than slots, no queries, more pairs than a head has.
   (_attend, _MORE, 'projections .* does not fit a cache'),
   (_attend, {'projections': _floats((2, 4, 48))}, 'projections .* not fit'),
-  (_attend, _PAIRS, 'cos .* does not fit a cache'),
-  (_attend, {'epsilon': 0.2}, 'norms of heads have no bias'),
-  (_attend, {'bias': _floats(8)}, 'norms of heads have no bias'),
-  (_attend, {'center': True}, 'norms of heads have no bias'),
+  (_attend, {'rotation': [_floats((2, 1, 4, 5))] * 2}, 'cos .* does not fit a'),
+  (_attend, _norms(epsilon=0.2), 'norms of heads have no bias'),
+  (_attend, _norms(bias=_floats(8)), 'norms of heads have no bias'),
+  (_attend, _norms(center=True), 'norms of heads have no bias'),
   (ops.write_slots, {'new': _floats((2, 3, 10, 8))}, 'new .* does not fit'),
   (_route, {'logits': _floats((2, 2))}, '3 experts of logits'),
-  (_fold_delta, {'key': _floats((2, 1, 9, 20))}, 'key .* does not fit a state'),
+  (
+    *(_fold_delta, {'inputs': _INPUTS | {'key': _floats((2, 1, 9, 20))}}),
+    'key .* does not fit a state',
+  ),
   (
     _mix_delta,
     {'projected': _floats((2, 10, _MIXED + 6 * 9))},
@@ -212,8 +178,7 @@ def test_blocks_have_as_many_words_in_both_languages(width):
       multiply(*wrong)
 
 
-_HALVES = {'keys': np.zeros(_CACHE, 'float16')}
-_HALVES['values'] = _HALVES['keys']
+_HALVES = dict.fromkeys(('keys', 'values'), np.zeros(_CACHE, 'float16'))
 
 
 @_kernels
@@ -221,8 +186,8 @@ _HALVES['values'] = _HALVES['keys']
   ('function', 'changes', 'message'),
   [
     (_attend, _HALVES, 'keys must be float32 or bfloat16'),
-    (_multiply, {'bias': np.zeros(40, 'float16')}, 'a bias must be float32 or'),
-    (_multiply, {'words': _ints((2, 16, 2, 16))}, 'words must be uint32'),
+    (_multiply, _with(bias=np.zeros(40, 'float16')), 'a bias must be float32 '),
+    (_multiply, _with(words=_ints(_WORDS.shape)), 'words must be uint32'),
   ],
 )
 def test_kernels_refuse_types_that_they_do_not_know(

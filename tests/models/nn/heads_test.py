@@ -258,24 +258,10 @@ def test_a_wrong_type_is_an_error_that_names_the_key(naming, tmp_path):
           heads.locate(folder, tiny_heads.TARGET)
 
 
-_YARN = rope_lib.YarnScaling(factor=2.0, original_max_position_embeddings=64)
-
-
-@pytest.mark.parametrize(
-  'rope',
-  [
-    rope_lib.Rope(theta=5e5),
-    rope_lib.Rope(theta=5e5, scaling=_YARN),
-    *((rope_lib.Rope(), rope_lib.Rope(theta=1e6)), (rope_lib.Rope(), None)),
-    None,
-  ],
-)
-def test_a_head_rotates_as_its_own_config_says(rope, tmp_path):
+def test_a_head_rotates_as_its_own_config_says(tmp_path):
   """Without a key by the base of its model_type, as all who read it do."""
   target = tiny.llama_module('llama').config
-  target = dataclasses.replace(
-    target, num_layers=2, rope=rope, width=16, vocab_size=tiny.VOCAB_SIZE
-  )
+  target = dataclasses.replace(target, rope=rope_lib.Rope(theta=5e5))
   for theta, keys in ((1e4, {}), (30.0, {'rope_theta': 30.0})):
     folder = _write(tmp_path, 'sglang', keys=keys)
     found = heads.locate(folder, target).config.rope
@@ -386,118 +372,25 @@ def test_keys_of_a_gguf_file(keys, message, tmp_path):
   assert rope == rope_lib.Rope(theta=30.0)
 
 
-# A target that says given texts, whose hidden states are easily computed.
+_BRANCHING = tiny_drafters.TREE.branching
+# They are so few that a random head drafts some of the target's tokens.
+_POSSIBLE = tiny_heads.IDS[: 2 * _BRANCHING]
 
 
-def _hidden_of(table, tokens, positions):
-  """`[..., layers, width]`, after tokens at these positions."""
-  scale = jnp.cos(positions)[..., None, None]
-  return table[tokens] * (1 + scale)
-
-
-def _apply(params, tokens, positions, mask, cache):
-  del mask
-  states = _hidden_of(params['table'], tokens, positions)
-  for layer in tiny_heads.READS:
-    cache = cache_lib.write_hidden(cache, layer, states[:, :, layer])
-  last = params['texts'].shape[1] - 1
-  after = jnp.minimum(positions + 1, last)
-  said = jnp.take_along_axis(params['texts'], after, axis=1)
-  return 9 * jax.nn.one_hot(said, tiny.VOCAB_SIZE), cache
-
-
-def _init_cache(batch_size, num_slots):
-  cache = cache_lib.init_empty_cache(batch_size, num_slots)
-  widths = dict.fromkeys(tiny_heads.READS, tiny_heads.WIDTH)
-  return cache_lib.with_hidden(cache, widths, jnp.float32)
-
-
-_SPEC = specdec.ModelSpec(
-  apply=_apply,
-  init_cache=_init_cache,
-  vocab_size=tiny.VOCAB_SIZE,
-  max_positions=tiny.MAX_POSITIONS,
-  weight_bytes=1,
-  cache_bytes_per_slot=1,
-  hidden=tiny_heads.READS,
-)
-# Rows begin with so many tokens; in each step so many of three drafted ones are
-# accepted, and one more token is emitted.
-_STARTS = (7, 1, 3)
-_ACCEPTED = ((3, 0, 1, 3, 2, 2, 0, 3), (1, 3, 3, 0, 2, 1, 3), (0, 3, 2, 3, 3))
-_DRAFTED = 3
-
-
-@functools.cache
-def _head_tensors():
-  return tiny_heads.tensors('eagle3', reduced=True)
-
-
-def _slow():
-  return slow_head.SlowHead(
-    _head_tensors(), heads=tiny_heads.HEADS, head_width=tiny_heads.HEAD_WIDTH
-  )
-
-
-@functools.cache
-def _case():
-  """The target and the texts, in which drafts are accepted as is listed."""
-  rng = np.random.default_rng(5)
-  shape = (tiny.VOCAB_SIZE, len(tiny_heads.READS), tiny_heads.WIDTH)
-  table = rng.normal(size=shape).astype(np.float32)
-  texts = []
-  for start, steps in zip(_STARTS, _ACCEPTED, strict=True):
-    text, slow = rng.integers(tiny.TABOO, size=start).tolist(), _slow()
-    for accepted in steps:
-      drafted, _ = slow.draft(
-        text, _states_of(table, text), _DRAFTED, tiny_heads.IDS
-      )
-      others = [one for one in range(tiny.TABOO) if one not in drafted]
-      text += [*drafted[:accepted], int(rng.choice(others))]
-    texts.append(text)
-  size = max(map(len, texts)) + _DRAFTED + 2
-  padded = np.array([text + [0] * (size - len(text)) for text in texts])
-  params = {'table': jnp.asarray(table), 'texts': jnp.asarray(padded)}
-  return specdec.LanguageModel(params=params, spec=_SPEC), texts
-
-
-def _states_of(table, text):
-  return np.asarray(_hidden_of(table, np.array(text), np.arange(len(text))))
-
-
-def _drafter(folder, kind='chain'):
-  folder = tiny_heads.write(folder, 'sglang', _head_tensors(), reduced=True)
+def _drafter(folder, kind, values):
+  folder = tiny_heads.write(folder, 'sglang', values, reduced=True)
   scorer = head_lib.HeadScorer(tiny_heads.load(folder))
-  if kind == 'chain':
-    return specdec.fixed_drafter(scorer, topology_lib.chain(_DRAFTED))
-  outer = tiny_drafters.TREE.drafter(scorer)
+  if kind == 'fixed':
+    return specdec.fixed_drafter(scorer, topology_lib.k_ary(_BRANCHING, 2))
   inner = tiny_drafters.candidates(
     specdec.PromptLookup((0.5,)), config=tiny_drafters.INNER
   )
-  return outer if kind == 'tree' else specdec.staged(outer, inner)
+  # All nodes have room: texts of few tokens repeat themselves.
+  outer = dataclasses.replace(tiny_drafters.TREE, capacity=96)
+  return specdec.staged(outer.drafter(scorer), inner)
 
 
-def test_accepted_lengths_are_those_of_a_slow_head():
-  """The slow head reads all of the text with the target's states."""
-  target, texts = _case()
-  with tempfile.TemporaryDirectory() as folder:
-    drafter = _drafter(pathlib.Path(folder))
-  found = specdec.generate(
-    target,
-    jax.random.key(0),
-    [text[:start] for text, start in zip(texts, _STARTS, strict=True)],
-    max_new_tokens=[
-      len(text) - start for text, start in zip(texts, _STARTS, strict=True)
-    ],
-    drafter=drafter,
-  )
-  new = [text[start:] for text, start in zip(texts, _STARTS, strict=True)]
-  assert found.tokens == new
-  expected = np.bincount(sum(_ACCEPTED, ()), minlength=_DRAFTED + 1)
-  assert found.stats.accepted_histogram == expected.tolist()
-
-
-def _check_tree(tree, slow, text, states):
+def _check_tree(tree, likely):
   """The children of every node that the head scored are its most likely."""
   checked = 0
   for node in range(int(tree.size)):
@@ -508,35 +401,28 @@ def _check_tree(tree, slow, text, states):
     while above > 0:
       path.append(int(tree.token[above]))
       above = int(tree.parent[above])
-    logits = slow.after(text, states, path[::-1])
-    likeliest = np.argsort(-logits)[: tiny_drafters.TREE.branching]
-    found = {*tree.token[children].tolist()}
-    assert {*tiny_heads.IDS[likeliest].tolist()} <= found
+    assert {*likely(path[::-1])} <= {*tree.token[children].tolist()}
     checked += 1
   return checked
 
 
-@pytest.mark.parametrize('kind', ['tree', 'staged'])
-def test_trees_of_every_step_with_plain_steps_and_turns(kind, tmp_path):
-  """However the text before a step was decoded or given."""
-  target, texts = _case()
-  prompts = [text[:start] for text, start in zip(texts, _STARTS, strict=True)]
-  decoding = specdec.Decoding(
-    target,
-    jax.random.key(0),
-    prompts,
-    max_new_tokens=9,
-    room_for_new_tokens=20,
-    drafter=_drafter(tmp_path, kind),
-    break_even=0.01,
-  )
-  slow, table = [_slow() for _ in texts], target.params['table']
-  checked = 0
+def _likely(slow, text, states, path):
+  """The most likely of the possible tokens."""
+  logits = slow.after(text, states, path)[: len(_POSSIBLE)]
+  return _POSSIBLE[np.argsort(-logits)[:_BRANCHING]].tolist()
+
+
+def _recorded(decoding, prompts):
+  """Texts after two turns; rows, ends of texts and trees of all steps."""
+  texts = lambda: [
+    prompt + new
+    for prompt, new in zip(prompts, decoding.result().tokens, strict=True)
+  ]
+  found = []
   for step in range(8):
     if step == 5:  # Every row goes on a few tokens later.
-      ends = decoding._ends + 2
-      given = [text[:end] for text, end in zip(texts, ends, strict=True)]
-      decoding.extend(given, max_new_tokens=3)
+      prompts = [text + [8, 2] for text in texts()]
+      decoding.extend(prompts, max_new_tokens=5)
     fallback = decoding._state.fallback
     speculating = jnp.array(step not in (1, 2))
     decoding._state = decoding._state.replace(
@@ -546,13 +432,46 @@ def test_trees_of_every_step_with_plain_steps_and_turns(kind, tmp_path):
     record = decoding.step_recorded()
     trees = jax.device_get(record.record.tree)
     for row in np.flatnonzero(active & (step not in (1, 2))):
-      text = texts[row][: record.starts[row]]
       tree = jax.tree.map(lambda array, row=row: array[row], trees)
-      checked += _check_tree(tree, slow[row], text, _states_of(table, text))
-  for text, ends in zip(texts, decoding._ends, strict=True):
-    assert ends > len(text) // 2
+      found.append((row, record.starts[row], tree))
+  return texts(), found
+
+
+def check_steps(kind):
+  """Trees are those of a slow head that reads all of the text.
+
+  However the text before a step was decoded or given.
+  """
+  values = tiny_heads.tensors('eagle3', reduced=True)
+  with tempfile.TemporaryDirectory() as folder:
+    drafter = _drafter(pathlib.Path(folder), kind, values)
+  others = {*range(tiny.VOCAB_SIZE)} - {*_POSSIBLE.tolist()}
+  bias = dict.fromkeys(others, -np.inf)
+  target, rng = tiny_heads.target(), np.random.default_rng(10)
+  prompts = [rng.integers(tiny.TABOO, size=size).tolist() for size in (7, 1, 3)]
+  decoding = specdec.Decoding(
+    *(target, jax.random.key(0), prompts),
+    max_new_tokens=9,
+    room_for_new_tokens=20,
+    drafter=drafter,
+    sampling=specdec.Sampling(temperature=0.0, logit_bias=bias),
+    break_even=0.01,
+  )
+  texts, recorded = _recorded(decoding, prompts)
+  _, hidden = by_heart.hidden(
+    np.array([[*text, *[0] * 40][:40] for text in texts])
+  )
+  states = np.stack([hidden[one][:, 0] for one in tiny_heads.READS], 2)
+  shape = {'heads': tiny_heads.HEADS, 'head_width': tiny_heads.HEAD_WIDTH}
+  slow = [slow_head.SlowHead(values, **shape) for _ in texts]
+  checked = 0
+  for row, end, tree in recorded:
+    read = slow[row], texts[row][:end], states[row]
+    checked += _check_tree(tree, functools.partial(_likely, *read))
   assert checked > 25
-  assert decoding.result().stats.plain_steps == 0  # In this turn.
+  stats = decoding.result().stats  # These are of the second turn.
+  assert stats.plain_steps == 0
+  assert stats.block_efficiency > 1.2
   # A smaller tree may follow a larger one, whose path is longer.
   ctx = jax.eval_shape(
     functools.partial(step_lib.step_context, config=decoding._config),
@@ -562,7 +481,14 @@ def test_trees_of_every_step_with_plain_steps_and_turns(kind, tmp_path):
   assert {one.shape[2] for one in ctx.hidden.states.values()} == {longest}
 
 
+@pytest.mark.parametrize('kind', ['fixed', 'staged'])
+def test_trees_of_every_step_with_plain_steps_and_turns(kind):
+  check_steps(kind)
+
+
 # A head that knows some texts by heart.
+
+_DRAFTED = 3
 
 
 def _trained(folder):

@@ -1,8 +1,6 @@
 """Several devices: where tensors lie, and that tokens stay the same."""
 
 import contextlib
-import functools
-import json
 import pathlib
 import subprocess
 import sys
@@ -13,7 +11,6 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 from jax.sharding import Mesh
 import numpy as np
-import on_devices
 import pytest
 import quick
 
@@ -25,43 +22,24 @@ from models.nn import matrices as matrices_lib
 from models.nn import sharding as sharding_lib
 from specdec import memory
 
-_FILE = pathlib.Path(on_devices.__file__)
+_ROOT = pathlib.Path(__file__).parents[3]
 
 
-@functools.cache
-def _errors(*arguments: str) -> dict[str, str | None]:
-  """Runs the checks in a process with eight devices; their errors by name."""
+@pytest.mark.parametrize(
+  'marks', ['not long', pytest.param('long', marks=pytest.mark.long)]
+)
+def test_on_eight_devices(marks):
   environment = quick.environment(
-    JAX_NUM_CPU_DEVICES='8',
-    JAX_PLATFORMS='cpu',
-    PYTHONPATH=str(_FILE.parents[1]),
+    JAX_NUM_CPU_DEVICES='8', JAX_PLATFORMS='cpu', PYTHONPATH=str(_ROOT)
   )
-  command = [sys.executable, _FILE, *arguments]
+  # Programs are counted without this option.
+  command = [sys.executable, '-m', 'pytest', '--long', '-m', marks]
   ended = subprocess.run(
-    command, capture_output=True, text=True, env=environment
+    [*command, 'tests/on_devices.py'],
+    **{'capture_output': True, 'text': True, 'cwd': _ROOT},
+    env=environment,
   )
-  assert ended.returncode == 0, ended.stderr[-3000:]
-  print(ended.stderr)
-  return json.loads(ended.stdout)
-
-
-@pytest.mark.parametrize('name', on_devices.names(on_devices.FEW))
-def test_on_eight_devices(name):
-  error = _errors()[name]
-  assert error is None, error
-
-
-@pytest.mark.long
-@pytest.mark.parametrize('name', on_devices.names(on_devices.ALL))
-def test_everything_on_eight_devices(name):
-  error = _errors('--all')[name]
-  assert error is None, error
-
-
-@pytest.mark.long
-def test_a_large_model_is_loaded_part_by_part():
-  (error,) = _errors('--large').values()
-  assert error is None, error
+  assert ended.returncode == 0, ended.stdout
 
 
 def test_each_of_eight_devices_has_an_eighth_of_a_model_of_70b():

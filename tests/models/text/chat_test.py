@@ -34,6 +34,9 @@ _TEMPLATE = (
 _FORGETFUL = _TEMPLATE.replace(
   "['content']", "['content'][:1 if message['role'] == 'assistant' else None]"
 )
+# In transformers, tools that are absent are None, of which there is no loop.
+_WITH_TOOLS = '{% if tools is defined %}{% for one in tools %}<a>{% endfor %}'
+_WITH_TOOLS += '{% endif %}' + _TEMPLATE
 _STRICT = "{{ raise_exception('roles must alternate') }}"
 _RECURSIVE = '{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}'
 _HALF = 'cut \ud83d'
@@ -164,6 +167,7 @@ def test_conversations_are_prompts():
     assert found.tokens == _anew(messages).tokens
     assert found.prompt_tokens == [prompt]
   assert call('stream').trace()[0].prompt_tokens == tuple(prompt)
+  assert _generator(template=_WITH_TOOLS).pair.ids_of([messages]) == [prompt]
   mixed = [[_user()], 'ab', [0, 1], [_user('c'), _user('d')]]
   lengths = [len(ids) for ids in _generator().pair.ids_of(mixed)]
   assert lengths == [5, 2, 2, 7]

@@ -57,6 +57,12 @@ def test_auto_makes_a_plan_once(monkeypatch):
   other, _ = _find('auto', batch_size=2)
   assert other.context.batch_size == 2
   assert made == [(['import '], size, 32) for size in (1, 2)]
+  # A damaged one is made again.
+  path.write_text('{')
+  again, lines = _find('auto')
+  assert lines[0].startswith(f'warning: plan {path} cannot be read: ')
+  assert (again, lines[-1]) == (first, f'lookup, saved as {path}')
+  assert _find('auto', prompts=None) == (first, [f'lookup, from {path}'])
   # So are other settings that all candidates share.
   fewer = settings_lib.with_options(_USUAL, {'inner': 'lookup'})
   assert plan_lib.cache_path(first.context, fewer) != path
