@@ -18,7 +18,6 @@ from scipy import sparse
 from scipy.sparse import csgraph
 
 from specdec.text import constraint as constraint_lib
-from specdec.text import token_trie
 
 MAX_STATES = 2**14 - 1
 """The most states of an automaton."""
@@ -144,9 +143,38 @@ def of_bytes(
     pieces[token : token + 1] = [b''] if token < len(pieces) else []
   examples, kinds = _kinds(delta, pieces, vocab_size)
   check_size(num_states + 1, len(examples) + 1, vocab_size)
-  after = _read(delta, [pieces[token] for token in examples.tolist()])
+  chosen = [pieces[token] for token in examples.tolist()]
+  after = read_tokens(delta, np.arange(num_states, dtype=np.int32), chosen)
+  after[after == num_states] = constraint_lib.FORBIDDEN
   kinds[list(eos_ids)] = len(examples)
   return _trimmed(after, accepting, kinds)
+
+
+def _token_trie(
+  token_bytes: Sequence[bytes], vocab_size: int
+) -> tuple[list[tuple[np.ndarray, np.ndarray]], np.ndarray]:
+  """The trie of all tokens, in which each distinct prefix is read once.
+
+  Returns:
+    A list with, for each prefix length from 1, `[nodes]` parents and `[nodes]`
+    last bytes; and `[V]`, the node of each token. Nodes are numbered in the
+    order of the list, after node 0, the empty prefix.
+  """
+  tokens = token_bytes[:vocab_size]
+  lengths = np.zeros(vocab_size, np.int64)
+  lengths[: len(tokens)] = [len(token) for token in tokens]
+  first = np.cumsum(lengths) - lengths
+  text = np.frombuffer(b''.join(tokens), np.uint8)
+  levels: list[tuple[np.ndarray, np.ndarray]] = []
+  node, num_nodes = np.zeros(vocab_size, np.int64), 1
+  for position in range(lengths.max(initial=0)):
+    longer = np.flatnonzero(lengths > position)
+    keys = node[longer] * 256 + text[first[longer] + position]
+    distinct, inverse = np.unique(keys, return_inverse=True)
+    node[longer] = num_nodes + inverse
+    num_nodes += len(distinct)
+    levels.append((distinct // 256, distinct % 256))
+  return levels, node
 
 
 def _kinds(
@@ -158,7 +186,7 @@ def _kinds(
   numbers for each pair of states, before and after, is the same; of 64 bits,
   so that no two kinds are ever taken for one.
   """
-  levels, node = token_trie.token_trie(token_bytes, vocab_size)
+  levels, node = _token_trie(token_bytes, vocab_size)
   sums = np.zeros(1 + sum(len(parents) for parents, _ in levels), np.uint64)
   dead = len(delta) - 1
   rng = np.random.default_rng(0)
@@ -185,16 +213,19 @@ def _kinds(
   return examples, kinds
 
 
-def _read(delta: np.ndarray, tokens: Sequence[bytes]) -> np.ndarray:
-  """`[S, tokens]`, the state after each token, or `FORBIDDEN`."""
-  dead = len(delta) - 1
-  after = np.repeat(np.arange(dead, dtype=np.int32)[:, None], len(tokens), 1)
+def read_tokens(
+  delta: np.ndarray, states: np.ndarray, tokens: Sequence[bytes]
+) -> np.ndarray:
+  """`[states, tokens]`, the state of `delta` after the bytes of each token."""
+  after = np.repeat(states[:, None], len(tokens), 1)
   lengths = np.array([len(token) for token in tokens], np.int64)
+  first = np.cumsum(lengths) - lengths
+  text = np.frombuffer(b''.join(tokens), np.uint8)
   for position in range(lengths.max(initial=0)):
     longer = np.flatnonzero(lengths > position)
-    byte = np.array([tokens[token][position] for token in longer.tolist()])
+    byte = text[first[longer] + position]
     after[:, longer] = delta[after[:, longer], byte[None]]
-  return np.where(after == dead, constraint_lib.FORBIDDEN, after)
+  return after
 
 
 def _order(edges: np.ndarray, size: int, first: np.ndarray) -> np.ndarray:
