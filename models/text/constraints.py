@@ -84,33 +84,6 @@ def constraint_of(regex: Any, json_schema: Any) -> Constraint:
   return None
 
 
-def of_rows(
-  regex: Any, json_schema: Any, batch_size: int
-) -> tuple[Constraint, ...]:
-  """The constraints of each row, from `Regex` and `Schema`.
-
-  Raises:
-    ValueError: there are other than B, or one cannot be used.
-  """
-
-  def per_row(name: str, values: Any) -> Sequence[Any]:
-    if not isinstance(values, Sequence) or isinstance(values, str):
-      return [values] * batch_size
-    if len(values) != batch_size:
-      raise ValueError(
-        f'{name} must be one, or one per row ({batch_size}), got {len(values)}'
-      )
-    return values
-
-  return tuple(
-    map(
-      constraint_of,
-      per_row('regex', regex),
-      per_row('json_schema', json_schema),
-    )
-  )
-
-
 def _short(text: str) -> str:
   text = ' '.join(text.split())
   return text if len(text) <= 60 else f'{text[:57]}...'

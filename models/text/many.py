@@ -47,13 +47,8 @@ class Completion:
   error: str | None  #: Why it is refused, or what went wrong in decoding it.
 
 
-@dataclasses.dataclass
-class _Waiting:
-  """A prompt in a slot."""
-
-  index: int
-  prompt: chat_template.Prompt
-  ids: list[int]
+# A prompt in a slot: its number, the prompt and its ids.
+_Waiting = tuple[int, chat_template.Prompt, list[int]]
 
 
 class ManyDecoding(Iterator[Completion]):
@@ -162,19 +157,20 @@ class ManyDecoding(Iterator[Completion]):
       eos_ids=eos_ids,
       automaton=self._automaton(job, eos_ids),
     )
-    return slot, _Waiting(index, job.prompt, ids)
+    return slot, (index, job.prompt, ids)
 
   def _completion(
     self, waiting: _Waiting, generation: specdec.Generation
   ) -> Completion:
+    index, prompt, ids = waiting
     result = text_decoding.text_generation(
       self._pair,
-      [text_decoding.prompt_text(self._pair, waiting.prompt, waiting.ids)],
-      [waiting.ids],
+      [text_decoding.prompt_text(self._pair, prompt, ids)],
+      [ids],
       [self._stops],
       generation,
     )
-    return Completion(waiting.index, result, result.errors[0])
+    return Completion(index, result, result.errors[0])
 
   def _as_they_end(self) -> Iterator[Completion]:
     prompts = enumerate(self._prompts)

@@ -28,21 +28,9 @@ from specdec.text import text_files
 from specdec.text import whole_files
 from specdec.tree import topology as topology_lib
 
-SCHEMA = 3
+SCHEMA = 4
 
 _SAMPLE_BYTES = 1 << 16
-
-
-def _entry(name: str) -> tuple[str, str]:
-  """The object of a plan's settings that holds an option, and its key there."""
-  option = settings_lib.OPTIONS[name]
-  if option.record == 'inner_stage':
-    return 'inner_tree', option.field.name
-  in_tree = option.record or name == 'topology'
-  return 'tree' if in_tree else '', option.field.name
-
-
-_ENTRIES = {_entry(name): name for name in settings_lib.OPTIONS}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -218,28 +206,18 @@ def choose(plan: Plan, prompt_length: int, new_tokens: int) -> Way:
 
 
 def _to_record(settings: settings_lib.DraftSettings) -> dict[str, Any]:
-  """The settings that are not the defaults, as JSON."""
-  record: dict[str, Any] = {}
-  for (group, key), name in _ENTRIES.items():
-    value = settings_lib.OPTIONS[name].read(settings)
-    if value != settings_lib.OPTIONS[name].read(settings_lib.DraftSettings()):
-      if isinstance(value, topology_lib.Topology):
-        value = [list(path) for path in value.paths]
-      (record.setdefault(group, {}) if group else record)[key] = value
-  lookup, usual = vars(settings.lookup), vars(lookup_lib.PromptLookup())
-  changed = {key: lookup[key] for key in lookup if lookup[key] != usual[key]}
-  return record | ({'lookup': changed} if changed else {})
-
-
-def _kinds(group: str) -> dict[str, Any]:
-  """The types of the settings of a group in JSON, by their keys."""
-  fields = {
-    key: settings_lib.OPTIONS[name].field
-    for (own, key), name in _ENTRIES.items()
-    if own == group
+  """The settings that are not the defaults, by their names in `OPTIONS`."""
+  usual = settings_lib.DraftSettings()
+  record = {
+    name: option.read(settings)
+    for name, option in settings_lib.OPTIONS.items()
+    if option.read(settings) != option.read(usual)
   }
-  paths = {'topology': list[list[int]]} if group == 'tree' else {}
-  return {key: field.type for key, field in fields.items()} | paths
+  if settings.topology is not None:
+    record['topology'] = settings.topology.paths
+  if settings.lookup != usual.lookup:
+    record['lookup'] = vars(settings.lookup)
+  return record
 
 
 def _kinds_of(record: Any, **others: Any) -> dict[str, Any]:
@@ -260,6 +238,9 @@ _KINDS_OF_WAY = _kinds_of(Way, drafting=dict) | dict.fromkeys(
 )
 del _KINDS_OF_WAY['name']
 _KINDS_OF_CONTEXT = _kinds_of(Context)
+_KINDS_OF_DRAFTING = {
+  name: option.field.type for name, option in settings_lib.OPTIONS.items()
+} | {'topology': list[list[int]], 'lookup': dict}
 _KINDS_OF_LOOKUP = {'confidence': list[float], 'num_matches': int}
 
 
@@ -307,22 +288,14 @@ def _from_record(
   record: dict[str, Any], place: str
 ) -> settings_lib.DraftSettings:
   """The inverse of `_to_record`."""
-  groups = dict.fromkeys(('tree', 'inner_tree', 'lookup'), dict)
-  _checked(record, _kinds('') | groups, place)
-  lookup = _checked(
-    record.pop('lookup', {}), _KINDS_OF_LOOKUP, f'{place}lookup.'
-  )
-  options: dict[str, Any] = {}
-  for group in ('tree', 'inner_tree'):
-    values = record.pop(group, {})
-    _checked(values, _kinds(group), f'{place}{group}.')
-    options |= {_ENTRIES[group, key]: values[key] for key in values}
-  options |= {_ENTRIES['', key]: record[key] for key in record}
-  if 'topology' in options:
-    options['topology'] = topology_lib.from_paths(options['topology'])
+  _checked(record, _KINDS_OF_DRAFTING, place)
+  lookup, paths = record.pop('lookup', {}), record.pop('topology', None)
+  _checked(lookup, _KINDS_OF_LOOKUP, f'{place}lookup.')
   if 'confidence' in lookup:
     lookup['confidence'] = tuple(lookup['confidence'])
-  settings = settings_lib.with_options(settings_lib.DraftSettings(), options)
+  if paths is not None:
+    record['topology'] = topology_lib.from_paths(paths)
+  settings = settings_lib.with_options(settings_lib.DraftSettings(), record)
   return dataclasses.replace(settings, lookup=lookup_lib.PromptLookup(**lookup))
 
 

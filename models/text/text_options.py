@@ -75,14 +75,30 @@ def with_ids(
   }
 
 
+def _per_row(options: TextOptions, name: str, batch_size: int) -> Sequence[Any]:
+  values: Any = options.get(name)
+  if not isinstance(values, Sequence) or isinstance(values, str):
+    return [values] * batch_size
+  if len(values) != batch_size:
+    raise ValueError(
+      f'{name} must be one, or one per row ({batch_size}), got {len(values)}'
+    )
+  return values
+
+
 def constraint_of_rows(
   pair: pair_lib.Pair, options: TextOptions, batch_size: int
 ) -> specdec.Constraint | None:
-  """The constraint of `regex` and `json_schema`; None if there is none."""
+  """The constraint of `regex` and `json_schema`; None if there is none.
+
+  Raises:
+    ValueError: there are other than B, or one cannot be used.
+  """
   vocab_size, eos_ids = pair.target.spec.vocab_size, _eos_ids(pair, options)
-  rows = constraints_lib.of_rows(
-    options.get('regex'), options.get('json_schema'), batch_size
+  given = (
+    _per_row(options, name, batch_size) for name in ('regex', 'json_schema')
   )
+  rows = [*map(constraints_lib.constraint_of, *given)]
   if not any(rows):
     return None
   automata = {

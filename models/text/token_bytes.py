@@ -207,14 +207,14 @@ class TextStream:
   def feed(self, ids: Iterable[int]) -> str:
     """Adds tokens; returns the text that can no longer change."""
     known, symbols = len(self._token_bytes), self._matcher.symbols
-    data: list[int] = []
+    new = ''
     for token in ids:
       if token in symbols:
-        data.append(symbols[token])
+        new += symbols[token]
       elif token < known:
-        data += self._token_bytes[token]
+        new += self._token_bytes[token].decode('latin-1')
     # A stop string begins with a character, so the text before it is complete.
-    return self._decoder.decode(self._matcher.feed(data), self.stopped)
+    return self._decoder.decode(self._matcher.feed(new), self.stopped)
 
   def flush(self) -> str:
     """Ends the row; returns the rest of its text."""

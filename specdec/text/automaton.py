@@ -18,7 +18,6 @@ from scipy import sparse
 from scipy.sparse import csgraph
 
 from specdec.text import constraint as constraint_lib
-from specdec.text import token_trie
 
 MAX_STATES = 2**14 - 1
 """The most states of an automaton."""
@@ -44,16 +43,6 @@ class Automaton:
   after: np.ndarray  #: `[Q, C]` int16, the state after a token of each kind.
   kinds: np.ndarray  #: `[V]` int32, the kind of each token.
 
-  @property
-  def num_states(self) -> int:
-    """Q, padded as in tables."""
-    return _padded(len(self.after), _LEAST_STATES)
-
-  @property
-  def num_kinds(self) -> int:
-    """C, padded as in tables."""
-    return _padded(self.after.shape[1], _LEAST_KINDS)
-
   @functools.cached_property
   def masks(self) -> np.ndarray:
     """`[Q, ceil(V / 32)]` uint32, see `constraint.Tables`."""
@@ -65,12 +54,6 @@ class Automaton:
     for bit, kind in enumerate(kinds.reshape(32, words)):
       masks |= may_follow[:, kind].astype(np.uint32) << np.uint32(bit)
     return masks
-
-  @property
-  def num_bytes(self) -> int:
-    """Bytes of its tables."""
-    num_states, num_kinds = self.after.shape
-    return _num_bytes(num_states, num_kinds, len(self.kinds))
 
 
 class TooLarge(ValueError):
@@ -87,19 +70,16 @@ def _padded(size: int, least: int) -> int:
   return least
 
 
-def _num_bytes(num_states: int, num_kinds: int, vocab_size: int) -> int:
-  states = _padded(num_states, _LEAST_STATES)
-  kinds = _padded(num_kinds, _LEAST_KINDS)
-  return states * (2 * kinds + 4 * -(-vocab_size // 32)) + 4 * vocab_size
-
-
-def check_size(num_states: int, num_kinds: int, vocab_size: int) -> None:
+def _check_size(num_states: int, num_kinds: int, vocab_size: int) -> None:
   """Refuses what is too large.
 
   Raises:
     TooLarge: says how large it is, and what is allowed.
   """
-  size = _num_bytes(num_states, num_kinds, vocab_size)
+  states = _padded(num_states, _LEAST_STATES)
+  kinds = _padded(num_kinds, _LEAST_KINDS)
+  words = -(-vocab_size // 32)
+  size = states * (2 * kinds + 4 * words) + 4 * vocab_size
   if num_states > MAX_STATES or size > MAX_BYTES:
     raise TooLarge(
       f'{num_states:,} states, whose tables take {size / 2**20:,.0f} MiB; at'
@@ -134,7 +114,7 @@ def of_bytes(
     Unspeakable: no sequence of tokens is a text that is allowed.
   """
   num_states = len(delta)
-  check_size(num_states + 1, 1, vocab_size)
+  _check_size(num_states + 1, 1, vocab_size)
   # The last state is the one after forbidden bytes.
   delta = np.where(delta < 0, num_states, delta).astype(np.int32)
   delta = np.pad(delta, ((0, 1), (0, 0)), constant_values=num_states)
@@ -143,10 +123,39 @@ def of_bytes(
   for token in eos_ids:
     pieces[token : token + 1] = [b''] if token < len(pieces) else []
   examples, kinds = _kinds(delta, pieces, vocab_size)
-  check_size(num_states + 1, len(examples) + 1, vocab_size)
-  after = _read(delta, [pieces[token] for token in examples.tolist()])
+  _check_size(num_states + 1, len(examples) + 1, vocab_size)
+  chosen = [pieces[token] for token in examples.tolist()]
+  after = read_tokens(delta, np.arange(num_states, dtype=np.int32), chosen)
+  after[after == num_states] = constraint_lib.FORBIDDEN
   kinds[list(eos_ids)] = len(examples)
   return _trimmed(after, accepting, kinds)
+
+
+def _token_trie(
+  token_bytes: Sequence[bytes], vocab_size: int
+) -> tuple[list[tuple[np.ndarray, np.ndarray]], np.ndarray]:
+  """The trie of all tokens, in which each distinct prefix is read once.
+
+  Returns:
+    A list with, for each prefix length from 1, `[nodes]` parents and `[nodes]`
+    last bytes; and `[V]`, the node of each token. Nodes are numbered in the
+    order of the list, after node 0, the empty prefix.
+  """
+  tokens = token_bytes[:vocab_size]
+  lengths = np.zeros(vocab_size, np.int64)
+  lengths[: len(tokens)] = [len(token) for token in tokens]
+  first = np.cumsum(lengths) - lengths
+  text = np.frombuffer(b''.join(tokens), np.uint8)
+  levels: list[tuple[np.ndarray, np.ndarray]] = []
+  node, num_nodes = np.zeros(vocab_size, np.int64), 1
+  for position in range(lengths.max(initial=0)):
+    longer = np.flatnonzero(lengths > position)
+    keys = node[longer] * 256 + text[first[longer] + position]
+    distinct, inverse = np.unique(keys, return_inverse=True)
+    node[longer] = num_nodes + inverse
+    num_nodes += len(distinct)
+    levels.append((distinct // 256, distinct % 256))
+  return levels, node
 
 
 def _kinds(
@@ -158,7 +167,7 @@ def _kinds(
   numbers for each pair of states, before and after, is the same; of 64 bits,
   so that no two kinds are ever taken for one.
   """
-  levels, node = token_trie.token_trie(token_bytes, vocab_size)
+  levels, node = _token_trie(token_bytes, vocab_size)
   sums = np.zeros(1 + sum(len(parents) for parents, _ in levels), np.uint64)
   dead = len(delta) - 1
   rng = np.random.default_rng(0)
@@ -185,16 +194,19 @@ def _kinds(
   return examples, kinds
 
 
-def _read(delta: np.ndarray, tokens: Sequence[bytes]) -> np.ndarray:
-  """`[S, tokens]`, the state after each token, or `FORBIDDEN`."""
-  dead = len(delta) - 1
-  after = np.repeat(np.arange(dead, dtype=np.int32)[:, None], len(tokens), 1)
+def read_tokens(
+  delta: np.ndarray, states: np.ndarray, tokens: Sequence[bytes]
+) -> np.ndarray:
+  """`[states, tokens]`, the state of `delta` after the bytes of each token."""
+  after = np.repeat(states[:, None], len(tokens), 1)
   lengths = np.array([len(token) for token in tokens], np.int64)
+  first = np.cumsum(lengths) - lengths
+  text = np.frombuffer(b''.join(tokens), np.uint8)
   for position in range(lengths.max(initial=0)):
     longer = np.flatnonzero(lengths > position)
-    byte = np.array([tokens[token][position] for token in longer.tolist()])
+    byte = text[first[longer] + position]
     after[:, longer] = delta[after[:, longer], byte[None]]
-  return np.where(after == dead, constraint_lib.FORBIDDEN, after)
+  return after
 
 
 def _order(edges: np.ndarray, size: int, first: np.ndarray) -> np.ndarray:
@@ -261,10 +273,10 @@ def _sizes(
   automata: Sequence[Automaton | None], sizes: tuple[int, int]
 ) -> tuple[int, int]:
   """Q and C of tables for some automata, at least `sizes`."""
-  given = [automaton for automaton in automata if automaton is not None]
+  shapes = [one.after.shape for one in automata if one is not None]
   return (
-    max([automaton.num_states for automaton in given] + [sizes[0]]),
-    max([automaton.num_kinds for automaton in given] + [sizes[1]]),
+    max([_padded(size, _LEAST_STATES) for size, _ in shapes] + [sizes[0]]),
+    max([_padded(size, _LEAST_KINDS) for _, size in shapes] + [sizes[1]]),
   )
 
 

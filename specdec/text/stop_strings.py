@@ -14,7 +14,6 @@ import collections
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
-import dataclasses
 import re
 import types
 
@@ -23,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec.text import token_trie
+from specdec.text import automaton as automaton_lib
 
 # The state of a row whose text contains a stop string.
 STOPPED = -1
@@ -63,16 +62,6 @@ class StopTable(flax.struct.PyTreeNode):
     return stacked[:, 1:] == STOPPED, stacked
 
 
-@dataclasses.dataclass(frozen=True)
-class _Automaton:
-  """The automaton of a set of stop strings; state 0 is the empty prefix."""
-
-  delta: np.ndarray  # [states, symbols] int32, the state after a symbol.
-  depth: np.ndarray  # [states] int32, the length of the prefix.
-  # [states] int32, the length of the longest stop string that ends here, or 0.
-  stop_length: np.ndarray
-
-
 def _named(
   stops: Iterable[bytes], special: Mapping[bytes, int]
 ) -> dict[bytes, int]:
@@ -84,51 +73,48 @@ def _named(
   return {text: special[text] for text in sorted(texts, key=len, reverse=True)}
 
 
-def _spellings(stop: bytes, named: Sequence[bytes]) -> set[tuple[int, ...]]:
-  """The symbols of a stop string: its bytes, and special tokens as such."""
-  words = b'|'.join(map(re.escape, named))
-  symbols: list[int] = []
-  for part in re.split(b'(' + words + b')', stop) if named else [stop]:
-    is_token = part in named
-    symbols += [_NUM_BYTES + named.index(part)] if is_token else part
-  return {tuple(stop), tuple(symbols)}
+def _spelled(stops: Iterable[bytes], named: Iterable[bytes]) -> set[str]:
+  """The symbols of stop strings: of all bytes, and of special tokens as such.
+
+  A symbol is the character of its number.
+  """
+  texts = [text.decode('latin-1') for text in named]
+  words = re.compile('|'.join(map(re.escape, texts)) or '(?!)')
+  symbol = lambda found: chr(_NUM_BYTES + texts.index(found[0]))
+  plain = {stop.decode('latin-1') for stop in stops}
+  return plain | {words.sub(symbol, stop) for stop in plain}
 
 
-def _build_automaton(
-  stops: Iterable[Sequence[int]], num_symbols: int
-) -> _Automaton:
-  """Goto and fail transitions in one table (Aho and Corasick, 1975)."""
-  children: list[dict[int, int]] = [{}]
-  depths, stop_lengths = [0], [0]
-  for stop in stops:
-    state = 0
-    for symbol in stop:
-      if symbol not in children[state]:
-        children[state][symbol] = len(children)
-        children.append({})
-        depths.append(depths[state] + 1)
-        stop_lengths.append(0)
-      state = children[state][symbol]
-    stop_lengths[state] = len(stop)
-  delta = np.zeros((len(children), num_symbols), np.int32)
-  fail = [0] * len(children)
-  # Breadth first: the fail state is shorter, so its row is already complete.
-  queue = collections.deque([0])
-  while queue:
-    state = queue.popleft()
-    # A stop string that ends the fail state ends this state, too, but is
-    # shorter than a stop string which is this state.
-    stop_lengths[state] = stop_lengths[state] or stop_lengths[fail[state]]
-    delta[state] = delta[fail[state]]
-    for symbol, child in children[state].items():
-      fail[child] = delta[state, symbol]
-      delta[state, symbol] = child
-      queue.append(child)
+def _automaton(
+  stops: set[str], num_symbols: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """Goto and fail transitions in one table (Aho and Corasick, 1975).
+
+  Returns:
+    `[states, symbols]` int32, the state after a symbol; state 0 is the empty
+    prefix. `[states]` bool, whether a stop string ends there.
+  """
+  prefixes = {stop[:size] for stop in stops for size in range(len(stop))}
+  prefixes |= {'', *stops}
+  states = {one: state for state, one in enumerate(sorted(prefixes, key=len))}
+  children = collections.defaultdict[str, list[str]](list)
+  for prefix in [*states][1:]:
+    children[prefix[:-1]].append(prefix)
+  fail = {'': 0}
+  delta = np.zeros((len(states), num_symbols), np.int32)
+  is_stop = np.zeros(len(states), bool)
+  # The fail state is shorter, so its row is already complete.
+  for prefix, state in states.items():
+    delta[state] = delta[fail[prefix]]
+    is_stop[state] = prefix in stops or is_stop[fail[prefix]]
+    for child in children[prefix]:
+      fail[child] = delta[state, ord(child[-1])]
+      delta[state, ord(child[-1])] = states[child]
   # A special token with which no stop string goes on is as if it was not there,
   # like those that none names: the text that is shown goes on.
   tokens = delta[:, _NUM_BYTES:]
   tokens[...] = np.where(tokens, tokens, np.arange(len(delta))[:, None])
-  return _Automaton(delta, *np.array([depths, stop_lengths], np.int32))
+  return delta, is_stop
 
 
 def build_stop_table(
@@ -162,30 +148,21 @@ def build_stop_table(
   offsets, blocks, num_states = {}, [], 0
   for strings in dict.fromkeys(sets):
     offsets[strings] = num_states
-    spelled = [one for text in strings for one in _spellings(text, [*named])]
-    automaton = _build_automaton(spelled, num_symbols)
-    live = automaton.stop_length == 0  # No stop string ends in these states.
-    renamed = np.where(live, num_states + np.cumsum(live) - 1, STOPPED)
-    blocks.append(renamed[automaton.delta[live]].astype(np.int32))
+    own, is_stop = _automaton(_spelled(strings, named), num_symbols)
+    renamed = np.where(is_stop, STOPPED, num_states + np.cumsum(~is_stop) - 1)
+    blocks.append(renamed[own[~is_stop]].astype(np.int32))
     num_states += len(blocks[-1])
   padded = -(-num_states // _STATE_BLOCK) * _STATE_BLOCK
   # The last row (index -1) is that of `STOPPED`, which is never left.
   rest = np.full((padded + 1 - num_states, num_symbols), STOPPED, np.int32)
   delta = np.concatenate([*blocks, rest])
-  levels, node = token_trie.token_trie(token_bytes, vocab_size)
+  pieces = [*token_bytes[:vocab_size]]
+  pieces += [b''] * (vocab_size - len(pieces))
   dtype = np.int16 if padded < 2**15 else np.int32
   next_state = np.empty((padded, vocab_size), dtype)
-  num_nodes = 1 + sum(len(parents) for parents, _ in levels)
-  after = np.empty((_STATE_BLOCK, num_nodes), np.int32)
   for first in range(0, padded, _STATE_BLOCK):
     states = np.arange(first, first + _STATE_BLOCK)
-    after[:, 0], start = states, 1
-    for parents, byte in levels:
-      stop = start + len(parents)
-      before = after[:, parents]
-      after[:, start:stop] = delta.take(before * num_symbols + byte[None])
-      start = stop
-    next_state[states] = after[:, node]
+    next_state[states] = automaton_lib.read_tokens(delta, states, pieces)
     next_state[states[:, None], ids] = delta[states, _NUM_BYTES:]
   starts = jnp.array([offsets[strings] for strings in sets], jnp.int32)
   return StopTable(next_state=jnp.asarray(next_state), start=starts)
@@ -199,6 +176,7 @@ class StopMatcher:
 
   Attributes:
     symbols: of the special tokens that stop strings name, by their ids.
+    stopped: whether a stop string was found.
   """
 
   def __init__(
@@ -213,38 +191,41 @@ class StopMatcher:
       raise ValueError(f'a stop string is empty: {list(stops)}')
     named = _named(stops, special)
     self.symbols = {
-      token: _NUM_BYTES + index for index, token in enumerate(named.values())
+      token: chr(_NUM_BYTES + index)
+      for index, token in enumerate(named.values())
     }
     self.stopped = False
-    spelled = [one for stop in stops for one in _spellings(stop, [*named])]
-    self._automaton = _build_automaton(spelled, _NUM_BYTES + len(named))
-    self._state = 0
-    self._held: list[int] = []
+    # The longest first.
+    self._stops = sorted(_spelled(stops, named), key=len, reverse=True)
+    self._beginnings = {
+      stop[:size] for stop in self._stops for size in range(1, len(stop))
+    }
+    self._held = ''  # The longest end of the text that is such a beginning.
 
-  def feed(self, data: Iterable[int]) -> bytes:
-    """Reads bytes and symbols; returns the text that is in no stop string."""
-    if self.stopped:
-      return b''
-    automaton, text = self._automaton, self._held
-    for symbol in data:
-      before, self._state = self._state, automaton.delta[self._state, symbol]
-      if symbol >= _NUM_BYTES and self._state == before:
-        continue
-      text.append(symbol)
-      if length := automaton.stop_length[self._state]:
-        self.stopped = True
-        self._held = []
-        return _shown(text[:-length])
-    certain = len(text) - automaton.depth[self._state]
-    self._held = text[certain:]
-    return _shown(text[:certain])
+  def feed(self, text: str) -> bytes:
+    """Reads symbols; returns the bytes that are in no stop string.
+
+    The symbol of a byte is the character of its number, as in Latin-1.
+    """
+    shown = ''
+    for symbol in '' if self.stopped else text:
+      seen = self._held + symbol
+      if stop := next(filter(seen.endswith, self._stops), ''):
+        self.stopped, self._held = True, ''
+        return _bytes(shown + seen[: -len(stop)])
+      ends = (seen[start:] for start in range(len(seen)))
+      held = next((end for end in ends if end in self._beginnings), '')
+      if held or ord(symbol) < _NUM_BYTES:
+        shown += seen[: len(seen) - len(held)]
+        self._held = held
+    return _bytes(shown)
 
   def flush(self) -> bytes:
     """Returns the text that was held back; call it at the end of the text."""
-    held, self._held, self._state = self._held, [], 0
-    return _shown(held)
+    held, self._held = self._held, ''
+    return _bytes(held)
 
 
-def _shown(symbols: Iterable[int]) -> bytes:
+def _bytes(symbols: str) -> bytes:
   """The bytes; special tokens are not shown."""
-  return bytes(symbol for symbol in symbols if symbol < _NUM_BYTES)
+  return symbols.encode('latin-1', 'ignore')

@@ -387,9 +387,8 @@ where tables grow, all rows follow the automaton that is new
 [models.text.byte_automaton: expression.check_texts()]
 a match hides longer ones
   return frozenset(ways), => return frozenset(() if 0 in known else ways),
-[models.text.byte_automaton: expression.check_tokens()]
-nodes are told apart by their first bytes
-  np.any(rows[1:] != rows[:-1], axis=1) => rows[1:, 0] != rows[:-1, 0]
+bytes are told apart by the first characters of which they are parts
+  alike[tuple(rest)] => alike[tuple(rest[:1])]
 [models.text.expression: expression.check_texts()]
 a flag of one group holds for what follows
   (flags | added) & ~removed => flags | added

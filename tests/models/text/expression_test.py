@@ -1,10 +1,8 @@
 """Expressions accept the texts that `re.fullmatch` accepts, and no others.
 
-All texts over a few characters are tried, as bytes and as tokens of one or
-several bytes, which may begin and end within a character.
+All texts over a few characters are tried; `constraint_test` has tokens.
 """
 
-import functools
 import itertools
 import random
 import re
@@ -94,52 +92,6 @@ def check_texts():
 def test_the_texts_are_those_of_fullmatch():
   assert len(_cases()) > 140
   check_texts()
-
-
-def _tokens(letters):
-  """Characters, two of them, and bytes that are parts of characters."""
-  first, second, *_, last = letters * 2
-  texts = (first, second, last, first + second, second + last)
-  data = (second + last).encode()
-  pieces = {data[:1], data[1:-1], data[-1:], *map(str.encode, texts)}
-  return [b'', *sorted(pieces - {b''})]  # Token 0 ends a text.
-
-
-def _spelled(pattern, tokens, sequences):
-  """The sequences of tokens that are accepted."""
-  try:
-    made = automaton_lib.of_bytes(
-      *_automaton(pattern), tokens, len(tokens), [0]
-    )
-  except automaton_lib.Unspeakable:
-    return set()
-  after = made.after[:, made.kinds].tolist()
-  follow = lambda state, token: after[state][token] if state > 0 else -1
-  reached = {one: functools.reduce(follow, one, 1) for one in sequences}
-  return {one for one in sequences if follow(reached[one], 0) == 0}
-
-
-def check_tokens():
-  num_found = 0
-  for letters, pattern in _cases():
-    tokens = _tokens(letters)
-    ids = range(1, len(tokens))
-    sequences = [
-      one for n in range(4) for one in itertools.product(ids, repeat=n)
-    ]
-    wanted = set()
-    for one in sequences:
-      data = b''.join(tokens[token] for token in one)
-      text = data.decode(errors='replace')
-      if text.encode() == data and _matches(pattern, text):
-        wanted.add(one)
-    assert _spelled(pattern, tokens, sequences) == wanted, pattern
-    num_found += len(wanted)
-  return num_found
-
-
-def test_tokens_of_several_bytes_spell_the_same_texts():
-  assert check_tokens() > 1000
 
 
 def _ways(states, accepting, length):

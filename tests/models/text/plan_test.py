@@ -80,15 +80,14 @@ def test_a_plan_comes_back_as_it_was(tmp_path):
 
 def test_only_what_differs_is_written():
   record = json.loads(_PLAN.to_json())
-  assert record['schema'] == 3
+  assert record['schema'] == 4
   assert record['ways']['staged']['drafting'] == {
-    'tree': {'num_nodes': 16, 'width': 4, 'cost_ratio': 0.03},
-    **{'inner_tree': {'rounds': 1}, 'lookup': {'confidence': [0.0, 0.5]}},
+    **{'num_nodes': 16, 'width': 4, 'cost_ratio': 0.03, 'inner_rounds': 1},
+    'lookup': {'confidence': [0.0, 0.5], 'num_matches': 4},
   }
   record = json.loads(_drafting(_FIXED).to_json())
-  tree = record['ways']['staged']['drafting']['tree']
-  assert tree['topology'] == [[0], [1], [0, 0], [0, 2]]
-  assert not {'num_nodes', 'rounds', 'capacity'} & tree.keys()
+  tree = record['ways']['staged']['drafting']
+  assert tree == {'topology': [[0], [1], [0, 0], [0, 2]]}
 
 
 def _way(**entries):
@@ -97,7 +96,7 @@ def _way(**entries):
 
 
 def _tree(**entries):
-  return _way(drafting={'tree': entries})
+  return _way(drafting=entries)
 
 
 _OTHER_MODELS = dataclasses.asdict(_CONTEXT) | {'models': {'target': 't'}}
@@ -108,8 +107,8 @@ _OTHER_BATCH = dataclasses.asdict(_CONTEXT) | {'batch_size': '2'}
   ('changes', 'message'),
   [
     *(([], 'must hold a JSON object'), ('{', 'cannot be read')),
-    ({'schema': ...}, 'has schema None, expected 3; make it anew'),
-    ({'schema': 2, 'draft_token_seconds': 1}, 'schema 2, expected 3; make it'),
+    ({'schema': ...}, 'has schema None, expected 4; make it anew'),
+    ({'schema': 3, 'draft_token_seconds': 1}, 'schema 3, expected 4; make it'),
     ({'ways': ...}, 'it lacks the entry ways; make it anew with scripts/'),
     ({'ways': {}}, 'ways is empty'),
     ({'methods': 'plain'}, 'methods is not known; make it anew'),
@@ -128,15 +127,16 @@ _OTHER_BATCH = dataclasses.asdict(_CONTEXT) | {'batch_size': '2'}
     ),
     ({'context': {'models': {}}}, 'it lacks the entry context.machine'),
     ({'context': _OTHER_MODELS}, 'context.models lacks'),
-    (_tree(min_gain=0.1), 'ways.a.drafting.tree.min_gain is not known; make'),
+    (_tree(min_gain=0.1), 'ways.a.drafting.min_gain is not known; make'),
     (_tree(topology=[[0, 0]]), 'not its parent'),
     # Wrong types, at each depth.
     ({'new_tokens': 7.5}, 'new_tokens must be an integer'),
     ({'context': 3}, 'context must be'),
     ({'context': _OTHER_BATCH}, 'context.batch_size must be an integer'),
     (_way(reading_seconds=3), 'ways.a.reading_seconds must be'),
-    (_tree(calibration='1'), 'ways.a.drafting.tree.calibration must be a fin'),
-    (_tree(topology=[0]), 'ways.a.drafting.tree.topology must be'),
+    (_tree(calibration='1'), 'ways.a.drafting.calibration must be a fin'),
+    (_tree(topology=[0]), 'ways.a.drafting.topology must be'),
+    (_tree(lookup={'x': 1}), 'ways.a.drafting.lookup.x is not known'),
   ],
 )
 def test_bad_plans_are_refused(changes, message, tmp_path):

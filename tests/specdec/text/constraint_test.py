@@ -227,6 +227,8 @@ def check_tables(seeds):
     free = np.asarray(_follow(tables, same(state), every))
     assert not np.any(free[0])
     assert np.all(_allowed(tables, same(state)[:, 0])[0])
+  forbidden = same(constraint_lib.FORBIDDEN)
+  assert np.array_equal(_follow(tables, forbidden, every), forbidden)
   for index, (_, slow, accepting) in enumerate(stacked, 1):
     waiting, known = [(start[index], 0)], set()
     while waiting:
@@ -243,7 +245,6 @@ def check_tables(seeds):
         else:
           assert (new >= 0) == one == (wanted is not None), (state, token)
           waiting += [(new, wanted)] if one else []
-  return tables
 
 
 def test_tables_against_reading_bytes():
@@ -276,13 +277,6 @@ def check_kinds():
 
 def test_tokens_that_do_not_do_the_same_are_of_several_kinds():
   check_kinds()
-
-
-def test_forbidden_is_never_left():
-  tables = check_tables(range(6))
-  every = np.tile(np.arange(_SIZE, dtype=np.int32), (len(tables.kinds), 1))
-  state = np.full_like(every, constraint_lib.FORBIDDEN)
-  assert _follow(tables, state, every).tolist() == state.tolist()
 
 
 def test_rows_that_come_and_go_keep_their_automata():
