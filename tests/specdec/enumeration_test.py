@@ -17,8 +17,6 @@ import list_trees
 import numpy as np
 import pytest
 import slow_walks
-import tiny_drafters
-import tiny_recurrent
 
 from models.nn import table_model
 import specdec
@@ -31,13 +29,11 @@ from specdec.draft import stages as stages_lib
 from specdec.tree import topology as topology_lib
 from specdec.tree import tree as tree_lib
 from specdec.verify import rejection
+from specdec.verify import rules as rules_lib
 from specdec.verify import traversal
 
 # Total variation of whole sequences: the rounding of float32.
 _TOLERANCE = 1e-6
-
-# Tokens and length of the sequences.
-_SIZES = [(3, 4), (4, 3)]
 
 
 @functools.cache
@@ -54,40 +50,39 @@ def _assert_law(worlds, law, length, tolerance=_TOLERANCE):
 _RULES = ('rejection', 'traversal')
 
 
-def _law(rule, worlds, topology, children, length):
-  """The law of sequences, or of the first step of a traversal; the length."""
-  if rule == 'rejection':
-    return enumeration.tree_law(worlds, topology, children, length)[0], length
-  law, _ = enumeration.traversal_law(worlds, topology, children)
-  return law, topology.max_depth + 1
+def _check_laws(worlds, rule, children, tolerance=_TOLERANCE):
+  """The first step of a rule, after which all is drawn from the target."""
+  for topology in enumeration.TOPOLOGIES.values():
+    law, _ = _step_law(rule, worlds, topology, children)
+    _assert_law(worlds, law, topology.max_depth + 1, tolerance)
+
+
+def _step_law(rule, worlds, topology, children):
+  rule = rules_lib.RULES[rule](children)
+  return enumeration.step_law(worlds, topology, rule)
 
 
 @pytest.mark.parametrize('rule', _RULES)
 @pytest.mark.parametrize('children', sampling_lib.CHILDREN)
-@pytest.mark.parametrize(('vocab_size', 'length'), _SIZES)
-def test_sequences_have_the_targets_law(vocab_size, length, children, rule):
-  worlds = _worlds(vocab_size, 4)
-  for topology in enumeration.TOPOLOGIES.values():
-    _assert_law(worlds, *_law(rule, worlds, topology, children, length))
+@pytest.mark.parametrize('vocab_size', [3, 4])
+def test_sequences_have_the_targets_law(vocab_size, children, rule):
+  _check_laws(_worlds(vocab_size, 4), rule, children)
 
 
 def check_few(rule, children):
   """A part of the above that takes a moment."""
   few = {'drafts': ('similar',), 'samplings': ('temperature 1',)}
-  worlds = enumeration.make_worlds(3, 4, seed=3, **few)
-  for topology in enumeration.TOPOLOGIES.values():
-    _assert_law(worlds, *_law(rule, worlds, topology, children, 3))
+  _check_laws(enumeration.make_worlds(3, 4, seed=3, **few), rule, children)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize('children', sampling_lib.CHILDREN)
 @pytest.mark.parametrize('seed', range(3))
-def test_more_worlds_and_longer_sequences(seed, children):
-  for vocab_size, length in ((2, 6), (3, 5), (4, 4), (5, 3)):
-    worlds = enumeration.make_worlds(vocab_size, length + 1, seed=seed + 10)
-    for topology in enumeration.TOPOLOGIES.values():
-      for rule in _RULES:
-        _assert_law(worlds, *_law(rule, worlds, topology, children, length))
+def test_more_worlds(seed, children):
+  for vocab_size in range(2, 6):
+    worlds = enumeration.make_worlds(vocab_size, 4, seed=seed + 10)
+    for rule in _RULES:
+      _check_laws(worlds, rule, children)
 
 
 @pytest.mark.parametrize('rule', _RULES)
@@ -96,11 +91,9 @@ def test_in_float64_nothing_is_left(children, rule):
   """So the distance in float32 is rounding, and no error of the method."""
   few = ('temperature 1', 'all filters', 'greedy')
   with jax.enable_x64(True):
-    worlds = _worlds(3, 3, samplings=few, dtype=np.float64)
+    worlds = _worlds(3, 4, samplings=few, dtype=np.float64)
     assert worlds.target.dtype == worlds.draft.dtype == np.float64
-    for topology in enumeration.TOPOLOGIES.values():
-      law = _law(rule, worlds, topology, children, 3)
-      _assert_law(worlds, *law, tolerance=1e-13)
+    _check_laws(worlds, rule, children, tolerance=1e-13)
 
 
 # How many tokens are accepted: a rule that rejected all would be exact, too.
@@ -108,9 +101,8 @@ def test_in_float64_nothing_is_left(children, rule):
 
 def _emitted(worlds, num_tokens, children):
   """Expected tokens of a step with a chain, by rejection and by traversal."""
-  chain = topology_lib.chain(num_tokens)
-  _, by_rejection = enumeration.tree_law(worlds, chain, children, 4)
-  return by_rejection, 1 + enumeration.traversal_law(worlds, chain, children)[1]
+  given = worlds, topology_lib.chain(num_tokens), children
+  return [1 + _step_law(rule, *given)[1] for rule in _RULES]
 
 
 def _block_tokens(worlds, num_tokens, children):
@@ -167,10 +159,9 @@ def test_all_of_a_few_best_guesses_stand():
   best = worlds.ranked[root, :3]
   probs = np.take_along_axis(worlds.exact[root], np.maximum(best, 0), axis=1)
   expected = np.where(best >= 0, probs, 0.0).sum(1)
-  _, emitted = enumeration.tree_law(
-    worlds, topology_lib.k_ary(3, 1), sampling_lib.BEST, 3
-  )
-  np.testing.assert_allclose(emitted, 1 + expected, atol=1e-6)
+  given = worlds, topology_lib.k_ary(3, 1), sampling_lib.BEST
+  _, accepted = _step_law('rejection', *given)
+  np.testing.assert_allclose(accepted, expected, atol=1e-6)
 
 
 # Distributions of which rejection leaves nothing.
@@ -222,12 +213,13 @@ def test_a_weight_of_which_nothing_is_left():
   half, one = np.full((3, 2), 0.5, np.float32), np.float32([[1, 0]] * 3)
   weights = np.float32([1.0, 0.5, 0.0])
   tokens = np.zeros(3, np.int32)
-  weigh = functools.partial(enumeration.weigh, children=sampling_lib.BEST)
-  chance, left, rest, _ = weigh(weights, half, half, tokens)
+  rule = traversal.TraversalRule()
+  weigh = functools.partial(enumeration.try_child, rule=rule)
+  _, chance, left, rest, _ = weigh(weights, half, half, tokens)
   assert chance.tolist() == [1.0, 0.5, 0.0]
   assert left.tolist() == [1.0, 0.0, 0.0]
   np.testing.assert_array_equal(rest[0], half[0])  # the target itself
-  _, left, rest, _ = weigh(weights, half, one, tokens)
+  _, _, left, rest, _ = weigh(weights, half, one, tokens)
   np.testing.assert_allclose(left, [1.0, 1 / 3, 0.0])
   np.testing.assert_array_equal(rest[:2], 1 - one[:2])
 
@@ -598,11 +590,10 @@ def _decode_with_noise(target, drafter, sampling, noise):
   return result.tokens[:, 1:], result.counters.target_forwards
 
 
-def _noises(logits_of, values):
+def _noises(table, values):
   """`[n, T, V]` noises by position, `[n, L]` what they lead to.
 
-  Every possible sequence is among these; `logits_of` texts `[n, L]` are those
-  of the target after them, `[n, V]`.
+  Every possible sequence is among these; `table [V, V]` is the target's.
   """
   rng = np.random.default_rng(0)
   tokens = range(_MATCH_VOCAB_SIZE)
@@ -617,15 +608,11 @@ def _noises(logits_of, values):
   texts = np.full((len(noises), 1), enumeration.PROMPT)
   for place in range(1, _MATCH_LENGTH + 1):
     seen = (texts[:, :, None] == np.array(tokens)).any(1)
-    probs = enumeration.exact_probs(logits_of(texts), seen, values)
+    probs = enumeration.exact_probs(table[texts[:, -1]], seen, values)
     with np.errstate(divide='ignore'):
       best = np.argmax(np.log(probs) + noises[:, place], axis=1)
     texts = np.concatenate([texts, best[:, None]], axis=1)
   return noises, texts[:, 1:]
-
-
-def _of_table(table):
-  return lambda texts: table[texts[:, -1]]
 
 
 _LONG = ('chain of 3', 'ragged tree', 'tables', 'tree')
@@ -641,7 +628,7 @@ def test_match_says_what_plain_decoding_does(name):
     rng = np.random.default_rng(number)
     target = 1.3 * rng.normal(size=(_MATCH_VOCAB_SIZE,) * 2)
     target = target.astype(np.float32)
-    noises, expected = _noises(_of_table(target), values)
+    noises, expected = _noises(target, values)
     if sampling == 'temperature 1':
       assert len(np.unique(expected, axis=0)) == 3**_MATCH_LENGTH
     for kind in ('similar', 'adversarial'):
@@ -656,44 +643,3 @@ def test_match_says_what_plain_decoding_does(name):
       steps += np.asarray(num_steps).tolist()
   # More than one step, and fewer than in plain decoding.
   assert name == 'none' or 1.2 < np.mean(steps) < 0.9 * _MATCH_LENGTH
-
-
-def test_match_with_a_head_says_what_plain_decoding_does():
-  check_match_with_states(enumeration.with_head)
-
-
-def check_match_with_states(make):
-  """With a drafter that reads the target's states."""
-  rng = np.random.default_rng(0)
-  table = np.float32(1.3 * rng.normal(size=(_MATCH_VOCAB_SIZE,) * 2))
-  draft = enumeration.draft_logits('similar', table, rng)
-  target, drafter = make(
-    table_model.table_model(table, max_positions=1000), draft
-  )
-  run = enumeration.quick_jit(_decode_with_noise)
-  for name in ('temperature 1', 'penalty, bias, filters', 'greedy'):
-    values = enumeration.SAMPLINGS[name]
-    noises, expected = _noises(_of_table(table), values)
-    sampling = enumeration.full_sampling(values, _MATCH_VOCAB_SIZE)
-    emitted, steps = run(target, drafter, sampling, noises)
-    np.testing.assert_array_equal(emitted, expected, err_msg=name)
-    assert 1.2 < np.mean(steps) < 0.8 * _MATCH_LENGTH
-
-
-def test_match_with_states_says_what_plain_decoding_does():
-  """The state of target and draft is a hash of the path, so any fold counts."""
-  target = tiny_recurrent.hashed(_MATCH_VOCAB_SIZE)
-  draft = tiny_recurrent.hashed(_MATCH_VOCAB_SIZE, noise=9.0)
-  logits = np.asarray(target.params['logits'])
-  logits_of = lambda texts: logits[[*map(tiny_recurrent.hash_of, texts)]]
-  run, counted = enumeration.quick_jit(_decode_with_noise), []
-  for name in ('temperature 1', 'penalty, bias, filters'):
-    values = enumeration.SAMPLINGS[name]
-    # Those that lead to every sequence, and a few others.
-    noises, expected = (one[:100] for one in _noises(logits_of, values))
-    sampling = enumeration.full_sampling(values, _MATCH_VOCAB_SIZE)
-    drafter = tiny_drafters.simple('staged', draft)
-    emitted, num_steps = run(target, drafter, sampling, noises)
-    np.testing.assert_array_equal(emitted, expected, err_msg=name)
-    counted += np.asarray(num_steps).tolist()
-  assert 1.2 < np.mean(counted) < 0.9 * _MATCH_LENGTH

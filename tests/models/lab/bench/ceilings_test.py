@@ -17,6 +17,7 @@ from scipy import sparse
 from models.lab.bench import ceilings
 from specdec import sampling as sampling_lib
 from specdec.tree import topology as topology_lib
+from specdec.verify import rules as rules_lib
 
 _BEST, _WITHOUT, _WITH, _APART = sampling_lib.CHILDREN
 
@@ -141,10 +142,7 @@ _SHAPES = {
   (3, 1): [(0,), (1,), (2,), (0, 0), (1, 0), (2, 0)],
   (1, 1, 1): topology_lib.chain(3).paths,
 }
-_RULES = {
-  'rejection': lambda *given: enumeration.tree_law(*given)[1] - 1,
-  'traversal': lambda *given: enumeration.traversal_law(*given[:3])[1],
-}
+_RULES = ('rejection', 'traversal')
 
 
 @functools.cache
@@ -158,8 +156,8 @@ def _many_worlds():
 def _expected(rule, shape, children):
   """Expected tokens that are accepted in each world."""
   topology = topology_lib.from_paths(_SHAPES[shape])
-  length = topology.max_depth + 1
-  return _RULES[rule](_many_worlds(), topology, children, length)
+  rule = rules_lib.RULES[rule](children)
+  return enumeration.step_law(_many_worlds(), topology, rule)[1]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +192,7 @@ def test_the_table(shape, children, by_rejection, by_traversal, most):
 
 
 def _hierarchical_law(worlds, length, *, is_capped):
-  """One path by the released code of arXiv 2601.05724; like `traversal_law`.
+  """One path by the released code of arXiv 2601.05724; like `step_law`.
 
   The whole path is accepted with the ratio of its probabilities, the prefixes
   with what is left of ratios capped at 1. `is_capped`: all are capped.
@@ -242,5 +240,6 @@ def test_hierarchical_verification_is_not_lossless(length, shift):
   law, accepted = _hierarchical_law(worlds, length, is_capped=True)
   assert enumeration.distance(law, exact).max() < 1e-6
   chain = topology_lib.chain(length)
-  _, by_traversal = enumeration.traversal_law(worlds, chain, _WITHOUT)
+  rule = rules_lib.RULES['traversal'](_WITHOUT)
+  _, by_traversal = enumeration.step_law(worlds, chain, rule)
   np.testing.assert_allclose(accepted, by_traversal, atol=1e-6)
