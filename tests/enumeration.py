@@ -401,42 +401,43 @@ def try_child(weight, target, draft, token, *, rule):
 
 
 def grown_law(worlds: Worlds, trees, length: int) -> np.ndarray:
-  """The distribution by rejection, where every state has a tree of its own.
+  """The distribution by rejection, where every world has a tree of its own.
 
-  The trees, `[W * C, M]` per field, are of states of fewer than `length`
-  tokens; the parent of nodes that are not verified is -1.
+  The trees are `[W, M]` per field; the parent of nodes that are not verified is
+  -1. Only the first step is summed, as in `step_law`.
   """
   token, parent = np.asarray(trees.token), np.asarray(trees.parent)
-  mass = worlds.begin()
-  for first in range(length):
-    roots = np.flatnonzero((worlds.length == first) & (mass > 0))
-    states, here, node = roots, mass[roots], np.zeros(len(roots), int)
-    target = worlds.target[states]
-    for index in range(1, token.shape[1]):
-      tried = (parent[roots, index] == node) & (worlds.length[states] < length)
-      if not np.any(tried):
-        continue
-      tokens = token[roots[tried], index]
-      certain = np.eye(worlds.vocab_size, dtype=target.dtype)[tokens]
-      attempt = functools.partial(try_child, rule=rejection.RejectionRule())
-      ones = np.ones(len(tokens), target.dtype)
-      given = ones, target[tried], certain, tokens
-      chance, _, _, left, _ = _in_chunks(attempt, *given)
-      after = worlds.after(states[tried], tokens)
-      # Those that are not tried, are accepted, are rejected.
-      join = lambda old, new, same, tried=tried: np.concatenate(
-        [old[~tried], new, same]
-      )
-      target = join(target, worlds.target[after], left)
-      here = join(here, here[tried] * chance, here[tried] * (1.0 - chance))
-      node = join(node, np.full(len(tokens), index), node[tried])
-      states = join(states, after, states[tried])
-      roots = join(roots, roots[tried], roots[tried])
-    enough = worlds.length[states] == length
-    spread(mass, states[enough], here[enough])
-    states, here, target = (array[~enough] for array in (states, here, target))
-    spread(mass, worlds.following(states), here[:, None] * target)
-  return worlds.of_length(mass, length)
+  world = np.arange(len(worlds.names))
+  states = np.flatnonzero(worlds.length == 0)
+  mass, node = np.ones(len(world)), np.zeros(len(world), int)
+  target = worlds.target[states]
+  for index in range(1, token.shape[1]):
+    tried = (parent[world, index] == node) & (worlds.length[states] < length)
+    if not np.any(tried):
+      continue
+    tokens = token[world[tried], index]
+    certain = np.eye(worlds.vocab_size, dtype=target.dtype)[tokens]
+    attempt = functools.partial(try_child, rule=rejection.RejectionRule())
+    ones = np.ones(len(tokens), target.dtype)
+    given = ones, target[tried], certain, tokens
+    chance, _, _, left, _ = _in_chunks(attempt, *given)
+    after = worlds.after(states[tried], tokens)
+    # Those that are not tried, are accepted, are rejected.
+    join = lambda old, new, same, tried=tried: np.concatenate(
+      [old[~tried], new, same]
+    )
+    target = join(target, worlds.target[after], left)
+    mass = join(mass, mass[tried] * chance, mass[tried] * (1.0 - chance))
+    node = join(node, np.full(len(tokens), index), node[tried])
+    states = join(states, after, states[tried])
+    world = join(world, world[tried], world[tried])
+  enough = worlds.length[states] == length
+  found = np.zeros(len(worlds.length))
+  spread(found, states[enough], mass[enough])
+  states, mass, target = (array[~enough] for array in (states, mass, target))
+  spread(found, worlds.following(states), mass[:, None] * target)
+  finish(worlds, found, length)
+  return worlds.of_length(found, length)
 
 
 def finish(worlds: Worlds, mass: np.ndarray, length: int) -> None:

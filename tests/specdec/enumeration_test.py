@@ -13,19 +13,16 @@ from unittest import mock
 import enumeration
 import jax
 import jax.numpy as jnp
-import list_trees
+import list_growth
 import numpy as np
 import pytest
 import slow_walks
 
 from models.nn import table_model
 import specdec
-from specdec import carried as carried_lib
 from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
-from specdec.draft import growth
 from specdec.draft import ranking as ranking_lib
-from specdec.draft import stages as stages_lib
 from specdec.tree import topology as topology_lib
 from specdec.tree import tree as tree_lib
 from specdec.verify import rejection
@@ -224,58 +221,28 @@ def test_a_weight_of_which_nothing_is_left():
   np.testing.assert_array_equal(rest[:2], 1 - one[:2])
 
 
-# Trees that are grown, not drawn: every state has a tree of its own.
+# Trees that are grown, not drawn: every world has a tree of its own.
 
 
-@functools.partial(enumeration.quick_jit, static_argnames='room')
-def _grown_tree(drafter, sampling, text, length, *, room):
-  """The tree of a step of one row; unverified nodes have no parent.
-
-  `text [P]` has `length` tokens, and there is `room` for new ones.
-  """
-  vocab_size = sampling.logit_bias.shape[-1]
-  in_text = (jnp.arange(text.shape[0]) < length)[:, None]
-  seen = jnp.any(jax.nn.one_hot(text, vocab_size, dtype=bool) & in_text, axis=0)
-  length = length[None]
-  ctx = list_trees.match_context(
-    jnp.pad(text, (0, room))[None],
-    length,
-    jnp.zeros((1, drafter.max_depth + 1, vocab_size)),
-    sampling,
-    shape=drafter.shape,
-    seen=seen[None],
-    rule=rejection.RejectionRule(),
-  )
-  num_slots = text.shape[0] + room
-  states = stages_lib.start(
-    drafter, carried_lib.Texts(text[None], length, num_slots)
-  )
-  _, tree = growth.grow(drafter.stages, states, ctx.root_trees(), ctx)
-  tree, nodes = jax.tree.map(
-    lambda array: array[0], (tree, drafter.shape.select(tree))
-  )
-  verified = jnp.isin(jnp.arange(tree.capacity), nodes)
-  return tree.replace(parent=jnp.where(verified, tree.parent, tree_lib.NO_NODE))
-
-
-def _grown_trees(worlds, drafters, length):
-  """Trees of all states of fewer than `length` tokens; arbitrary for others."""
-  lengths = np.array([1 + len(context) for context in worlds.contexts])
-  texts = np.zeros((len(lengths), length), np.int32)
-  texts[:, 0] = enumeration.PROMPT
-  for text, context in zip(texts, worlds.contexts, strict=True):
-    text[1 : 1 + len(context)] = context[: length - 1]
-  grown = functools.partial(_grown_tree, room=8)
-  grow_all = jax.vmap(grown, (None, None, 0, 0))
-  params = [
-    enumeration.full_sampling(values, worlds.vocab_size)
+def _grown_trees(drafter, vocab_size, rng):
+  """After some text, one of each sampling; unverified nodes have no parent."""
+  of_rows = [
+    enumeration.full_sampling(values, vocab_size)
     for values in enumeration.SAMPLINGS.values()
   ]
-  trees = [
-    grow_all(drafter, one, texts, lengths)
-    for drafter, one in itertools.product(drafters, params)
-  ]
-  return jax.tree.map(lambda *arrays: np.concatenate(arrays), *trees)
+  rows = len(of_rows)
+  shape = rows, list_growth.TEXT_SLOTS
+  texts = rng.integers(vocab_size, size=shape)
+  texts[:, 8] = enumeration.PROMPT
+  _, tree = list_growth.grown(
+    drafter,
+    *(np.int32(texts), np.full(rows, 9, np.int32), np.ones(rows, bool)),
+    np.zeros((rows, drafter.max_depth + 1, vocab_size), np.float32),
+    jax.tree.map(lambda *rows: np.concatenate(rows), *of_rows),
+  )
+  nodes = np.asarray(drafter.shape.select(tree))
+  verified = (nodes[:, :, None] == np.arange(tree.capacity)).any(1)
+  return tree.replace(parent=np.where(verified, tree.parent, tree_lib.NO_NODE))
 
 
 @pytest.mark.parametrize('name', ['tree', 'staged', 'tables'])
@@ -283,14 +250,18 @@ def test_grown_trees_have_the_targets_law(name):
   length, vocab_size = 4, 3
   drafts = ('uniform',) * 3  # only the targets are used
   worlds = enumeration.make_worlds(vocab_size, length, drafts=drafts)
-  tables = 2 * np.random.default_rng(0).normal(size=(3, vocab_size, vocab_size))
-  drafters = [enumeration.drafter(name, table) for table in tables]
-  trees = _grown_trees(worlds, drafters, length)
-  law = enumeration.grown_law(worlds, trees, length)
-  _assert_law(worlds, law, length)
-  short = worlds.length < length
-  kinds = np.concatenate([trees.parent, trees.token], axis=1)[short]
-  assert len(np.unique(kinds, axis=0)) >= 10, 'a poor example'
+  rng = np.random.default_rng(0)
+  tables = 2 * rng.normal(size=(3, vocab_size, vocab_size))
+  trees = jax.tree.map(
+    lambda *arrays: np.concatenate(arrays),
+    *(
+      _grown_trees(enumeration.drafter(name, table), vocab_size, rng)
+      for table in tables
+    ),
+  )
+  _assert_law(worlds, enumeration.grown_law(worlds, trees, length), length)
+  kinds = np.concatenate([trees.parent, trees.token], axis=1)
+  assert len(np.unique(kinds, axis=0)) >= 4, 'a poor example'
 
 
 # The link: the rules take the branches that were summed above.
