@@ -367,11 +367,7 @@ def _random_case(seed, vocab_size=4):
 
 def check_walks(children, name='rejection', num_batches=25):
   """Compares verdicts with those of a slow walk, row by row."""
-  make_rule, slow_walk = {
-    'rejection': (rejection.RejectionRule, slow_walks.walk),
-    'traversal': (traversal.TraversalRule, slow_walks.walk_up),
-  }[name]
-  rule, num_close, numbers = make_rule(children), 0, []
+  rule, num_close, numbers = rules_lib.RULES[name](children), 0, []
   for seed in range(num_batches):
     case = _random_case(seed)
     tree, nodes = _random_trees(case, children)
@@ -391,11 +387,11 @@ def check_walks(children, name='rejection', num_batches=25):
       above = np.where(
         nodes[row] > 0, tree.parent[row, nodes[row]], tree_lib.NO_NODE
       )
-      emitted, places, margin = slow_walk(
+      emitted, places, margin = slow_walks.walk(
         np.array([place_of[node] if node >= 0 else -1 for node in above]),
         *(tree.token[row, nodes[row]], target[row], draft[row].astype(float)),
         *(randomness.uniforms[row], randomness.residual_noise[row]),
-        *(case['stochastic'][row], children),
+        *(case['stochastic'][row], rule),
       )
       if margin < slow_walks.ENOUGH:
         num_close += 1
