@@ -149,18 +149,6 @@ def test_as_many_guesses_stand_as_can(children):
       np.testing.assert_allclose(emitted[stochastic], 4, atol=1e-5)
 
 
-def test_all_of_a_few_best_guesses_stand():
-  """One of several point masses: the sum of the target's probabilities."""
-  worlds = _worlds(4, 3)
-  root = slice(None, None, len(worlds.contexts))
-  best = worlds.ranked[root, :3]
-  probs = np.take_along_axis(worlds.exact[root], np.maximum(best, 0), axis=1)
-  expected = np.where(best >= 0, probs, 0.0).sum(1)
-  given = worlds, topology_lib.k_ary(3, 1), sampling_lib.BEST
-  _, accepted = _step_law('rejection', *given)
-  np.testing.assert_allclose(accepted, expected, atol=1e-6)
-
-
 # Distributions of which rejection leaves nothing.
 
 
@@ -424,7 +412,11 @@ _draw = enumeration.quick_jit(
 )
 
 
-def check_draws(children):
+_DRAWN = sampling_lib.CHILDREN[1:]
+
+
+@pytest.mark.parametrize('children', _DRAWN)
+def test_children_are_drawn_from_what_is_said(children):
   """In order, from the filtered distribution, with noise of their own."""
   number, num_close = 3, 0
   replacement = children == sampling_lib.WITH_REPLACEMENT
@@ -465,14 +457,6 @@ def check_draws(children):
         found, logs = log_probs[row, place][found], np.log(probs[place])
         np.testing.assert_allclose(found, logs[expected], atol=1e-5)
   assert num_close < 20
-
-
-_DRAWN = sampling_lib.CHILDREN[1:]
-
-
-@pytest.mark.parametrize('children', _DRAWN)
-def test_children_are_drawn_from_what_is_said(children):
-  check_draws(children)
 
 
 def test_every_node_draws_children_of_its_own():
