@@ -1,9 +1,10 @@
 """The distribution of whole sequences under rejection: every branch is summed.
 
 Which children are drawn, which are accepted, and the bonus token are random.
-Every branch of each is followed, with the probability that the functions of
-`specdec` give it, over as many steps as it takes. That the compiled loop
-branches in this way is shown by `enumeration_test`.
+Every branch of each is followed in a first step, with the probability that the
+functions of `specdec` give it. What follows is drawn from the target, because
+steps share no randomness. That the compiled loop branches in this way is shown
+by `enumeration_test`.
 
 A *state* is a context: the tokens since the prompt, which is one token, 0. A
 *world* is a target and a draft, both functions of the whole context, with some
@@ -16,17 +17,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import table_blocks
 import tiny_drafters
 
 from models.nn import table_model
 import specdec
 from specdec import adjusters as adjusters_lib
 from specdec import arguments as arguments_lib
-from specdec import cache as cache_lib
 from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
-from specdec.draft import head as head_lib
 from specdec.draft import ranking as ranking_lib
 from specdec.tree import topology as topology_lib
 from specdec.verify import rejection
@@ -147,47 +145,6 @@ def drafter(name: str, draft: np.ndarray) -> specdec.Drafter:
       bigram, tiny_drafters.Settings(topology=topology_lib.chain(2))
     ),
   }[name]
-
-
-def _head_states(params, tokens, positions, mask, cache, states):
-  return params['logits'][tokens] + 0.4 * states, cache
-
-
-def with_head(
-  target: specdec.LanguageModel, draft: np.ndarray
-) -> tuple[specdec.LanguageModel, specdec.Drafter]:
-  """A table that keeps its logits as states, and a head that reads them.
-
-  The head adds its own logits `draft [V, V]` to a part of the state before a
-  token, so what it drafts depends on the path to a node.
-  """
-  size = len(draft)
-  head = specdec.Head(
-    params={'logits': jnp.float32(draft)},
-    spec=head_lib.HeadSpec(
-      apply=_head_states,
-      fuse=lambda params, states: states,
-      logits=lambda params, states: states,
-      init_cache=cache_lib.init_empty_cache,
-      vocab_size=size,
-      max_positions=target.spec.max_positions,
-      weight_bytes=draft.nbytes,
-      cache_bytes_per_slot=0,
-      reads=(0,),
-      target_width=size,
-      width=size,
-    ),
-  )
-  drafter = _GROWN.drafter(specdec.HeadScorer(head))
-  return table_blocks.keeping_states(target), drafter
-
-
-def with_block(
-  target: specdec.LanguageModel, draft: np.ndarray
-) -> tuple[specdec.LanguageModel, specdec.Drafter]:
-  """A table that keeps its logits as states, and a block drafter."""
-  scorer = table_blocks.of_table(draft, 3, num_candidates=2)
-  return table_blocks.keeping_states(target), _GROWN.drafter(scorer)
 
 
 def request(
@@ -429,134 +386,58 @@ def _in_chunks(function, *arrays):
   return [np.concatenate(one)[:number] for one in zip(*found, strict=True)]
 
 
-@functools.partial(quick_jit, static_argnames='children')
-def _attempt(target, draft, token, *, children):
-  probs = rejection.acceptance_probs(target, draft, token)
-  return probs, *rejection.after_rejection(target, draft, token, children)
+@functools.partial(quick_jit, static_argnames='rule')
+def try_child(weight, target, draft, token, *, rule):
+  """The chance to enter a child, and its weight; if it is left, what remains.
 
-
-def _try_children(worlds, states, mass, ranks, children):
-  """All that can happen at some states `[n]`, where a node is.
-
-  Of their probabilities `[n]`, and the ranks of children as they are tried.
-  Returns for each child the mass of all states after it, and the mass of all
-  states behind a bonus token.
+  These are the weight of its parent and both distributions.
   """
-  number = len(worlds.length)
-  target = worlds.target[states]
-  draft = worlds.proposals(states, len(ranks), children)
-  drawn = np.zeros(target.shape, bool)
-  arrived = []
-  for rank in ranks:
-    law = worlds.next_draw(states, drawn, rank, len(ranks), children)
-    rows, tokens = np.nonzero(law)
-    here = states[rows]
-    certain = np.eye(worlds.vocab_size, dtype=draft.dtype)[tokens]
-    is_drawn = worlds.is_drawn(here, rank, len(ranks), children)[:, None]
-    chance, left, after = _in_chunks(
-      functools.partial(_attempt, children=children),
-      target[rows],
-      np.where(is_drawn, draft[rows], certain),
-      tokens.astype(np.int32),
-    )
-    tried = mass[rows] * law[rows, tokens]
-    of_child = np.zeros(number)
-    spread(of_child, worlds.after(here, tokens), tried * chance)
-    arrived.append(of_child)
-    # States without such a child stay as they are.
-    none, rejected = law.sum(1) == 0, tried * (1.0 - chance)
-    states, mass, drawn, target, draft = (
-      np.concatenate([old[none], new[rejected > 0]])
-      for old, new in (
-        *((states, here), (mass, rejected)),
-        (drawn, drawn[rows] | (certain > 0)),
-        *((target, left), (draft, after)),
-      )
-    )
-  bonus = np.zeros(number)
-  spread(bonus, worlds.following(states), mass[:, None] * target)
-  return arrived, bonus
-
-
-def tree_law(worlds: Worlds, topology, children: str, length: int, rooted=None):
-  """By rejection with a fixed topology.
-
-  `rooted` has worlds for roots of each length, whose drafts differ.
-  Returns the distribution of sequences of a length, `[W, V ** length]`, and the
-  expected number of tokens that the first step emits, cut at the length, `[W]`.
-  """
-  paths = [(), *topology.paths]
-  ranks = {path: turns(topology, path, children) for path in paths}
-  mass = worlds.begin()
-  expected = np.zeros(len(worlds.names))
-  for first in range(length):
-    here_worlds = rooted[first] if rooted else worlds
-    arrived = {(): np.where(worlds.length == first, mass, 0.0)}
-    for path in paths:  # a parent before its children
-      here = arrived.get(path)
-      if here is None:
-        continue
-      if first + len(path) == length:
-        mass += here  # the sequences are complete
-        continue
-      states = np.flatnonzero(here)
-      of_children, bonus = _try_children(
-        *(here_worlds, states, here[states], ranks[path], children)
-      )
-      mass += bonus
-      for rank, of_child in zip(ranks[path], of_children, strict=True):
-        arrived[*path, rank] = of_child
-      if first == 0:
-        emitted = bonus + sum(of_children)
-        expected += emitted.reshape(len(expected), -1).sum(1)
-  return worlds.of_length(mass, length), expected
+  given = weight[:, None] * target, draft, token
+  chance = rejection.acceptance_probs(*given)
+  _, below = rule.enter(chance, 0 * chance)
+  left = rule.weight_left(weight, *given[:2])
+  chance = jnp.ones_like(chance) if rule.leaves_nodes else chance
+  return chance, below, left, *rejection.after_rejection(*given, rule.children)
 
 
 def grown_law(worlds: Worlds, trees, length: int) -> np.ndarray:
-  """The distribution by rejection, where every state has a tree of its own.
+  """The distribution by rejection, where every world has a tree of its own.
 
-  The trees, `[W * C, M]` per field, are of states of fewer than `length`
-  tokens; the parent of nodes that are not verified is -1.
+  The trees are `[W, M]` per field; the parent of nodes that are not verified is
+  -1. Only the first step is summed, as in `step_law`.
   """
   token, parent = np.asarray(trees.token), np.asarray(trees.parent)
-  mass = worlds.begin()
-  for first in range(length):
-    roots = np.flatnonzero((worlds.length == first) & (mass > 0))
-    states, here, node = roots, mass[roots], np.zeros(len(roots), int)
-    target = worlds.target[states]
-    for index in range(1, token.shape[1]):
-      tried = (parent[roots, index] == node) & (worlds.length[states] < length)
-      if not np.any(tried):
-        continue
-      tokens = token[roots[tried], index]
-      certain = np.eye(worlds.vocab_size, dtype=target.dtype)[tokens]
-      attempt = functools.partial(_attempt, children=sampling_lib.BEST)
-      chance, left, _ = _in_chunks(attempt, target[tried], certain, tokens)
-      after = worlds.after(states[tried], tokens)
-      # Those that are not tried, are accepted, are rejected.
-      join = lambda old, new, same, tried=tried: np.concatenate(
-        [old[~tried], new, same]
-      )
-      target = join(target, worlds.target[after], left)
-      here = join(here, here[tried] * chance, here[tried] * (1.0 - chance))
-      node = join(node, np.full(len(tokens), index), node[tried])
-      states = join(states, after, states[tried])
-      roots = join(roots, roots[tried], roots[tried])
-    enough = worlds.length[states] == length
-    spread(mass, states[enough], here[enough])
-    states, here, target = (array[~enough] for array in (states, here, target))
-    spread(mass, worlds.following(states), here[:, None] * target)
-  return worlds.of_length(mass, length)
-
-
-@functools.partial(quick_jit, static_argnames='children')
-def weigh(weight, target, draft, token, *, children):
-  """By traversal: the weight of a child; if it is left, what remains."""
-  rule = rejection.TraversalRule(children)
-  given = weight[:, None] * target, draft, token
-  _, chance = rule.enter(rejection.acceptance_probs(*given), weight)
-  left = rule.weight_left(weight, *given[:2])
-  return chance, left, *rejection.after_rejection(*given, children)
+  world = np.arange(len(worlds.names))
+  states = np.flatnonzero(worlds.length == 0)
+  mass, node = np.ones(len(world)), np.zeros(len(world), int)
+  target = worlds.target[states]
+  for index in range(1, token.shape[1]):
+    tried = (parent[world, index] == node) & (worlds.length[states] < length)
+    if not np.any(tried):
+      continue
+    tokens = token[world[tried], index]
+    certain = np.eye(worlds.vocab_size, dtype=target.dtype)[tokens]
+    attempt = functools.partial(try_child, rule=rejection.RejectionRule())
+    ones = np.ones(len(tokens), target.dtype)
+    given = ones, target[tried], certain, tokens
+    chance, _, _, left, _ = _in_chunks(attempt, *given)
+    after = worlds.after(states[tried], tokens)
+    # Those that are not tried, are accepted, are rejected.
+    join = lambda old, new, same, tried=tried: np.concatenate(
+      [old[~tried], new, same]
+    )
+    target = join(target, worlds.target[after], left)
+    mass = join(mass, mass[tried] * chance, mass[tried] * (1.0 - chance))
+    node = join(node, np.full(len(tokens), index), node[tried])
+    states = join(states, after, states[tried])
+    world = join(world, world[tried], world[tried])
+  enough = worlds.length[states] == length
+  found = np.zeros(len(worlds.length))
+  spread(found, states[enough], mass[enough])
+  states, mass, target = (array[~enough] for array in (states, mass, target))
+  spread(found, worlds.following(states), mass[:, None] * target)
+  finish(worlds, found, length)
+  return worlds.of_length(found, length)
 
 
 def finish(worlds: Worlds, mass: np.ndarray, length: int) -> None:
@@ -567,15 +448,15 @@ def finish(worlds: Worlds, mass: np.ndarray, length: int) -> None:
     spread(mass, worlds.following(states), more)
 
 
-def traversal_law(worlds: Worlds, topology, children: str):
-  """By traversal verification, whose first step is summed.
+def step_law(worlds: Worlds, topology, rule):
+  """By a rule of verification, whose first step is summed.
 
   There are contexts of one token more than the topology is deep. Returns the
   distribution of sequences of that length, `[W, V ** length]`, all but those of
   the first step drawn from the target; and the expected number of tokens that
   this step accepts, `[W]`.
   """
-  length = topology.max_depth + 1
+  length, children = topology.max_depth + 1, rule.children
   found = np.zeros(len(worlds.length))
   accepted = np.zeros(len(worlds.names))
 
@@ -592,14 +473,15 @@ def traversal_law(worlds: Worlds, topology, children: str):
       here = states[at]
       certain = np.eye(worlds.vocab_size, dtype=draft.dtype)[tokens]
       is_drawn = worlds.is_drawn(here, rank, len(ranks), children)[:, None]
-      chance, *left = _in_chunks(
-        functools.partial(weigh, children=children),
+      chance, below, *left = _in_chunks(
+        functools.partial(try_child, rule=rule),
         *(weight[at], target[at], np.where(is_drawn, draft[at], certain)),
         tokens.astype(np.int32),
       )
       tried = mass[at] * law[at, tokens]
       after = worlds.after(here, tokens)
-      failed = visit((*path, rank), after, tried, chance)
+      failed = tried * (1.0 - chance)
+      failed += visit((*path, rank), after, tried * chance, below)
       none = law.sum(1) == 0
       states, mass, rows, drawn, weight, target, draft = (
         np.concatenate([old[none], new[failed > 0]])

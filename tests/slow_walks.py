@@ -131,40 +131,20 @@ def _children(parent, node, children):
   return places[::-1] if children == sampling_lib.BEST_AND_DRAWN else places
 
 
-def walk(parent, token, target, draft, uniforms, noise, stochastic, children):
+def walk(parent, token, target, draft, uniforms, noise, stochastic, rule):
   """Goes down a tree, from sibling to sibling.
 
   `parent [N]` are places, `target [N, V]` and `draft [N, V]` distributions;
-  `uniforms [N]`; `noise [V]` is of the bonus token. Returns the tokens, the
-  places of the path, and the margin.
+  `uniforms [N]`; `noise [V]` is of the bonus token. A rule that leaves nodes
+  enters a child before it is accepted (traversal, arXiv 2505.12398). Returns
+  the tokens, the places of the path, and the margin.
   """
-  path, margin = [0], np.inf
-  wanted, left = target[0], draft[0]
-  while True:
-    for turn, child in enumerate(_children(parent, path[-1], children)):
-      proposed = token[child]
-      law = _counts_as(left, proposed, turn, stochastic, children)
-      ratio = wanted[proposed] / law[proposed]
-      accepted, gap = _is_accepted(uniforms[child], ratio)
-      margin = min(margin, gap)
-      if accepted:
-        path.append(int(child))
-        wanted, left = target[child], draft[child]
-        break
-      rest = np.maximum(wanted - law, 0.0)
-      if rest.sum() < 1e-6:  # by rounding alone
-        margin, rest = 0.0, wanted
-      wanted, left = rest / rest.sum(), _without(left, proposed, children)
-    else:
-      bonus, gap = _choose(wanted, noise)
-      return [*token[path[1:]].tolist(), bonus], path, min(margin, gap)
+  children, margins = rule.children, [np.inf]
 
-
-def walk_up(
-  parent, token, target, draft, uniforms, noise, stochastic, children
-):
-  """From the leaves to the root; see `walk`. Recursive, arXiv 2505.12398."""
-  margins = [np.inf]
+  def passes(node, chance):
+    accepted, gap = _is_accepted(uniforms[node], chance)
+    margins.append(gap)
+    return accepted
 
   def visit(node, weight):
     """The path from a node on and what is left at its end, or None."""
@@ -172,7 +152,12 @@ def walk_up(
     for turn, child in enumerate(_children(parent, node, children)):
       proposed = token[child]
       law = _counts_as(left, proposed, turn, stochastic, children)
-      below = visit(child, min(1.0, weight * wanted[proposed] / law[proposed]))
+      chance = weight * wanted[proposed] / law[proposed]
+      below = None
+      if rule.leaves_nodes:
+        below = visit(child, min(1.0, chance))
+      elif passes(child, chance):
+        below = visit(child, 1.0)
       if below:
         return [node, *below[0]], below[1]
       rest = np.maximum(weight * wanted - law, 0.0)
@@ -182,9 +167,8 @@ def walk_up(
       weight = mass / max(mass + 1.0 - weight, 1e-300)
       wanted = rest / mass if mass > 1e-6 else wanted
       left = _without(left, proposed, children)
-    passes, gap = _is_accepted(uniforms[node], weight)
-    margins.append(gap if node else np.inf)
-    return ([node], wanted) if passes or not node else None
+    accepted = not (node and rule.leaves_nodes) or passes(node, weight)
+    return ([node], wanted) if accepted else None
 
   path, wanted = visit(0, 1.0)
   bonus, gap = _choose(wanted, noise)

@@ -198,6 +198,21 @@ def new_tokens(result, prompt_lengths) -> list[list[int]]:
   ]
 
 
+def in_slots(slots, jobs, num_ended: int = 1) -> tuple[list, list[int]]:
+  """The generations of jobs, and the order in which they ended.
+
+  Jobs are arguments of `insert`; each is inserted as soon as a slot is free.
+  """
+  waiting, indices, found = list(range(len(jobs))), {}, {}
+  while waiting or indices:
+    while waiting and slots.free:
+      slot = slots.insert(**jobs[waiting[0]])
+      indices[slot] = waiting.pop(0)
+    for slot, generation in slots.advance(num_ended).items():
+      found[indices.pop(slot)] = generation
+  return [found[index] for index in range(len(jobs))], list(found)
+
+
 def table(vocab_size: int, seed: int = 0) -> np.ndarray:
   """Random logits of a table model, `[V, V]` float32."""
   rng = np.random.default_rng(seed)

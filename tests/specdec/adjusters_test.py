@@ -92,18 +92,17 @@ def test_in_slots():
     sampling=specdec.Sampling(temperature=1.0),
     adjusters=(Moods(np.float32(_BIAS)),),
   )
-  waiting, rows, found = [0, 1, 2], {}, {}
-  while len(found) < 3:
-    while waiting and slots.free:
-      row = waiting.pop(0)
-      sampling = specdec.Sampling(temperature=_TEMPERATURES[row])
-      at = slots.insert(
-        *(_PROMPTS[row], _KEYS[row]), max_new_tokens=_LIMIT, sampling=sampling
-      )
-      rows[at] = row
-    for at, result in slots.advance().items():
-      found[rows[at]] = result.tokens[0]
-  assert found == {row: _expected(row) for row in range(3)}
+  jobs = [
+    {
+      **{'prompt': prompt, 'rng_key': key, 'max_new_tokens': _LIMIT},
+      'sampling': specdec.Sampling(temperature=temperature),
+    }
+    for prompt, key, temperature in zip(
+      *(_PROMPTS, _KEYS, _TEMPERATURES), strict=True
+    )
+  ]
+  found, _ = tiny.in_slots(slots, jobs)
+  assert [one.tokens[0] for one in found] == [*map(_expected, range(3))]
 
 
 def test_what_is_no_adjuster_is_refused():

@@ -1,15 +1,13 @@
-"""The distribution under block drafters with a term for the token before.
+"""What block drafters with a term for the token before draw children from.
 
-The distributions that a compiled drafter draws children from depend on the
-root, the depth and the parent. They take the place of a draft's in the sums of
-`enumeration`; that children are drawn from them is compared draw by draw.
+These distributions depend on the root, the depth and the parent. A draft may
+have any, `enumeration_test`; that children are drawn from them is compared draw
+by draw.
 """
 
-import dataclasses
 import functools
 
 import enumeration
-import enumeration_test
 import jax
 import jax.numpy as jnp
 import list_trees
@@ -106,54 +104,11 @@ def _nodes(worlds, grown):
           yield world, root, node, states[node]
 
 
-@functools.cache
-def _rooted(num_candidates):
-  """Worlds, and for roots of each length those with the drafts below them."""
-  worlds = enumeration.make_worlds(
-    *(_V, _LENGTH), drafts=('similar', 'uniform'), samplings=_SAMPLINGS, seed=3
-  )
-  grown, _ = _all_grown(
-    num_candidates, worlds, sampling_lib.WITHOUT_REPLACEMENT
-  )
-  draft = np.zeros((_LENGTH, *worlds.draft.shape), np.float32)
-  ranked = np.full((_LENGTH, *worlds.ranked.shape), -1)
-  for world, root, node, state in _nodes(worlds, grown):
-    trees, proposals, _ = grown[world]
-    at, law = (len(worlds.contexts[root]), state), proposals[root, node]
-    order = np.argsort(-law, kind='stable')
-    if not worlds.stochastic[state]:
-      order = trees.token[root, trees.parent[root] == node]
-    number = np.sum(law > 0)
-    draft[at], ranked[at][:number] = law, order[:number]
-  return worlds, [
-    dataclasses.replace(worlds, draft=one, ranked=best)
-    for one, best in zip(draft, ranked, strict=True)
-  ]
-
-
-@pytest.mark.parametrize('num_candidates', [2, 64])
-@pytest.mark.parametrize('children', sampling_lib.CHILDREN)
-@pytest.mark.parametrize('rule', ['rejection', 'traversal'])
-def test_sequences_have_the_targets_law(rule, children, num_candidates):
-  worlds, rooted = _rooted(num_candidates)
-  for topology in enumeration.TOPOLOGIES.values():
-    length = _LENGTH
-    if rule == 'rejection':
-      law, _ = enumeration.tree_law(worlds, topology, children, length, rooted)
-    else:
-      law, _ = enumeration.traversal_law(rooted[0], topology, children)
-      length = topology.max_depth + 1
-    distances = enumeration.distance(law, worlds.exact_law(length))
-    assert distances.max() < 1e-6, worlds.names[distances.argmax()]
-  # It was no poor example: the same token after other roots or parents.
-  is_drawn = worlds.stochastic & (worlds.length == 2)
-  assert np.any(rooted[0].draft[is_drawn] != rooted[1].draft[is_drawn])
-
-
 def _expected(world, depth, root, text, num_candidates):
   """The distribution below a root after some text, by definition."""
   marginals, edges = _tables(world // len(_SAMPLINGS))
-  leads = len(root) > 1 and root[-1] == root[-2]
+  # Before the first token there is a state of zeros.
+  leads = root[-1] == (0, *root)[-2]
   scores = marginals[depth] * (1 if leads else -4)
   candidates = np.argsort(-scores, kind='stable')[:num_candidates]
   logits = np.full(_V, -np.inf)
@@ -168,7 +123,9 @@ def _expected(world, depth, root, text, num_candidates):
 
 def check_draws(children, num_candidates=2):
   """Children are drawn from the candidates of their depth, by the parent."""
-  worlds, rooted = _rooted(num_candidates)
+  worlds = enumeration.make_worlds(
+    *(_V, _LENGTH), drafts=('similar', 'uniform'), samplings=_SAMPLINGS
+  )
   grown, keys = _all_grown(num_candidates, worlds, children)
   few = min(num_candidates, _V)
   replacement = children == sampling_lib.WITH_REPLACEMENT
@@ -183,10 +140,7 @@ def check_draws(children, num_candidates=2):
       *text,
       *worlds.contexts[state % len(worlds.contexts)][len(context) :],
     )
-    probs = np.float64(rooted[len(context)].draft[state])
-    if context:
-      law = _expected(world, depth, text, path, num_candidates)
-      np.testing.assert_allclose(probs, law, atol=1e-6)
+    probs = _expected(world, depth, text, path, num_candidates)
     stochastic, tokens = worlds.stochastic[state], candidates[root, depth]
     if stochastic and children != sampling_lib.BEST:
       law = slow_walks.drawn_from(probs, few, children)
@@ -208,8 +162,3 @@ def check_draws(children, num_candidates=2):
 @pytest.mark.parametrize('children', sampling_lib.CHILDREN)
 def test_children_are_drawn_from_what_is_said(children, num_candidates):
   check_draws(children, num_candidates)
-
-
-def test_match_says_what_plain_decoding_does():
-  """All sequences that are possible, with noises that lead to them."""
-  enumeration_test.check_match_with_states(enumeration.with_block)

@@ -13,30 +13,23 @@ from unittest import mock
 import enumeration
 import jax
 import jax.numpy as jnp
-import list_trees
+import list_growth
 import numpy as np
 import pytest
 import slow_walks
-import tiny_drafters
-import tiny_recurrent
 
 from models.nn import table_model
 import specdec
-from specdec import carried as carried_lib
 from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
-from specdec.draft import growth
 from specdec.draft import ranking as ranking_lib
-from specdec.draft import stages as stages_lib
 from specdec.tree import topology as topology_lib
 from specdec.tree import tree as tree_lib
 from specdec.verify import rejection
+from specdec.verify import rules as rules_lib
 
 # Total variation of whole sequences: the rounding of float32.
 _TOLERANCE = 1e-6
-
-# Tokens and length of the sequences.
-_SIZES = [(3, 4), (4, 3)]
 
 
 @functools.cache
@@ -53,40 +46,39 @@ def _assert_law(worlds, law, length, tolerance=_TOLERANCE):
 _RULES = ('rejection', 'traversal')
 
 
-def _law(rule, worlds, topology, children, length):
-  """The law of sequences, or of the first step of a traversal; the length."""
-  if rule == 'rejection':
-    return enumeration.tree_law(worlds, topology, children, length)[0], length
-  law, _ = enumeration.traversal_law(worlds, topology, children)
-  return law, topology.max_depth + 1
+def _check_laws(worlds, rule, children, tolerance=_TOLERANCE):
+  """The first step of a rule, after which all is drawn from the target."""
+  for topology in enumeration.TOPOLOGIES.values():
+    law, _ = _step_law(rule, worlds, topology, children)
+    _assert_law(worlds, law, topology.max_depth + 1, tolerance)
+
+
+def _step_law(rule, worlds, topology, children):
+  rule = rules_lib.RULES[rule](children)
+  return enumeration.step_law(worlds, topology, rule)
 
 
 @pytest.mark.parametrize('rule', _RULES)
 @pytest.mark.parametrize('children', sampling_lib.CHILDREN)
-@pytest.mark.parametrize(('vocab_size', 'length'), _SIZES)
-def test_sequences_have_the_targets_law(vocab_size, length, children, rule):
-  worlds = _worlds(vocab_size, 4)
-  for topology in enumeration.TOPOLOGIES.values():
-    _assert_law(worlds, *_law(rule, worlds, topology, children, length))
+@pytest.mark.parametrize('vocab_size', [3, 4])
+def test_sequences_have_the_targets_law(vocab_size, children, rule):
+  _check_laws(_worlds(vocab_size, 4), rule, children)
 
 
 def check_few(rule, children):
   """A part of the above that takes a moment."""
   few = {'drafts': ('similar',), 'samplings': ('temperature 1',)}
-  worlds = enumeration.make_worlds(3, 4, seed=3, **few)
-  for topology in enumeration.TOPOLOGIES.values():
-    _assert_law(worlds, *_law(rule, worlds, topology, children, 3))
+  _check_laws(enumeration.make_worlds(3, 4, seed=3, **few), rule, children)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize('children', sampling_lib.CHILDREN)
 @pytest.mark.parametrize('seed', range(3))
-def test_more_worlds_and_longer_sequences(seed, children):
-  for vocab_size, length in ((2, 6), (3, 5), (4, 4), (5, 3)):
-    worlds = enumeration.make_worlds(vocab_size, length + 1, seed=seed + 10)
-    for topology in enumeration.TOPOLOGIES.values():
-      for rule in _RULES:
-        _assert_law(worlds, *_law(rule, worlds, topology, children, length))
+def test_more_worlds(seed, children):
+  for vocab_size in range(2, 6):
+    worlds = enumeration.make_worlds(vocab_size, 4, seed=seed + 10)
+    for rule in _RULES:
+      _check_laws(worlds, rule, children)
 
 
 @pytest.mark.parametrize('rule', _RULES)
@@ -95,11 +87,9 @@ def test_in_float64_nothing_is_left(children, rule):
   """So the distance in float32 is rounding, and no error of the method."""
   few = ('temperature 1', 'all filters', 'greedy')
   with jax.enable_x64(True):
-    worlds = _worlds(3, 3, samplings=few, dtype=np.float64)
+    worlds = _worlds(3, 4, samplings=few, dtype=np.float64)
     assert worlds.target.dtype == worlds.draft.dtype == np.float64
-    for topology in enumeration.TOPOLOGIES.values():
-      law = _law(rule, worlds, topology, children, 3)
-      _assert_law(worlds, *law, tolerance=1e-13)
+    _check_laws(worlds, rule, children, tolerance=1e-13)
 
 
 # How many tokens are accepted: a rule that rejected all would be exact, too.
@@ -107,9 +97,8 @@ def test_in_float64_nothing_is_left(children, rule):
 
 def _emitted(worlds, num_tokens, children):
   """Expected tokens of a step with a chain, by rejection and by traversal."""
-  chain = topology_lib.chain(num_tokens)
-  _, by_rejection = enumeration.tree_law(worlds, chain, children, 4)
-  return by_rejection, 1 + enumeration.traversal_law(worlds, chain, children)[1]
+  given = worlds, topology_lib.chain(num_tokens), children
+  return [1 + _step_law(rule, *given)[1] for rule in _RULES]
 
 
 def _block_tokens(worlds, num_tokens, children):
@@ -157,19 +146,6 @@ def test_as_many_guesses_stand_as_can(children):
     stochastic = same.stochastic[:: len(same.contexts)]
     for emitted in _emitted(same, 3, children):
       np.testing.assert_allclose(emitted[stochastic], 4, atol=1e-5)
-
-
-def test_all_of_a_few_best_guesses_stand():
-  """One of several point masses: the sum of the target's probabilities."""
-  worlds = _worlds(4, 3)
-  root = slice(None, None, len(worlds.contexts))
-  best = worlds.ranked[root, :3]
-  probs = np.take_along_axis(worlds.exact[root], np.maximum(best, 0), axis=1)
-  expected = np.where(best >= 0, probs, 0.0).sum(1)
-  _, emitted = enumeration.tree_law(
-    worlds, topology_lib.k_ary(3, 1), sampling_lib.BEST, 3
-  )
-  np.testing.assert_allclose(emitted, 1 + expected, atol=1e-6)
 
 
 # Distributions of which rejection leaves nothing.
@@ -221,68 +197,39 @@ def test_a_weight_of_which_nothing_is_left():
   half, one = np.full((3, 2), 0.5, np.float32), np.float32([[1, 0]] * 3)
   weights = np.float32([1.0, 0.5, 0.0])
   tokens = np.zeros(3, np.int32)
-  weigh = functools.partial(enumeration.weigh, children=sampling_lib.BEST)
-  chance, left, rest, _ = weigh(weights, half, half, tokens)
+  rule = rejection.TraversalRule()
+  weigh = functools.partial(enumeration.try_child, rule=rule)
+  _, chance, left, rest, _ = weigh(weights, half, half, tokens)
   assert chance.tolist() == [1.0, 0.5, 0.0]
   assert left.tolist() == [1.0, 0.0, 0.0]
   np.testing.assert_array_equal(rest[0], half[0])  # the target itself
-  _, left, rest, _ = weigh(weights, half, one, tokens)
+  _, _, left, rest, _ = weigh(weights, half, one, tokens)
   np.testing.assert_allclose(left, [1.0, 1 / 3, 0.0])
   np.testing.assert_array_equal(rest[:2], 1 - one[:2])
 
 
-# Trees that are grown, not drawn: every state has a tree of its own.
+# Trees that are grown, not drawn: every world has a tree of its own.
 
 
-@functools.partial(enumeration.quick_jit, static_argnames='room')
-def _grown_tree(drafter, sampling, text, length, *, room):
-  """The tree of a step of one row; unverified nodes have no parent.
-
-  `text [P]` has `length` tokens, and there is `room` for new ones.
-  """
-  vocab_size = sampling.logit_bias.shape[-1]
-  in_text = (jnp.arange(text.shape[0]) < length)[:, None]
-  seen = jnp.any(jax.nn.one_hot(text, vocab_size, dtype=bool) & in_text, axis=0)
-  length = length[None]
-  ctx = list_trees.match_context(
-    jnp.pad(text, (0, room))[None],
-    length,
-    jnp.zeros((1, drafter.max_depth + 1, vocab_size)),
-    sampling,
-    shape=drafter.shape,
-    seen=seen[None],
-    rule=rejection.RejectionRule(),
-  )
-  num_slots = text.shape[0] + room
-  states = stages_lib.start(
-    drafter, carried_lib.Texts(text[None], length, num_slots)
-  )
-  _, tree = growth.grow(drafter.stages, states, ctx.root_trees(), ctx)
-  tree, nodes = jax.tree.map(
-    lambda array: array[0], (tree, drafter.shape.select(tree))
-  )
-  verified = jnp.isin(jnp.arange(tree.capacity), nodes)
-  return tree.replace(parent=jnp.where(verified, tree.parent, tree_lib.NO_NODE))
-
-
-def _grown_trees(worlds, drafters, length):
-  """Trees of all states of fewer than `length` tokens; arbitrary for others."""
-  lengths = np.array([1 + len(context) for context in worlds.contexts])
-  texts = np.zeros((len(lengths), length), np.int32)
-  texts[:, 0] = enumeration.PROMPT
-  for text, context in zip(texts, worlds.contexts, strict=True):
-    text[1 : 1 + len(context)] = context[: length - 1]
-  grown = functools.partial(_grown_tree, room=8)
-  grow_all = jax.vmap(grown, (None, None, 0, 0))
-  params = [
-    enumeration.full_sampling(values, worlds.vocab_size)
+def _grown_trees(drafter, vocab_size, rng):
+  """After some text, one of each sampling; unverified nodes have no parent."""
+  of_rows = [
+    enumeration.full_sampling(values, vocab_size)
     for values in enumeration.SAMPLINGS.values()
   ]
-  trees = [
-    grow_all(drafter, one, texts, lengths)
-    for drafter, one in itertools.product(drafters, params)
-  ]
-  return jax.tree.map(lambda *arrays: np.concatenate(arrays), *trees)
+  rows = len(of_rows)
+  shape = rows, list_growth.TEXT_SLOTS
+  texts = rng.integers(vocab_size, size=shape)
+  texts[:, 8] = enumeration.PROMPT
+  _, tree = list_growth.grown(
+    drafter,
+    *(np.int32(texts), np.full(rows, 9, np.int32), np.ones(rows, bool)),
+    np.zeros((rows, drafter.max_depth + 1, vocab_size), np.float32),
+    jax.tree.map(lambda *rows: np.concatenate(rows), *of_rows),
+  )
+  nodes = np.asarray(drafter.shape.select(tree))
+  verified = (nodes[:, :, None] == np.arange(tree.capacity)).any(1)
+  return tree.replace(parent=np.where(verified, tree.parent, tree_lib.NO_NODE))
 
 
 @pytest.mark.parametrize('name', ['tree', 'staged', 'tables'])
@@ -290,14 +237,18 @@ def test_grown_trees_have_the_targets_law(name):
   length, vocab_size = 4, 3
   drafts = ('uniform',) * 3  # only the targets are used
   worlds = enumeration.make_worlds(vocab_size, length, drafts=drafts)
-  tables = 2 * np.random.default_rng(0).normal(size=(3, vocab_size, vocab_size))
-  drafters = [enumeration.drafter(name, table) for table in tables]
-  trees = _grown_trees(worlds, drafters, length)
-  law = enumeration.grown_law(worlds, trees, length)
-  _assert_law(worlds, law, length)
-  short = worlds.length < length
-  kinds = np.concatenate([trees.parent, trees.token], axis=1)[short]
-  assert len(np.unique(kinds, axis=0)) >= 10, 'a poor example'
+  rng = np.random.default_rng(0)
+  tables = 2 * rng.normal(size=(3, vocab_size, vocab_size))
+  trees = jax.tree.map(
+    lambda *arrays: np.concatenate(arrays),
+    *(
+      _grown_trees(enumeration.drafter(name, table), vocab_size, rng)
+      for table in tables
+    ),
+  )
+  _assert_law(worlds, enumeration.grown_law(worlds, trees, length), length)
+  kinds = np.concatenate([trees.parent, trees.token], axis=1)
+  assert len(np.unique(kinds, axis=0)) >= 4, 'a poor example'
 
 
 # The link: the rules take the branches that were summed above.
@@ -403,11 +354,7 @@ def _random_case(seed, vocab_size=4):
 
 def check_walks(children, name='rejection', num_batches=25):
   """Compares verdicts with those of a slow walk, row by row."""
-  make_rule, slow_walk = {
-    'rejection': (rejection.RejectionRule, slow_walks.walk),
-    'traversal': (rejection.TraversalRule, slow_walks.walk_up),
-  }[name]
-  rule, num_close, numbers = make_rule(children), 0, []
+  rule, num_close, numbers = rules_lib.RULES[name](children), 0, []
   for seed in range(num_batches):
     case = _random_case(seed)
     tree, nodes = _random_trees(case, children)
@@ -427,11 +374,11 @@ def check_walks(children, name='rejection', num_batches=25):
       above = np.where(
         nodes[row] > 0, tree.parent[row, nodes[row]], tree_lib.NO_NODE
       )
-      emitted, places, margin = slow_walk(
+      emitted, places, margin = slow_walks.walk(
         np.array([place_of[node] if node >= 0 else -1 for node in above]),
         *(tree.token[row, nodes[row]], target[row], draft[row].astype(float)),
         *(randomness.uniforms[row], randomness.residual_noise[row]),
-        *(case['stochastic'][row], children),
+        *(case['stochastic'][row], rule),
       )
       if margin < slow_walks.ENOUGH:
         num_close += 1
@@ -464,7 +411,11 @@ _draw = enumeration.quick_jit(
 )
 
 
-def check_draws(children):
+_DRAWN = sampling_lib.CHILDREN[1:]
+
+
+@pytest.mark.parametrize('children', _DRAWN)
+def test_children_are_drawn_from_what_is_said(children):
   """In order, from the filtered distribution, with noise of their own."""
   number, num_close = 3, 0
   replacement = children == sampling_lib.WITH_REPLACEMENT
@@ -505,14 +456,6 @@ def check_draws(children):
         found, logs = log_probs[row, place][found], np.log(probs[place])
         np.testing.assert_allclose(found, logs[expected], atol=1e-5)
   assert num_close < 20
-
-
-_DRAWN = sampling_lib.CHILDREN[1:]
-
-
-@pytest.mark.parametrize('children', _DRAWN)
-def test_children_are_drawn_from_what_is_said(children):
-  check_draws(children)
 
 
 def test_every_node_draws_children_of_its_own():
@@ -597,11 +540,10 @@ def _decode_with_noise(target, drafter, sampling, noise):
   return result.tokens[:, 1:], result.counters.target_forwards
 
 
-def _noises(logits_of, values):
+def _noises(table, values):
   """`[n, T, V]` noises by position, `[n, L]` what they lead to.
 
-  Every possible sequence is among these; `logits_of` texts `[n, L]` are those
-  of the target after them, `[n, V]`.
+  Every possible sequence is among these; `table [V, V]` is the target's.
   """
   rng = np.random.default_rng(0)
   tokens = range(_MATCH_VOCAB_SIZE)
@@ -616,15 +558,11 @@ def _noises(logits_of, values):
   texts = np.full((len(noises), 1), enumeration.PROMPT)
   for place in range(1, _MATCH_LENGTH + 1):
     seen = (texts[:, :, None] == np.array(tokens)).any(1)
-    probs = enumeration.exact_probs(logits_of(texts), seen, values)
+    probs = enumeration.exact_probs(table[texts[:, -1]], seen, values)
     with np.errstate(divide='ignore'):
       best = np.argmax(np.log(probs) + noises[:, place], axis=1)
     texts = np.concatenate([texts, best[:, None]], axis=1)
   return noises, texts[:, 1:]
-
-
-def _of_table(table):
-  return lambda texts: table[texts[:, -1]]
 
 
 _LONG = ('chain of 3', 'ragged tree', 'tables', 'tree')
@@ -640,7 +578,7 @@ def test_match_says_what_plain_decoding_does(name):
     rng = np.random.default_rng(number)
     target = 1.3 * rng.normal(size=(_MATCH_VOCAB_SIZE,) * 2)
     target = target.astype(np.float32)
-    noises, expected = _noises(_of_table(target), values)
+    noises, expected = _noises(target, values)
     if sampling == 'temperature 1':
       assert len(np.unique(expected, axis=0)) == 3**_MATCH_LENGTH
     for kind in ('similar', 'adversarial'):
@@ -655,44 +593,3 @@ def test_match_says_what_plain_decoding_does(name):
       steps += np.asarray(num_steps).tolist()
   # More than one step, and fewer than in plain decoding.
   assert name == 'none' or 1.2 < np.mean(steps) < 0.9 * _MATCH_LENGTH
-
-
-def test_match_with_a_head_says_what_plain_decoding_does():
-  check_match_with_states(enumeration.with_head)
-
-
-def check_match_with_states(make):
-  """With a drafter that reads the target's states."""
-  rng = np.random.default_rng(0)
-  table = np.float32(1.3 * rng.normal(size=(_MATCH_VOCAB_SIZE,) * 2))
-  draft = enumeration.draft_logits('similar', table, rng)
-  target, drafter = make(
-    table_model.table_model(table, max_positions=1000), draft
-  )
-  run = enumeration.quick_jit(_decode_with_noise)
-  for name in ('temperature 1', 'penalty, bias, filters', 'greedy'):
-    values = enumeration.SAMPLINGS[name]
-    noises, expected = _noises(_of_table(table), values)
-    sampling = enumeration.full_sampling(values, _MATCH_VOCAB_SIZE)
-    emitted, steps = run(target, drafter, sampling, noises)
-    np.testing.assert_array_equal(emitted, expected, err_msg=name)
-    assert 1.2 < np.mean(steps) < 0.8 * _MATCH_LENGTH
-
-
-def test_match_with_states_says_what_plain_decoding_does():
-  """The state of target and draft is a hash of the path, so any fold counts."""
-  target = tiny_recurrent.hashed(_MATCH_VOCAB_SIZE)
-  draft = tiny_recurrent.hashed(_MATCH_VOCAB_SIZE, noise=9.0)
-  logits = np.asarray(target.params['logits'])
-  logits_of = lambda texts: logits[[*map(tiny_recurrent.hash_of, texts)]]
-  run, counted = enumeration.quick_jit(_decode_with_noise), []
-  for name in ('temperature 1', 'penalty, bias, filters'):
-    values = enumeration.SAMPLINGS[name]
-    # Those that lead to every sequence, and a few others.
-    noises, expected = (one[:100] for one in _noises(logits_of, values))
-    sampling = enumeration.full_sampling(values, _MATCH_VOCAB_SIZE)
-    drafter = tiny_drafters.simple('staged', draft)
-    emitted, num_steps = run(target, drafter, sampling, noises)
-    np.testing.assert_array_equal(emitted, expected, err_msg=name)
-    counted += np.asarray(num_steps).tolist()
-  assert 1.2 < np.mean(counted) < 0.9 * _MATCH_LENGTH

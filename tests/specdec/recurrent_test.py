@@ -129,7 +129,8 @@ def _expected(prompts, number):
   return [tiny_recurrent.greedy(target, text, number) for text in prompts]
 
 
-def check_tokens(kind):
+@pytest.mark.parametrize('kind', ['plain', 'chain', 'tree', 'staged'])
+def test_any_wrong_state_would_show(kind):
   """A target whose state is a hash of its path says what a loop computes."""
   prompts = _prompts(0, 3, 40, 1)
   result = specdec.generate(
@@ -141,11 +142,6 @@ def check_tokens(kind):
   assert result.tokens == _expected(prompts, 24)
   if kind != 'plain':
     assert 1.3 < result.stats.block_efficiency < 6
-
-
-@pytest.mark.parametrize('kind', ['plain', 'chain', 'tree', 'staged'])
-def test_any_wrong_state_would_show(kind):
-  check_tokens(kind)
 
 
 def test_plain_steps_between_trees():
@@ -161,7 +157,7 @@ def test_plain_steps_between_trees():
   assert 0 < result.stats.plain_steps < result.stats.target_forwards
 
 
-def check_turns():
+def test_a_conversation_of_five_turns():
   """A conversation goes on, and back to what was marked, as if read anew."""
   prompts = _prompts(1, 6, 4)
   decoding = specdec.Decoding(
@@ -198,11 +194,8 @@ def check_turns():
   assert decoding.result().tokens == _expected(prompts, 8)
 
 
-def test_a_conversation_of_five_turns():
-  check_turns()
-
-
-def check_slots(name):
+@pytest.mark.parametrize('name', ['hashed', 'lfm2', 'delta'])
+def test_prompts_in_slots(name):
   """Prompts that come and go, long ones read in parts."""
   prompts = _prompts(9, 3, 50, 30, 1, 25)
   if name == 'hashed':
@@ -222,20 +215,12 @@ def check_slots(name):
     drafter=drafter,
     reading=11,
   )
-  waiting, under_way, ended = [*enumerate(prompts)], {}, {}
-  while waiting or under_way:
-    while waiting and slots.free:
-      index, prompt = waiting.pop(0)
-      row = slots.insert(prompt, jax.random.key(index), max_new_tokens=20)
-      under_way[row] = index
-    for row, result in slots.advance().items():
-      ended[under_way.pop(row)] = result.tokens[0]
-  assert [ended[index] for index in range(len(prompts))] == expected
-
-
-@pytest.mark.parametrize('name', ['hashed', 'lfm2', 'delta'])
-def test_prompts_in_slots(name):
-  check_slots(name)
+  jobs = [
+    {'prompt': prompt, 'rng_key': jax.random.key(0), 'max_new_tokens': 20}
+    for prompt in prompts
+  ]
+  found, _ = tiny.in_slots(slots, jobs)
+  assert [one.tokens[0] for one in found] == expected
 
 
 def _by_hand(tokens, window):

@@ -65,18 +65,6 @@ _JOBS = (*_jobs(),)
 _SAMPLED_BY = [field.name for field in dataclasses.fields(specdec.Sampling)]
 
 
-def _run(slots, jobs, num_ended=1):
-  """The generations, and the order in which they ended."""
-  waiting, indices, found = list(range(len(jobs))), {}, {}
-  while waiting or indices:
-    while waiting and slots.free:
-      slot = slots.insert(**jobs[waiting[0]])
-      indices[slot] = waiting.pop(0)
-    for slot, generation in slots.advance(num_ended).items():
-      found[indices.pop(slot)] = generation
-  return [found[index] for index in range(len(jobs))], list(found)
-
-
 @functools.cache
 def _together(kind='plain', verify='match', only=None):
   """One batch of all, whose rows are as alone: `decode_test`."""
@@ -106,7 +94,7 @@ def test_the_tokens_are_those_of_decoding_each_prompt_alone(kind):
     made._cache_size() for made in (loop.start, loop.insert, loop.advance)
   ]
   expected, before = _together(), count()
-  found, order = _run(_slots(kind), _JOBS)
+  found, order = tiny.in_slots(_slots(kind), _JOBS)
   after = count()
   assert max(np.subtract(after, before)) <= 1
   assert _tokens(found) == expected.tokens
@@ -118,7 +106,7 @@ def test_the_tokens_are_those_of_decoding_each_prompt_alone(kind):
       one.log_probs[0], log_probs, rtol=1e-4, atol=1e-4
     )
   # Backwards, every prompt is in another slot beside other prompts.
-  again, _ = _run(_slots(kind), _JOBS[::-1])
+  again, _ = tiny.in_slots(_slots(kind), _JOBS[::-1])
   assert _tokens(again[::-1]) == expected.tokens
   assert count() == after
   if kind == 'plain':
@@ -127,7 +115,7 @@ def test_the_tokens_are_those_of_decoding_each_prompt_alone(kind):
 
 def test_other_rules_draw_as_alone():
   """With the same drafter: these rules also use the noise of each step."""
-  found, _ = _run(_slots('chain', verify='rejection'), _JOBS)
+  found, _ = tiny.in_slots(_slots('chain', verify='rejection'), _JOBS)
   expected = _together('chain', 'rejection').tokens
   assert _tokens(found) == expected != _together().tokens
 
@@ -160,7 +148,9 @@ def test_every_slot_has_stop_strings_and_end_tokens_of_its_own():
 def test_how_prompts_take_turns_changes_no_token(break_even):
   sizes = {1: 8, 3: 1}  # Full batches are decoded plainly.
   slots = _slots('staged', reading=7, tree_sizes=sizes, break_even=break_even)
-  assert _tokens(_run(slots, _JOBS, num_ended=3)[0]) == _together().tokens
+  assert (
+    _tokens(tiny.in_slots(slots, _JOBS, num_ended=3)[0]) == _together().tokens
+  )
 
 
 def test_the_draft_reads_what_full_batches_decoded_plainly():

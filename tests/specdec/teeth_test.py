@@ -26,7 +26,9 @@ _FILES = {
 
 # Tests that detect several bugs.
 _TESTS = {
-  'APART': "enumeration.check_draws('best_and_drawn')",
+  'APART': (
+    "enumeration.test_children_are_drawn_from_what_is_said('best_and_drawn')"
+  ),
   'AUTOMATA': 'constraint.check_tables([0, 1, 2, 3, 4, 5, 297])',
   'BANNED': (
     'sampling.test_no_temperature_and_no_penalty_brings_a_banned_token_back()'
@@ -35,7 +37,10 @@ _TESTS = {
   'BOTH_WAYS': "block_drafter.check_forward('z-lab both ways')",
   'COMMIT': 'cache.test_keeping_nodes_by_hand()',
   'CONSTRAINED': "constraint.check_tokens('chain', 'match')",
-  'DRAWS': "enumeration.check_draws('without_replacement')",
+  'DRAWS': (
+    'enumeration.test_children_are_drawn_from_what_is_said('
+    "'without_replacement')"
+  ),
   'FROM_ROOT': "block_drafter.check_forward('speculators both ways')",
   'GATED': "block_drafter.check_forward('speculators gated')",
   'HEAD': "heads.test_logits_are_those_of_the_formulas('sglang')",
@@ -450,7 +455,7 @@ a block begins behind the root
   positions = (ctx.length - 1)[:, None] => positions = ctx.length[:, None]
 all rows of a block are masks
   jnp.where(is_root, root, spec.mask_token) => @ * 0 + spec.mask_token
-[draft.block: block.check_noise()]
+[draft.block: block.test_with_the_targets_noise_all_that_is_known_is_right()]
 candidates are ranked with the noise of the next depth
   noise.at(depth).of => noise.at(depth + 1).of
 [models.lab.training.block_trainer: block_training.check_loss()]
@@ -569,7 +574,7 @@ a mark is used although the text before it changed
   (cache.marked <= known, cache.marked, => (cache.marked >= 0, cache.marked,
 accepted nodes are folded in the order of their slots
   (moved, slots, in_place => (moved, jnp.sort(slots, axis=1), in_place
-[recurrent: recurrent.check_tokens('tree')]
+[recurrent: recurrent.test_any_wrong_state_would_show('tree')]
 a node has the state of the slot before it
   parent[slot] + 1 => slot
 # A draft with another tokenizer.

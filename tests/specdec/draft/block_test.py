@@ -74,10 +74,6 @@ def test_tokens_are_those_of_plain_decoding(kind, edges):
 
 
 def test_with_the_targets_noise_all_that_is_known_is_right():
-  check_noise()
-
-
-def check_noise():
   """The drafter has the target's distribution after every parent."""
   scorer = table_blocks.scorer(np.zeros((_DEPTH, _V)), _TABLE, noise_weight=1.0)
   sampling = specdec.Sampling(temperature=[0.5, 1.0, 2.0])
@@ -93,13 +89,13 @@ def test_rows_come_and_go_and_constraints_hold():
   assert _generate(drafter, **options).tokens == plain.tokens
   plain = _generate(specdec.PLAIN)
   slots = specdec.Slots(_target(), num_slots=2, context=40, drafter=drafter)
-  ended, keys = [], tiny.row_keys(3)
-  rows = zip(_PROMPTS, keys, _TEMPERATURES, strict=True)
-  for prompt, key, temperature in rows:
-    while not slots.free:
-      ended += slots.advance().values()
-    sampling = specdec.Sampling(temperature=temperature)
-    slots.insert(prompt, key, max_new_tokens=_LIMIT, sampling=sampling)
-  while len(ended) < len(_PROMPTS):
-    ended += slots.advance().values()
-  assert sorted(one.tokens[0] for one in ended) == sorted(plain.tokens)
+  rows = zip(_PROMPTS, tiny.row_keys(3), _TEMPERATURES, strict=True)
+  jobs = [
+    {
+      **{'prompt': prompt, 'rng_key': key, 'max_new_tokens': _LIMIT},
+      'sampling': specdec.Sampling(temperature=temperature),
+    }
+    for prompt, key, temperature in rows
+  ]
+  found, _ = tiny.in_slots(slots, jobs)
+  assert [one.tokens[0] for one in found] == plain.tokens

@@ -16,6 +16,7 @@ from scipy import sparse
 from models.lab.bench import acceptance
 from specdec import sampling as sampling_lib
 from specdec.tree import topology as topology_lib
+from specdec.verify import rules as rules_lib
 
 _BEST, _WITHOUT, _WITH, _APART = sampling_lib.CHILDREN
 
@@ -140,10 +141,7 @@ _SHAPES = {
   (3, 1): [(0,), (1,), (2,), (0, 0), (1, 0), (2, 0)],
   (1, 1, 1): topology_lib.chain(3).paths,
 }
-_RULES = {
-  'rejection': lambda *given: enumeration.tree_law(*given)[1] - 1,
-  'traversal': lambda *given: enumeration.traversal_law(*given[:3])[1],
-}
+_RULES = ('rejection', 'traversal')
 
 
 @functools.cache
@@ -157,8 +155,8 @@ def _many_worlds():
 def _expected(rule, shape, children):
   """Expected tokens that are accepted in each world."""
   topology = topology_lib.from_paths(_SHAPES[shape])
-  length = topology.max_depth + 1
-  return _RULES[rule](_many_worlds(), topology, children, length)
+  rule = rules_lib.RULES[rule](children)
+  return enumeration.step_law(_many_worlds(), topology, rule)[1]
 
 
 @pytest.mark.parametrize(
