@@ -1,4 +1,4 @@
-"""What block drafters with a term for the token before draw children from.
+"""The distributions that children of a block drafter with a parent term have.
 
 These distributions depend on the root, the depth and the parent. A draft may
 have any, `enumeration_test`; that children are drawn from them is compared draw

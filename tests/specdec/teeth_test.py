@@ -512,7 +512,7 @@ layers of a file of llama.cpp count two more
 [models.checkpoints.heads.block_drafters: BOTH_WAYS]
 layers with a window are causal whatever the key says
   shape | block_keys.fields(keys, slides) => @ | {'causal': slides}
-[models.lab.bench.draft_times: draft_times.test_expected_tokens_by_hand()]
+[models.lab.bench.draft_times: benchmarking.test_expected_tokens_by_hand()]
 siblings share all of the probability, not what the best one leaves
   minus * (1 - best) * share => minus * share
 a tree goes on with the first ratio of a chain
