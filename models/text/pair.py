@@ -6,6 +6,7 @@ import hashlib
 import json
 from typing import Any
 
+from absl import logging
 import jax
 import numpy as np
 import transformers
@@ -146,6 +147,12 @@ def load_weights(vocabulary: vocabulary_lib.Vocabulary) -> Pair:
     draft_module = hub.read_module(sources.draft, outputs=outputs, **of_draft)
     draft = _with_target_tokens(draft_module, vocabulary)
   target = adapter.as_model(module, layout, sources.hidden)
+  if draft and draft.spec.weight_bytes > target.spec.weight_bytes:
+    logging.warning(
+      'a forward of the draft %s reads more than one of the target %s, so'
+      ' drafting hardly pays; swap them, or choose a smaller draft',
+      *(sources.choice.draft, sources.choice.target),
+    )
   if sources.head is not None:
     head = heads.load(sources.head, target, outputs=outputs, **of_draft)
   return Pair(

@@ -84,12 +84,14 @@ class TextGeneration:
       'finish_reasons': ', '.join(dict.fromkeys(self.finish_reasons))
     }
     shown |= self.stats.as_dict()
-    for name in ('reads', 'costs', 'beyond_context'):
+    for name in ('reads', 'costs', 'positions', 'beyond_context'):
       shown.pop(name, None)
     beyond = self.stats.beyond_context or {}
     beyond = {name: count for name, count in beyond.items() if count}
     if beyond:
       shown['beyond_context'] = beyond
+    if not self.stats.plain_steps:
+      shown.pop('plain_steps', None)
     width = max(map(len, shown))
     return '\n'.join(
       f'{name.replace("_", " "):{width}}  {_formatted(value)}'

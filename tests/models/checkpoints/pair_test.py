@@ -115,8 +115,12 @@ def test_formats_and_tokens_are_known_before_weights_are_read(
     assert (vocabulary.shared, vocabulary.draft_outputs) == (None, None)
 
 
-def test_demo_as_draft_is_the_embedded_draft():
+def test_demo_as_draft_is_the_embedded_draft(caplog):
   pair = pair_lib.load_pair(choice_lib.ModelChoice('demo', 'demo'))
   assert pair.draft.spec.weight_bytes < pair.target.spec.weight_bytes
+  assert not caplog.text
+  large = str(hub.locate('demo').path)
+  pair_lib.load_pair(choice_lib.ModelChoice('demo-draft', large))
+  assert 'swap them, or choose a smaller draft' in caplog.text
   # A method that drafts without a model loads none, of whatever tokenizer.
   assert models.load(method='lookup').pair.draft is None
