@@ -146,6 +146,7 @@ def _assert_alike(tokens, expected, family, temperature):
     ('2x4', 'gpt2', _MOST_ROWS, 'chain match'),
     ('4x2', 'mixtral', 4, 'chain match'),
     ('4x2', 'gpt2', 4, 'chain block'),
+    ('4x2', 'llama', 4, 'staged rejection'),
     ('2x4', 'delta', 4, 'staged match'),
   ],
 )

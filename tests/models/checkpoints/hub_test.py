@@ -13,6 +13,7 @@ import pytest
 import safetensors
 from safetensors import numpy as safetensors_numpy
 import tiny
+import transformers
 import variants
 
 from models.checkpoints import hub
@@ -23,6 +24,17 @@ from specdec import cache as cache_lib
 
 WEIGHTS = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
+
+# Keys of configs that do not shape a model, or whose value other keys imply.
+_SAID_OTHERWISE = {
+  *('_name_or_path', 'architectures', 'dtype', 'reorder_and_upcast_attn'),
+  *('bos_token_id', 'eos_token_id', 'pad_token_id', 'head_dim'),
+  *('use_sliding_window', 'max_window_layers', 'full_attn_idxs'),
+  *('sliding_window_pattern', '_sliding_window_pattern', 'intermediate_size'),
+  *('block_auto_adjust_ff_dim', 'block_ffn_dim_multiplier'),
+  *('block_multiple_of', 'rope_parameters', 'partial_rotary_factor'),
+  'original_max_position_embeddings',
+}
 
 
 def _write(tmp_path, name):
@@ -60,6 +72,10 @@ def test_logits_and_tensors_are_those_of_transformers(name, tmp_path):
   assert np.max(_error(module, name)) < (1e-5 if 'gpt2' in name else 1e-4)
   hub.save_pretrained(module, saved)
   assert hub.load_module(saved).config == module.config
+  read = lambda path: transformers.AutoConfig.from_pretrained(path).to_dict()
+  ours, theirs = read(saved), read(folder)
+  different = {k for k in ours | theirs if ours.get(k) != theirs.get(k)}
+  assert different <= _SAID_OTHERWISE, different - _SAID_OTHERWISE
   tensors = safetensors_numpy.load_file(saved / WEIGHTS)
   prefix = 'transformer.' if 'gpt2' in name else 'model.'
   with_prefix = lambda name: (
