@@ -13,6 +13,7 @@ from models.checkpoints.keys import config_keys
 from models.checkpoints.keys import model_types
 from models.checkpoints.keys import rope_keys
 from models.nn import adapter
+from models.nn import layers
 from models.nn import llama_config
 from specdec.text import text_files
 
@@ -110,8 +111,14 @@ def _read_shape(config: Any, kind: model_types.ModelType) -> Any:
       )
   own = kind.of_layers(config)
   fields = {ours: getattr(config, key) for ours, key in keys.items()} | own
+  if fields.get('activation', 'silu') not in layers.ACTIVATIONS:
+    raise ValueError(
+      f'{keys["activation"]}={fields["activation"]!r} is not known; choose from'
+      f' {sorted(layers.ACTIVATIONS)}'
+    )
   if not kind.rotates:
     return kind.shape(**fields)
+  windows = _read_windows(config, kind)
   ropes = rope_keys.read_all(config, kind.ropes, is_partial=kind.is_partial)
   if model_types.QUERY_SCALAR in keys.values():
     fields['attention_scale'] = 1 / math.sqrt(fields['attention_scale'])
@@ -128,7 +135,7 @@ def _read_shape(config: Any, kind: model_types.ModelType) -> Any:
     **{**fields, **kind.fixed},
     num_positions=rope_keys.context_of(config, ropes),
     rope=ropes,
-    window=_read_windows(config, kind),
+    window=windows,
   )
 
 

@@ -35,7 +35,9 @@ class _Matrix(hugging_face.Packed):
     return self.words.shape[0], self.width
 
   def in_blocks(self) -> blocks_lib.BlockMatrix:
-    words = np.concatenate([rows for _, rows in self.words.rows()])
+    words = np.empty(self.words.shape, np.uint32)
+    for index, rows in self.words.rows():
+      words[index] = rows
     blocks_lib.check_finite(words, self.kind)
     return blocks_lib.BlockMatrix(
       words=words, kind=self.kind, width=self.width, dtype='stored'

@@ -173,13 +173,16 @@ def stored_name(name: str, config: Any) -> str:
 
 
 def shift_norms(sign: int, name: str, rows: np.ndarray) -> np.ndarray:
-  """Values of a Gemma, whose folders have the scales of norms minus one."""
+  """Our values of stored ones of a Gemma, or the reverse (`sign` -1).
+
+  Its folders have the scales of norms minus one.
+  """
   is_norm = name.endswith('norm.weight')
   return rows.astype(np.float32) + np.float32(sign) if is_norm else rows
 
 
 def shift_rates(sign: int, name: str, rows: np.ndarray) -> np.ndarray:
-  """The same of a Qwen3.5, whose folders have logarithms of rates, too."""
+  """As `shift_norms` of a Qwen3.5, whose folders have logarithms of rates."""
   if name.endswith('linear_attn.rate'):
     return -np.exp(rows.astype(np.float32)) if sign > 0 else np.log(-rows)
   own = name.endswith('linear_attn.norm.weight')

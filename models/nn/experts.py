@@ -38,12 +38,10 @@ class Routing(NamedTuple):
   Attributes:
     experts: `[..., k]` int32, distinct, the most probable first.
     weights: `[..., k]` float32, weights of the experts' outputs in the sum.
-    probs: `[..., E]` float32, router probabilities of all experts.
   """
 
   experts: jax.Array
   weights: jax.Array
-  probs: jax.Array
 
 
 def route(
@@ -63,7 +61,7 @@ def route(
   weights, experts = lax.top_k(probs, count)
   if renormalize:
     weights /= jnp.sum(weights, axis=-1, keepdims=True)
-  return Routing(experts, weights, probs)
+  return Routing(experts, weights)
 
 
 def _tokens_per_expert(experts: jax.Array, num_experts: int) -> jax.Array:

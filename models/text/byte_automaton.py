@@ -8,6 +8,7 @@ UTF-8 spells it: a byte, and then the bits of the bytes that are left.
 
 import collections
 from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
 import functools
@@ -152,6 +153,25 @@ def _too_large() -> automaton_lib.TooLarge:
   )
 
 
+def _by_rests(
+  ways: Iterable[_Way],
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+  """Yields sets of bytes, at most 256, and the rests that follow each."""
+  of_rests = collections.Counter[int]()
+  for some, rest in ways:
+    of_rests[rest] |= some
+  blocks: list[tuple[int, list[int]]] = [(2**256 - 1, [])]
+  for rest, some in sorted(of_rests.items()):
+    for index, (known, following) in enumerate([*blocks]):
+      if both := some & known:
+        if both != known:
+          blocks.append((known ^ both, [*following]))
+          blocks[index] = both, following
+        following.append(rest)
+  for some, following in blocks:
+    yield some, tuple(following)
+
+
 def of_tree(tree: expression_lib.Tree) -> tuple[np.ndarray, np.ndarray]:
   """The automaton over bytes of a tree, see `specdec.text.automaton.of_bytes`.
 
@@ -167,21 +187,13 @@ def of_tree(tree: expression_lib.Tree) -> tuple[np.ndarray, np.ndarray]:
   waiting, table = [*states], []
   targets: dict[tuple[int, ...], int] = {(): -1}
   for ways, _ in waiting:
-    # By what follows, the bytes after which it does.
-    after: dict[tuple[int, ...], int] = {(): 2**256 - 1}
-    for some, rest in sorted(ways, key=lambda way: way[1]):
-      for following, known in [*after.items()]:
-        if both := some & known:
-          after[following] ^= both
-          more = (*following, rest)
-          after[more] = after.get(more, 0) | both
     row = np.full(256, -1)
-    for following, some in after.items():
-      if some and following not in targets:
+    for some, following in _by_rests(ways):
+      if following not in targets:
         state = rests.state(following)
         targets[following] = states.setdefault(state, len(states))
         waiting += [state] if len(states) > len(waiting) else []
-      row[_indices(some)] = targets.get(following, -1)
+      row[_indices(some)] = targets[following]
     table.append(row)
     if len(states) > automaton_lib.MAX_STATES:
       raise _too_large()

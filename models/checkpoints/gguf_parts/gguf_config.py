@@ -129,7 +129,6 @@ LONGROPE = {
 # `{}` is the number of an expert. A model that has other tensors refuses them.
 NAMES = {
   'token_embd': 'embed_tokens',
-  'token_embd_norm': 'norm',
   'output_norm': 'norm',
   'output': 'lm_head',
   'attn_norm': 'input_layernorm',
@@ -139,7 +138,6 @@ NAMES = {
   'attn_output': 'self_attn.o_proj',
   'attn_q_norm': 'self_attn.q_norm',
   'attn_k_norm': 'self_attn.k_norm',
-  'post_attention_norm': 'post_attention_layernorm',
   'ffn_norm': 'post_attention_layernorm',
   'post_ffw_norm': 'post_feedforward_layernorm',
   'ffn_gate': 'mlp.gate_proj',
@@ -206,7 +204,8 @@ _FUSED_NAMES = NAMES | {
   'attn_qkv': 'self_attn.qkv_proj',
   'ffn_up': 'mlp.gate_up_proj',
 }
-_GEMMA_NAMES = NAMES | {'ffn_norm': 'pre_feedforward_layernorm'}
+_BEHIND_NAMES = NAMES | {'post_attention_norm': 'post_attention_layernorm'}
+_GEMMA_NAMES = _BEHIND_NAMES | {'ffn_norm': 'pre_feedforward_layernorm'}
 
 
 class Architecture(NamedTuple):
@@ -251,10 +250,11 @@ ARCHITECTURES = {
     'gemma3_text', names=_GEMMA_NAMES, pattern=6, head_from_width=62
   ),
   'gemma4': Architecture('gemma4_text', keys=_GEMMA4_KEYS, names=_GEMMA_NAMES),
-  'gpt-oss': Architecture(None, 'gpt_oss', pattern=2),
+  'gpt-oss': Architecture(None, 'gpt_oss', names=_BEHIND_NAMES, pattern=2),
   'lfm2': Architecture(
     'lfm2',
     keys=_LFM2_KEYS,
+    names=NAMES | {'token_embd_norm': 'norm'},
     state_layers='conv',
     fixed={'block_auto_adjust_ff_dim': False},
   ),
@@ -267,7 +267,7 @@ ARCHITECTURES = {
   ),
   'minicpm': Architecture('granite', keys=_MINICPM_KEYS, swaps_rows=True),
   'mistral3': Architecture('ministral3', swaps_rows=True, pattern=0),
-  'olmo2': Architecture('olmo2'),
+  'olmo2': Architecture('olmo2', names=_BEHIND_NAMES),
   'phi3': Architecture('phi3', names=_FUSED_NAMES, pattern=0),
   'qwen2': Architecture('qwen2'),
   'qwen3': Architecture('qwen3'),
@@ -275,7 +275,7 @@ ARCHITECTURES = {
   'qwen35': Architecture(
     'qwen3_5_text',
     keys=_DELTA_KEYS,
-    names=NAMES | {'attn_qkv': 'linear_attn.in_proj_qkv'},
+    names=_BEHIND_NAMES | {'attn_qkv': 'linear_attn.in_proj_qkv'},
     fixed={'linear_heads_tiled': True},
   ),
   'qwen3moe': Architecture(None, 'qwen3_moe'),
@@ -354,7 +354,7 @@ def own_keys(
       value = [one or max(value) for one in value]
     if isinstance(value, list) and key not in _LISTS:
       differs = not value or any(one != value[0] for one in value)
-      if differs and key != INNER:
+      if differs and (key != INNER or architecture.keys is not _GEMMA4_KEYS):
         raise ValueError(
           f'{full} differs between layers; this is not supported'
         )

@@ -20,6 +20,7 @@ from models.checkpoints.gguf_parts import gguf_config
 from models.checkpoints.gguf_parts import gguf_header
 from models.checkpoints.gguf_parts import gguf_rope
 from models.checkpoints.gguf_parts import gguf_tensor
+from models.checkpoints.keys import block_keys
 from models.nn import blocks as blocks_lib
 from specdec.text import text_files
 
@@ -134,9 +135,7 @@ class HeadTensors:
   @property
   def _rotates_neighbours(self) -> bool:
     """Whether neighbours of a head are rotated together."""
-    nested = (one for one in self.keys.values() if isinstance(one, dict))
-    stated = [keys.get('rope_is_neox_style') for keys in (self.keys, *nested)]
-    return any(one is False for one in stated)
+    return block_keys.flat(self.keys).get('rope_is_neox_style') is False
 
   def tensors(self) -> Iterator[tuple[str, Any]]:
     """Yields canonical names and tensors, except `d2t` and `t2d`.
@@ -148,7 +147,11 @@ class HeadTensors:
       if name in (D2T, T2D):
         continue
       if reorders and (one := _ROTATED.fullmatch(name)):
-        width = self.shape(f'{one[1]}_norm.weight')[0]
+        if (norm := f'{one[1]}_norm.weight') not in self.all:
+          raise ValueError(
+            'rope_is_neox_style=False is supported of block drafters only'
+          )
+        width = self.shape(norm)[0]
         number = tensor.shape[0] // width
         tensor = dataclasses.replace(tensor, num_heads=number)
       yield name, tensor

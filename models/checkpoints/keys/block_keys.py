@@ -59,14 +59,19 @@ SIZES = (
 """Keys of layers that the tensors or the target say."""
 
 
+def flat(raw: Mapping[str, Any]) -> dict[str, Any]:
+  """The keys of all objects of a config.json as one, see `head_keys.flat`."""
+  return head_keys.flat(raw, _NESTED, _TYPES)
+
+
 def merged(raw: Mapping[str, Any]) -> dict[str, Any]:
-  """The keys of all objects of a config.json as one.
+  """The same, of a block drafter that is supported.
 
   Raises:
     ValueError: a key has another type or a value that is not supported, lacks,
       or contradicts another one.
   """
-  keys = head_keys.flat(raw, _NESTED, _TYPES)
+  keys = flat(raw)
   for key, known in _KNOWN.items():
     if key == 'markov_head_type' and not keys.get('markov_rank'):
       continue  # There is none, whatever its type is.

@@ -41,8 +41,8 @@ _NO_EFFECT = re.compile(
     )
   )
 )
-# Keys that change nothing if they are off or have one of these values. Those
-# that may be true may not be off.
+# Keys with the values that change nothing. If they are off, they change nothing
+# either, except those that may be true.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
   '_sliding_window_pattern': (6,),
   'activation': ('swiglu',),

@@ -155,7 +155,7 @@ def _keep(path: pathlib.Path, record: dict[str, Any], flag: str) -> None:
   if changed:
     raise ValueError(
       f'{path} holds another run ({"; ".join(changed)}); give the same flags to'
-      f' resume it, or another {flag}'
+      f' the same version to resume it, or another {flag}'
     )
 
 

@@ -27,8 +27,8 @@ FLAGS = (
   '-O3',
   '-march=native',
   '-ffp-contract=fast',
-  # GCC leaves out some of those for AMD's processors, in one loop and not in
-  # the next one that adds the same numbers.
+  # For AMD's processors GCC would fuse the products and sums of some loops and
+  # not of others, so that the same sum had other bits there.
   '--param=avoid-fma-max-bits=0',
   '-fno-math-errno',
   '-fno-trapping-math',

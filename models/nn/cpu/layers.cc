@@ -105,26 +105,25 @@ ffi::Error NormalizeRows(FloatBuffer x, FloatBuffer scale, FloatBuffer bias,
 
 // Mixtures of experts.
 
-// The router: of each row of logits [rows, E] the probabilities of all experts,
-// and the k most probable ones (of equal ones the first) with their weights,
-// which are their probabilities, over the sum of these if `renormalize`.
+// The router: of each row of logits [rows, E] the k most probable experts (of
+// equal ones the first) and their weights, which are their probabilities, over
+// the sum of these if `renormalize`.
 ffi::Error Route(FloatBuffer logits, attr::Renormalize renormalize,
-                 ffi::ResultBuffer<ffi::S32> experts, FloatResult weights,
-                 FloatResult probs) {
+                 ffi::ResultBuffer<ffi::S32> experts, FloatResult weights) {
   const int64_t rows = logits.dimensions()[0], width = logits.dimensions()[1];
   const int64_t count = experts->dimensions()[1];
   std::vector<bool> is_taken(width);
+  std::vector<float> prob(width);
   for (int64_t row = 0; row < rows; ++row) {
     const float* const from = logits.typed_data() + row * width;
-    float* const prob = probs->typed_data() + row * width;
     int32_t* const expert = experts->typed_data() + row * count;
     float* const weight = weights->typed_data() + row * count;
     const float peak = *std::max_element(from, from + width);
     Floats sum = {};
     for (int64_t i = 0; i < width; i += kLanes) {
       const int64_t left = width - i;
-      StoreFirst(prob + i, Exp(LoadFloats(from + i, left) - peak), left);
-      sum += LoadFloats(prob + i, left);
+      StoreFirst(&prob[i], Exp(LoadFloats(from + i, left) - peak), left);
+      sum += LoadFloats(&prob[i], left);
     }
     const float total = Sum(sum);
     for (int64_t i = 0; i < width; ++i) prob[i] /= total;

@@ -333,7 +333,7 @@ def normalize(x: jax.Array, norm: Norm) -> jax.Array:
 
 def route(
   logits: jax.Array, count: int, *, renormalize: bool
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
   """The fields of a `models.nn.experts.Routing`, see `models.nn.experts.route`.
 
   Of equally probable experts the first is taken.
@@ -351,14 +351,13 @@ def route(
     (
       jax.ShapeDtypeStruct(chosen, jnp.int32),
       jax.ShapeDtypeStruct(chosen, jnp.float32),
-      jax.ShapeDtypeStruct(rows.shape, jnp.float32),
     ),
   )
-  experts, weights, probs = (
+  experts, weights = (
     part.reshape(*logits.shape[:-1], -1)
     for part in call(rows, renormalize=renormalize)
   )
-  return experts, weights, probs
+  return experts, weights
 
 
 def sum_rows(

@@ -151,7 +151,7 @@ _REFUSED = {
     ({'n_layer': 4000}, '4000 layers, at most 256'),
     ({'n_embd': 17}, 'num_heads must divide width 17, got 2'),
     ({'n_head': 0}, 'num_heads must be positive'),
-    ({'activation_function': 'prelu'}, "activation 'prelu' is not known"),
+    ({'activation_function': 'prelu'}, "activation_function='prelu' is not"),
     ({'model_type': ['gpt2']}, r"model_type \['gpt2'\] is not known"),
     ({'model_type': 'mamba'}, "'mamba' is not known; choose from"),
     ({'n_ctx': 32}, 'n_ctx=32 and n_positions=.* contradict each other'),

@@ -78,9 +78,7 @@ def test_as_many_blocks_are_computed_as_there_are_rows_for(
   weights, x, _ = _inputs(8, 4)
   # Rows of the experts: 8, 4, 0, 4.
   chosen = jnp.array([[0, 1]] * 4 + [[0, 3]] * 4)
-  routing = experts_lib.Routing(
-    chosen, jnp.full((8, 2), 0.5), jnp.zeros((8, 4))
-  )
+  routing = experts_lib.Routing(chosen, jnp.full((8, 2), 0.5))
   jax.block_until_ready(
     jax.jit(lambda: experts_lib.mix(counted, weights, x, routing))()
   )
