@@ -71,17 +71,13 @@ def _show(chat):
   )
 
 
-def _answer(chat, interrupts):
+def _answer(chat, interrupts, waits):
   """Prints an answer while it grows, until its end or Ctrl-C."""
-  from models import waiting
-
-  with contextlib.ExitStack() as until_first:
-    until_first.enter_context(waiting.announced('compiling and reading'))
-    for new in chat:
-      until_first.close()
-      print(new, end='', flush=True)
-      if interrupts:
-        break
+  for new in chat:
+    waits.close()
+    print(new, end='', flush=True)
+    if interrupts:
+      break
   result = chat.result()
   error = result.errors[0]
   print(f' [{error}]' if error else _ENDS.get(result.finish_reasons[0], ''))
@@ -102,6 +98,7 @@ def _ask(chat, line):
 def main() -> None:
   import loading
 
+  from models import waiting
   from models.text import chat_template
 
   with contextlib.suppress(ImportError):
@@ -129,14 +126,19 @@ def main() -> None:
       print(_COMMANDS)
     else:
       # Also while a message is read, which must not be left half done.
-      with command_line.interrupts() as interrupts:
+      with (
+        command_line.interrupts() as interrupts,
+        contextlib.ExitStack() as waits,
+      ):
+        waits.enter_context(waiting.announced('compiling and reading'))
         try:
           chat.restart(begin(line)) if is_new else _ask(chat, line)
         except ValueError as error:
+          waits.close()
           print(f'{error}; your message is left out, /new begins anew')
           continue
         is_new = False
-        _answer(chat, interrupts)
+        _answer(chat, interrupts, waits)
 
 
 if __name__ == '__main__':

@@ -135,7 +135,7 @@ step expand_large "$here/expand_model.py" --model=demo \
   --output="$models/gpt2-large-shape" --dtype=bfloat16 "${large[@]}"
 large_target="$models/gpt2-large-shape"
 sampled=(--temperature=1 --top_k=50)
-on_large=(--target="$large_target" --dtype=bfloat16)
+on_large=(--target="$large_target" --draft=demo --dtype=bfloat16)
 
 step lossless "$here/check_lossless.py" --prompt_file="$prompts" \
   --num_prompts=2 --max_new_tokens=32 --batch_sizes=1
@@ -152,8 +152,8 @@ step forward_large "$here/measure.py" forward "${on_large[@]}" \
   --sizes="$widths"
 step expand_xl "$here/expand_model.py" --model=demo \
   --output="$models/gpt2-xl-shape" --dtype=bfloat16 "${xl[@]}"
-benchmark xl_greedy --target="$models/gpt2-xl-shape" --dtype=bfloat16 \
-  --arms="$few"
+benchmark xl_greedy --target="$models/gpt2-xl-shape" --draft=demo \
+  --dtype=bfloat16 --arms="$few"
 benchmark large_batch "${on_large[@]}" --arms="plain,$best" \
   --batch_sizes="1,$batch"
 benchmark demo_greedy --arms="$few,plain:bfloat16,staged:bfloat16"

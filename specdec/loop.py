@@ -397,7 +397,7 @@ def decode(
   every drafter gives the target's tokens exactly; under the other rules, tokens
   of the target's distribution. `PLAIN` is plain decoding.
   """
-  # As parts of one program.
+  # Both bodies are parts of one program.
   state = start.__wrapped__(target, drafter, request, config=config)
   num_rows = request.prompt.shape[0]
   state = advance.__wrapped__(

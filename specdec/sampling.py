@@ -258,9 +258,10 @@ def _top_p_threshold(
   """The smallest logit that top-p keeps, `[..., 1]` float32.
 
   A token is kept if all likelier ones together have less than top_p; from a
-  `top_p [..., 1]` of 1 on all are kept. The logits `[..., V]` of candidates,
-  `ranked [..., n]` the largest of them, are at most 0. They are called for
-  where they are read: what a branch is given is written to memory.
+  `top_p [..., 1]` of 1 on all are kept. `candidates` gives logits `[..., V]`
+  of at most 0, where -inf is left out; it is called where they are read,
+  because what a branch is given is written to memory. `ranked [..., n]` has the
+  largest ones in descending order.
   """
   with jax.enable_x64(True):
     weights = jnp.exp(candidates())

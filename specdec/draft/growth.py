@@ -386,7 +386,9 @@ def _frontier(
   max_depth: int,
   num_nodes: int,
 ) -> Frontier:
-  """The frontier of one row; gain and expectation are 0 if nothing has a cost.
+  """The frontier of one row.
+
+  Gain and expectation are 0 for a stage whose cost ratio is 0.
 
   Nodes that are `expanded [M]` (see `_grow`) are scored only if the stage needs
   them as ancestors: their keys and values are seen by their descendants.

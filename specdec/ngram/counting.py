@@ -116,7 +116,8 @@ def _extract(
 ) -> list[np.ndarray]:
   """The n-grams whose context ends in a token of `[low, high)`.
 
-  Their last tokens, the tokens before them, and so on; -1: none.
+  The columns are their last tokens, the tokens before them, and so on; -1 says
+  that there is none.
   """
   columns: list[list[np.ndarray]] = [[] for _ in range(order)]
   for window in _windows(shards, order):

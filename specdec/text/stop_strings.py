@@ -161,7 +161,7 @@ def build_stop_table(
   dtype = np.int16 if padded < 2**15 else np.int32
   next_state = np.empty((padded, vocab_size), dtype)
   for first in range(0, padded, _STATE_BLOCK):
-    states = np.arange(first, first + _STATE_BLOCK)
+    states = np.arange(first, first + _STATE_BLOCK, dtype=np.int32)
     next_state[states] = automaton_lib.read_tokens(delta, states, pieces)
     next_state[states[:, None], ids] = delta[states, _NUM_BYTES:]
   starts = jnp.array([offsets[strings] for strings in sets], jnp.int32)

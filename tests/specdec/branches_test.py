@@ -9,6 +9,7 @@ import numpy as np
 import tiny
 import tiny_drafters
 
+from models.nn import contraction
 from models.nn import layers
 import specdec
 from specdec.tree import tree as tree_lib
@@ -62,6 +63,13 @@ def test_a_gpu_decodes_what_a_cpu_decodes(monkeypatch):
     for name in ('tokens', 'origins'):
       arrays = getattr(result, name), getattr(expected, name)
       np.testing.assert_array_equal(*(array[row, :length] for array in arrays))
+
+
+def test_a_row_is_multiplied_as_eight_on_a_tpu():
+  rng = np.random.default_rng(0)
+  row, weight = rng.normal(size=(1, 24)), rng.normal(size=(5, 24))
+  found = contraction._contract_padded(8, jnp.float32(row), jnp.float32(weight))
+  np.testing.assert_allclose(found, row @ weight.T, rtol=1e-4, atol=1e-4)
 
 
 def test_a_variance_in_one_pass_is_as_exact_as_one_in_two():
