@@ -41,7 +41,7 @@ class HiddenStates(flax.struct.PyTreeNode):
 
   @property
   def num_positions(self) -> int:
-    """N."""
+    """The number of positions, n."""
     return next(iter(self.states.values())).shape[2]
 
   def before(

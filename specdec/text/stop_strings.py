@@ -96,7 +96,9 @@ def _automaton(
   """
   prefixes = {stop[:size] for stop in stops for size in range(len(stop))}
   prefixes |= {'', *stops}
-  states = {one: state for state, one in enumerate(sorted(prefixes, key=len))}
+  # In an order that all hosts share.
+  ordered = sorted(prefixes, key=lambda prefix: (len(prefix), prefix))
+  states = {one: state for state, one in enumerate(ordered)}
   children = collections.defaultdict[str, list[str]](list)
   for prefix in [*states][1:]:
     children[prefix[:-1]].append(prefix)

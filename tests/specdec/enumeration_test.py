@@ -149,6 +149,18 @@ def test_as_many_guesses_stand_as_can(children):
       np.testing.assert_allclose(emitted[stochastic], 4, atol=1e-5)
 
 
+def test_all_of_a_few_best_guesses_stand():
+  """One of several point masses: the sum of the target's probabilities."""
+  worlds = _worlds(4, 2)
+  root = slice(None, None, len(worlds.contexts))
+  best = worlds.ranked[root, :3]
+  probs = np.take_along_axis(worlds.exact[root], np.maximum(best, 0), axis=1)
+  expected = np.where(best >= 0, probs, 0.0).sum(1)
+  few = topology_lib.k_ary(3, 1)
+  _, accepted = _step_law('rejection', worlds, few, sampling_lib.BEST)
+  np.testing.assert_allclose(accepted, expected, atol=1e-6)
+
+
 # Distributions of which rejection leaves nothing.
 
 

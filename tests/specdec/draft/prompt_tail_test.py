@@ -145,6 +145,37 @@ def test_tokens_are_those_of_plain_decoding():
   assert accepted != whole[1]
 
 
+def _in_slots(drafter):
+  """A prompt is read in parts, three of 8 tokens, while another is decoded."""
+  rng = np.random.default_rng(4)
+  slots = specdec.Slots(
+    tiny.gpt2(num_layers=1),
+    num_slots=2,
+    context=tiny.MAX_POSITIONS,
+    drafter=drafter,
+    sampling=_SAMPLING,
+    reading=8,
+  )
+  tokens = []
+  for length, limit, waits in ((3, 24, 0), (2, 2, 1), (20, 12, 2)):
+    slots.insert(
+      rng.integers(40, size=length).tolist(),
+      tiny.row_keys(3)[length % 3],
+      max_new_tokens=limit,
+    )
+    ended = slots.advance(waits) if waits else {}
+    tokens += [ended[row].tokens[0] for row in sorted(ended)]
+  return tokens
+
+
+def test_tokens_in_slots_are_those_of_plain_decoding():
+  draft = tiny.draft('similar', num_layers=1)
+  chain = tiny_drafters.simple('chain', draft, length=2)
+  plain = _in_slots(specdec.PLAIN)
+  assert len(plain) == 3
+  assert _in_slots(_of_tail(chain)) == plain
+
+
 def test_a_head_and_no_tokens_are_refused():
   pair = pair_lib.Pair(
     *(tiny.gpt2(num_layers=1), None, None, ()), head=tiny_heads.random_head()
