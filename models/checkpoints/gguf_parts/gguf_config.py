@@ -354,7 +354,7 @@ def own_keys(
       value = [one or max(value) for one in value]
     if isinstance(value, list) and key not in _LISTS:
       differs = not value or any(one != value[0] for one in value)
-      if differs and (key != INNER or architecture.keys is not _GEMMA4_KEYS):
+      if differs and (key != INNER or name != 'gemma4'):
         raise ValueError(
           f'{full} differs between layers; this is not supported'
         )

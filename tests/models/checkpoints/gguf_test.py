@@ -258,6 +258,15 @@ def test_headers_that_say_something_else(old, new, message, path):
     hub.load_module(path)
 
 
+@pytest.mark.parametrize(
+  'tensor', ['blk.0.post_attention_norm.weight', 'token_embd_norm.weight']
+)
+def test_a_tensor_of_another_architecture_is_refused(tensor, path):
+  _write(path, 'llama', change=_with(tensor, _ROW))
+  with pytest.raises(ValueError, match=f'{tensor} is not part of a llama'):
+    hub.load_module(path)
+
+
 _LISTS = {'attention.head_count_kv': [2, 2], 'feed_forward_length': [256] * 2}
 
 
@@ -288,6 +297,7 @@ _LINEAR_TYPE = {'rope.scaling.type': 'linear', 'rope.scaling.factor': 2.0}
   ('name', 'keys', 'message'),
   [
     ('llama', {_KV: [2, 4]}, 'llama.attention.head_count_kv differs between'),
+    ('llama', {'feed_forward_length': [256, 512]}, 'd_length differs between'),
     ('llama', {_KV: [2] * 3}, 'head_count_kv has 3 values for block_count=2'),
     ('llama', {'vocab_size': 41}, 'llama.vocab_size=41 contradicts the 40 row'),
     ('llama, llama3', _LINEAR_TYPE, "type='linear' and the tensor rope_freqs"),
