@@ -24,8 +24,8 @@ import command_line
 import options
 import prompt_flags
 
-from models.lab.bench import questions as questions_lib
-from models.text import settings as settings_lib
+from specdec.models.lab.bench import questions as questions_lib
+from specdec.models.text import settings as settings_lib
 
 _ARMS = flags.DEFINE_string(
   'arms',
@@ -87,9 +87,9 @@ _PLOTS = flags.DEFINE_string(
 def _run(batch_size: int, questions: list[questions_lib.Question]):
   import loading
 
-  from models.lab.bench import arms as arms_lib
-  from models.lab.bench import benchmark
-  from models.lab.bench import peer as peer_lib
+  from specdec.models.lab.bench import arms as arms_lib
+  from specdec.models.lab.bench import benchmark
+  from specdec.models.lab.bench import peer as peer_lib
 
   models = loading.models()
   specs = arms_lib.parse_arms(_ARMS.value, str(models.dtype))
@@ -117,9 +117,9 @@ def _run(batch_size: int, questions: list[questions_lib.Question]):
 
 
 def main() -> None:
-  from models.lab.bench import benchmark
-  from models.lab.bench import plots
-  from models.lab.bench import record
+  from specdec.models.lab.bench import benchmark
+  from specdec.models.lab.bench import plots
+  from specdec.models.lab.bench import record
 
   output = _OUTPUT.value
   path = pathlib.Path(output or 'benchmark.json')

@@ -40,8 +40,8 @@ _integer('min_count', 2, 'drop contexts with fewer occurrences than this')
 
 
 def main() -> None:
-  from models.lab.training import build_ngram
-  from models.lab.training import corpus as corpus_lib
+  from specdec.models.lab.training import build_ngram
+  from specdec.models.lab.training import corpus as corpus_lib
 
   corpus = None
   if _FLAGS.corpus is not None:

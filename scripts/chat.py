@@ -60,7 +60,7 @@ def _next_line():
 
 def _show(chat):
   """Prints who proposed the tokens of the last answer."""
-  from models.text import result as result_lib
+  from specdec.models.text import result as result_lib
 
   color, result = result_lib.wants_color(sys.stdout), chat.result()
   print(f'{result.marked(0, color=color)}\n\n{result.legend(color=color)}')
@@ -98,8 +98,8 @@ def _ask(chat, line):
 def main() -> None:
   import loading
 
-  from models import waiting
-  from models.text import chat_template
+  from specdec.models import waiting
+  from specdec.models.text import chat_template
 
   with contextlib.suppress(ImportError):
     import readline  # noqa: F401, lets `input` edit lines

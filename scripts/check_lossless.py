@@ -16,7 +16,7 @@ import command_line
 import options
 import prompt_flags
 
-from models.text import settings as settings_lib
+from specdec.models.text import settings as settings_lib
 
 options.define_method(methods=settings_lib.METHODS)
 options.define_constraint()
@@ -35,8 +35,8 @@ _OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write')
 def main() -> None:
   import loading
 
-  from models.lab.bench import lossless
-  from models.lab.bench import record
+  from specdec.models.lab.bench import lossless
+  from specdec.models.lab.bench import record
 
   prompts = prompt_flags.file_prompts()
   sizes = prompt_flags.batch_sizes(_BATCH_SIZES.value)

@@ -50,8 +50,8 @@ def _keep_programs() -> None:
   """Lets JAX keep compiled programs on disk; processes may share the folder."""
   import jax
 
-  from models import kept_programs
-  from models import user_cache
+  from specdec.models import kept_programs
+  from specdec.models import user_cache
 
   folder = _COMPILATION_CACHE.value
   if folder is None and 'JAX_COMPILATION_CACHE_DIR' not in os.environ:

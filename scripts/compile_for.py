@@ -52,8 +52,8 @@ _OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write')
 
 def _checked():
   """The device and the mesh; ValueError if flags do not go together."""
-  from models.lab.compiled import programs
-  from models.nn import matrices as matrices_lib
+  from specdec.models.lab.compiled import programs
+  from specdec.models.nn import matrices as matrices_lib
 
   models = options.models()
   if models.draft is None and _METHODS.value != ['plain']:
@@ -80,10 +80,10 @@ def main() -> None:
   import dataclasses
   import pathlib
 
-  from models.lab.bench import record
-  from models.lab.compiled import programs
-  from models.lab.compiled import report as report_lib
-  from models.nn import dtypes
+  from specdec.models.lab.bench import record
+  from specdec.models.lab.compiled import programs
+  from specdec.models.lab.compiled import report as report_lib
+  from specdec.models.nn import dtypes
 
   device, mesh = _checked()
   record.prepare_output(_OUTPUT.value)

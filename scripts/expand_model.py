@@ -33,7 +33,7 @@ flags.DEFINE_enum(
 def main() -> None:
   import jax.numpy as jnp
 
-  from models.checkpoints import expand
+  from specdec.models.checkpoints import expand
 
   shape = expand.expand_pretrained(
     _FLAGS.model,

@@ -51,10 +51,10 @@ def _show(stream):
 def main() -> None:
   import loading
 
-  from models import waiting
-  from models.text import chat_template
-  from models.text import result as result_lib
-  from models.text import text_decoding
+  from specdec.models import waiting
+  from specdec.models.text import chat_template
+  from specdec.models.text import result as result_lib
+  from specdec.models.text import text_decoding
 
   batch_size = _BATCH_SIZE.value
   if _STREAM.value + _SHOW_ORIGIN.value + _JSON.value > 1:

@@ -54,7 +54,7 @@ _IN_ORDER = flags.DEFINE_bool(
 
 _NUM_SAMPLES = 32  # Prompts, for making a plan.
 _SAMPLING = {'temperature': float, 'top_k': int, 'top_p': float, 'min_p': float}
-# The fields of `models.Job`, and all keys of a line, with the types of values.
+# The fields of `specdec.Job`, and all keys of a line, with the types of values.
 _OF_JOB: dict[str, Any] = {
   'max_new_tokens': int | None,
   'seed': int | None,
@@ -95,8 +95,8 @@ def _parse(line: str) -> tuple[dict[str, Any], Any]:
 
 
 def _job(index: int, number: int, line: str) -> tuple[Any, Any, str | None]:
-  """The `models.Job` of a prompt, its id, and what is wrong with its line."""
-  from models.text import many as many_lib
+  """The `specdec.Job` of a prompt, its id, and what is wrong with its line."""
+  from specdec.models.text import many as many_lib
 
   try:
     record, sampling = _parse(line)
@@ -141,9 +141,9 @@ def _output(name: str, number: float) -> Any:
   """The results so far, of so many; others are added."""
   import loading
 
-  from models.lab.training import kept
-  from models.text import plan as plan_lib
-  from models.text import sources as sources_lib
+  from specdec.models.lab.training import kept
+  from specdec.models.text import plan as plan_lib
+  from specdec.models.text import sources as sources_lib
 
   if name == '-' or not several_hosts.writes():
     return _Printed()

@@ -10,17 +10,17 @@ from typing import Any
 from absl import flags
 import options
 
-from models.lab import task as task_lib
-from models.lab.tune import plan_lookup
-from models.nn import dtypes
-from models.nn import matrices
-from models.nn import sharding as sharding_lib
-from models.text import chat_template
-from models.text import choice as choice_lib
-from models.text import generator as generator_lib
-from models.text import plan as plan_lib
-from models.text import settings as settings_lib
-from models.text import sources as sources_lib
+from specdec.models.lab import task as task_lib
+from specdec.models.lab.tune import plan_lookup
+from specdec.models.nn import dtypes
+from specdec.models.nn import matrices
+from specdec.models.nn import sharding as sharding_lib
+from specdec.models.text import chat_template
+from specdec.models.text import choice as choice_lib
+from specdec.models.text import generator as generator_lib
+from specdec.models.text import plan as plan_lib
+from specdec.models.text import settings as settings_lib
+from specdec.models.text import sources as sources_lib
 
 
 @functools.cache
@@ -128,7 +128,7 @@ def _load(
 def generator(
   samples: list[str], batch_size: int, messages: Any = None
 ) -> generator_lib.Generator:
-  """The generator of the flags; see `plan`, and `models.load` for messages."""
+  """The generator of the flags; see `plan`, and `specdec.load` for messages."""
   return _load(plan(batch_size, lambda: samples), messages)
 
 

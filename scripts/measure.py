@@ -16,7 +16,7 @@ import command_line
 import options
 import prompt_flags
 
-from models.text import settings as settings_lib
+from specdec.models.text import settings as settings_lib
 
 _SIZES = {
   'kernels': [1, 2, 4, 8, 12, 16, 32, 64, 128, 256],  # rows, queries
@@ -71,9 +71,9 @@ _OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write')
 def _loss(lengths: list[int]) -> list[dict]:
   import loading
 
-  from models.lab.training import corpus as corpus_lib
-  from models.lab.training import loss as loss_lib
-  from models.text import pair as pair_lib
+  from specdec.models.lab.training import corpus as corpus_lib
+  from specdec.models.lab.training import loss as loss_lib
+  from specdec.models.text import pair as pair_lib
 
   corpus = corpus_lib.Corpus(folder=_CORPUS.value, pattern=_PATTERN.value)
   pair = pair_lib.load_pair(loading.models().of_target)
@@ -85,7 +85,7 @@ def _loss(lengths: list[int]) -> list[dict]:
 def _acceptance(numbers_of_children: list[int]) -> dict:
   import loading
 
-  from models.lab.bench import acceptance
+  from specdec.models.lab.bench import acceptance
 
   prompts = prompt_flags.file_prompts()
   found = acceptance.measure(
@@ -100,8 +100,8 @@ def _acceptance(numbers_of_children: list[int]) -> dict:
 def _draft() -> list[dict]:
   import loading
 
-  from models.lab.bench import draft_times
-  from models.text import pair as pair_lib
+  from specdec.models.lab.bench import draft_times
+  from specdec.models.text import pair as pair_lib
 
   if _RANDOM.value:
     pair = pair_lib.drawn_pair(options.models())
@@ -121,8 +121,8 @@ def _draft() -> list[dict]:
 def _forward(sizes: list[int]) -> list[dict]:
   import loading
 
-  from models.lab import forward_times
-  from models.text import sources as sources_lib
+  from specdec.models.lab import forward_times
+  from specdec.models.text import sources as sources_lib
 
   models, of_draft = loading.models(), _OF_DRAFT.value
   model = forward_times.network(
@@ -137,9 +137,9 @@ def _forward(sizes: list[int]) -> list[dict]:
 
 
 def main(what: str) -> None:
-  from models.lab import kernel_times
-  from models.lab.bench import acceptance
-  from models.lab.bench import record
+  from specdec.models.lab import kernel_times
+  from specdec.models.lab.bench import acceptance
+  from specdec.models.lab.bench import record
 
   if what not in _SIZES:
     raise ValueError(f'{what!r} is none of {", ".join(_SIZES)}; see --help')

@@ -18,13 +18,13 @@ from absl import flags
 import command_line
 import several_hosts
 
-from models.text import choice as choice_lib
-from models.text import fields
-from models.text import settings as settings_lib
 import specdec
 from specdec import arguments as arguments_lib
 from specdec import decode_options
 from specdec import sampling as sampling_lib
+from specdec.models.text import choice as choice_lib
+from specdec.models.text import fields
+from specdec.models.text import settings as settings_lib
 from specdec.text import text_files
 from specdec.verify import rules as rules_lib
 
@@ -266,7 +266,7 @@ def names_a_drafter() -> bool:
 
 
 def decoding() -> dict[str, Any]:
-  """The arguments of `models.Generator.generate` that the flags set."""
+  """The arguments of `specdec.Generator.generate` that the flags set."""
   return {
     'max_new_tokens': MAX_NEW_TOKENS.value,
     'sampling': sampling(),

@@ -6,8 +6,8 @@ import sys
 from absl import flags
 import options
 
-from models.lab.bench import questions as questions_lib
 from specdec import arguments as arguments_lib
+from specdec.models.lab.bench import questions as questions_lib
 from specdec.text import text_files
 
 

@@ -14,7 +14,7 @@ flags.DEFINE_string('output', None, 'folder to write', required=True)
 
 
 def main() -> None:
-  from models.checkpoints import hub
+  from specdec.models.checkpoints import hub
 
   hub.save_in_four_bits(_FLAGS.model, _FLAGS.output)
   size = hub.locate(_FLAGS.output).size

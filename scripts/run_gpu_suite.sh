@@ -98,12 +98,12 @@ benchmark() {
 kernels_timed='
 import collections, glob, json, sys, tempfile
 import jax
-import models
+import specdec
 target, prompts, output = sys.argv[1:]
 prompt = json.loads(open(prompts).readline())["prompt"]
 found = []
 for method in ("plain", "staged"):
-  lm = models.load(target, "demo", method=method, dtype="bfloat16")
+  lm = specdec.load(target, "demo", method=method, dtype="bfloat16")
   run = lambda: lm.generate(prompt, max_new_tokens=64)
   run(), run(), run()  # Command buffers are recorded in the second.
   folder = tempfile.mkdtemp()

@@ -171,11 +171,11 @@ def _check_flags() -> None:
 
 
 def main() -> None:
-  from models.lab.training import block_trainer
-  from models.lab.training import corpus as corpus_lib
-  from models.lab.training import head_trainer
-  from models.lab.training import model_trainer
-  from models.lab.training import trainer
+  from specdec.models.lab.training import block_trainer
+  from specdec.models.lab.training import corpus as corpus_lib
+  from specdec.models.lab.training import head_trainer
+  from specdec.models.lab.training import model_trainer
+  from specdec.models.lab.training import trainer
 
   kinds: dict[str | None, type[trainer.Training]] = {
     None: model_trainer.ModelTraining,

@@ -29,12 +29,12 @@ _PLOTS = flags.DEFINE_string(
 def main() -> None:
   import loading
 
-  from models.lab.bench import plots
-  from models.lab.bench import record
-  from models.lab.tune import plan_lookup
-  from models.lab.tune import planner
-  from models.text import pair as pair_lib
-  from models.text import plan as plan_lib
+  from specdec.models.lab.bench import plots
+  from specdec.models.lab.bench import record
+  from specdec.models.lab.tune import plan_lookup
+  from specdec.models.lab.tune import planner
+  from specdec.models.text import pair as pair_lib
+  from specdec.models.text import plan as plan_lib
 
   if options.PLAN.value is not None:
     raise ValueError('tune.py makes a plan; leave out --plan')

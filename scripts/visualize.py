@@ -14,8 +14,8 @@ import command_line
 import options
 import prompt_flags
 
-from models.text import settings as settings_lib
 import specdec
+from specdec.models.text import settings as settings_lib
 from specdec.text import text_files
 from specdec.text import whole_files
 

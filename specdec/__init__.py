@@ -1,6 +1,12 @@
-"""Staged, tree-structured speculative decoding in JAX."""
+"""Staged, tree-structured speculative decoding in JAX.
+
+`specdec.load` is where to begin: text in, text out.
+"""
 
 # An `as` says that a name is public, to type checkers, too (PEP 484).
+
+import importlib
+import typing
 
 from specdec.adjusters import Adjuster as Adjuster
 from specdec.cache import KVCache as KVCache
@@ -55,5 +61,49 @@ from specdec.tree.tree import histories as histories
 from specdec.verify.match import MatchRule as MatchRule
 from specdec.verify.rejection import RejectionRule as RejectionRule
 from specdec.verify.rejection import TraversalRule as TraversalRule
+
+if typing.TYPE_CHECKING:
+  from specdec.models.text.generator import Generator as Generator
+  from specdec.models.text.generator import load as load
+  from specdec.models.text.many import Completion as Completion
+  from specdec.models.text.many import Job as Job
+  from specdec.models.text.plan import Plan as Plan
+  from specdec.models.text.result import TextGeneration as TextGeneration
+  from specdec.models.text.settings import DraftSettings as DraftSettings
+
+# Imported when they are asked for: transformers takes seconds, and the
+# algorithms need none of it.
+_TEXT_MODULES = {
+  'Completion': 'many',
+  'DraftSettings': 'settings',
+  'Generator': 'generator',
+  'Job': 'many',
+  'Plan': 'plan',
+  'TextGeneration': 'result',
+  'load': 'generator',
+}
+
+
+def __getattr__(name: str) -> typing.Any:
+  if name not in _TEXT_MODULES:
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+  try:
+    module = importlib.import_module(
+      f'specdec.models.text.{_TEXT_MODULES[name]}'
+    )
+  except ModuleNotFoundError as error:
+    if error.name != 'specdec.models':
+      raise
+    raise ModuleNotFoundError(
+      'specdec/models is not the link to the folder models/ that it is in the'
+      ' repository; on Windows clone with `git clone -c core.symlinks=true`',
+      name=error.name,
+    ) from error
+  return getattr(module, name)
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *_TEXT_MODULES})
+
 
 __version__ = '0.9.0.dev0'

@@ -58,7 +58,7 @@ class CommonOptions(TypedDict, total=False):
       order, and before a constraint.
     break_even: the time of a speculative step in plain ones, as scripts/tune.py
       measures it: decoding goes on plainly wherever speculation emits fewer
-      tokens per step. None: that of the `models.Generator`; without it, always
+      tokens per step. None: that of the `specdec.Generator`; without it, always
       speculate.
   """
 

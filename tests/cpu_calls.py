@@ -16,11 +16,11 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import tiny_blocks
 
-from models.nn import blocks as blocks_lib
-from models.nn import matrices as matrices_lib
-from models.nn.cpu import build
-from models.nn.cpu import ops
-from models.nn.cpu import state_ops
+from specdec.models.nn import blocks as blocks_lib
+from specdec.models.nn import matrices as matrices_lib
+from specdec.models.nn.cpu import build
+from specdec.models.nn.cpu import ops
+from specdec.models.nn.cpu import state_ops
 
 # With -O3 this compiles for many minutes.
 _SANITIZE = ('-O1', '-fsanitize=address,undefined')

@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 import tiny_drafters
 
-from models.nn import table_model
 import specdec
 from specdec import adjusters as adjusters_lib
 from specdec import arguments as arguments_lib
 from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
 from specdec.draft import ranking as ranking_lib
+from specdec.models.nn import table_model
 from specdec.tree import topology as topology_lib
 from specdec.verify import rejection
 

@@ -15,14 +15,14 @@ import numpy as np
 import tiny
 import tiny_drafters
 
-from models.nn import adapter
-from models.nn import eagle
-from models.nn import matrices as matrices_lib
-from models.nn import rope as rope_lib
-from models.nn import table_model
-from models.text import generator as generator_lib
-from models.text import pair as pair_lib
 import specdec
+from specdec.models.nn import adapter
+from specdec.models.nn import eagle
+from specdec.models.nn import matrices as matrices_lib
+from specdec.models.nn import rope as rope_lib
+from specdec.models.nn import table_model
+from specdec.models.text import generator as generator_lib
+from specdec.models.text import pair as pair_lib
 from specdec.tree import topology as topology_lib
 
 # A few tokens that share bytes, and some with pieces of characters.

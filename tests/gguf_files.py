@@ -20,12 +20,12 @@ import numpy as np
 import tiny_blocks
 import transformers
 
-from models.checkpoints import families
-from models.checkpoints import hub
-from models.nn import adapter
-from models.nn import lfm2 as lfm2_lib
-from models.nn import mixtral as mixtral_lib
-from models.nn import rope as rope_lib
+from specdec.models.checkpoints import families
+from specdec.models.checkpoints import hub
+from specdec.models.nn import adapter
+from specdec.models.nn import lfm2 as lfm2_lib
+from specdec.models.nn import mixtral as mixtral_lib
+from specdec.models.nn import rope as rope_lib
 
 # Architectures whose rows of queries and keys are permuted.
 _SWAPPED = ('llama', 'granite', 'granitemoe', 'minicpm', 'mistral3', 'smollm3')

@@ -9,13 +9,13 @@ import list_trees
 import numpy as np
 import tiny_drafters
 
-from models.nn import table_model
 import specdec
 from specdec import arguments as arguments_lib
 from specdec import carried as carried_lib
 from specdec import hosts
 from specdec.draft import growth
 from specdec.draft import stages as stages_lib
+from specdec.models.nn import table_model
 
 VOCAB_SIZE = 7
 TEXT_SLOTS = 32

@@ -16,18 +16,18 @@ import pytest
 import tiny
 import tiny_drafters
 
-from models.checkpoints import hub
-from models.checkpoints.heads import heads
-from models.lab.bench import exactness
-from models.nn import adapter
-from models.nn import block_drafter
-from models.nn import eagle
-from models.nn import llama_config
-from models.nn import sharding as sharding_lib
 import specdec
 from specdec import loop
 from specdec import memory
 from specdec.draft import block as block_lib
+from specdec.models.checkpoints import hub
+from specdec.models.checkpoints.heads import heads
+from specdec.models.lab.bench import exactness
+from specdec.models.nn import adapter
+from specdec.models.nn import block_drafter
+from specdec.models.nn import eagle
+from specdec.models.nn import llama_config
+from specdec.models.nn import sharding as sharding_lib
 from specdec.tree import topology as topology_lib
 
 _NEW_TOKENS, _MOST_ROWS = 24, 5

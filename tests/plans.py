@@ -1,7 +1,7 @@
 """Plans for tests: ways of decoding at given costs."""
 
-from models.text import plan as plan_lib
-from models.text import settings as settings_lib
+from specdec.models.text import plan as plan_lib
+from specdec.models.text import settings as settings_lib
 
 
 def candidate(method='lookup', name='', **options):

@@ -13,17 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.checkpoints import families
-from models.nn import adapter
-from models.nn import delta as delta_lib
-from models.nn import gpt2 as nn_gpt2
-from models.nn import lfm2 as lfm2_lib
-from models.nn import llama_config
-from models.nn import mixtral as mixtral_lib
-from models.nn import rope as rope_lib
 import specdec
 from specdec import arguments as arguments_lib
 from specdec import sampling as sampling_lib
+from specdec.models.checkpoints import families
+from specdec.models.nn import adapter
+from specdec.models.nn import delta as delta_lib
+from specdec.models.nn import gpt2 as nn_gpt2
+from specdec.models.nn import lfm2 as lfm2_lib
+from specdec.models.nn import llama_config
+from specdec.models.nn import mixtral as mixtral_lib
+from specdec.models.nn import rope as rope_lib
 
 VOCAB_SIZE = 48
 MAX_PROMPT = 32  # The longest of its bucket.

@@ -7,7 +7,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from models.nn import blocks as blocks_lib
+from specdec.models.nn import blocks as blocks_lib
 
 
 def raw_rows(

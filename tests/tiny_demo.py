@@ -6,12 +6,12 @@ import shutil
 from flax import nnx
 import tiny
 
-from models.checkpoints import expand
-from models.checkpoints import hub
-from models.checkpoints.heads import block_drafters
-from models.lab.training import block_trainer
-from models.nn import block_drafter
-from models.text import generator as generator_lib
+from specdec.models.checkpoints import expand
+from specdec.models.checkpoints import hub
+from specdec.models.checkpoints.heads import block_drafters
+from specdec.models.lab.training import block_trainer
+from specdec.models.nn import block_drafter
+from specdec.models.text import generator as generator_lib
 
 
 def stand_in(monkeypatch, folder: pathlib.Path) -> None:

@@ -8,10 +8,10 @@ import numpy as np
 import tiny
 import tiny_blocks
 
-from models.checkpoints.heads import heads
-from models.nn import gpt2 as nn_gpt2
 import specdec
 from specdec import cache as cache_lib
+from specdec.models.checkpoints.heads import heads
+from specdec.models.nn import gpt2 as nn_gpt2
 
 HEADS, KV_HEADS, HEAD_WIDTH, INNER = 4, 2, 8, 24
 WIDTH = tiny.MODULE_SHAPE['width']

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.nn import mixer
 import specdec
 from specdec import cache as cache_lib
 from specdec import recurrent as recurrent_lib
+from specdec.models.nn import mixer
 
 _ROWS = 997  # Different states; hardly two paths have the same.
 

@@ -13,10 +13,10 @@ from typing import TypeVar
 import jax
 import transformers
 
-from models.nn import adapter
-from models.nn import blocks as blocks_lib
-from models.nn import dtypes
-from models.nn import matrices as matrices_lib
+from specdec.models.nn import adapter
+from specdec.models.nn import blocks as blocks_lib
+from specdec.models.nn import dtypes
+from specdec.models.nn import matrices as matrices_lib
 from specdec.text import whole_files
 
 _Read = TypeVar('_Read')
@@ -46,11 +46,11 @@ class StoredTensor(Protocol):
     """
 
   def in_blocks(self) -> blocks_lib.BlockMatrix | None:
-    """The matrix as it is stored, if `models.nn.blocks` has that kind."""
+    """The matrix as it is stored, if `models/nn/blocks` has that kind."""
 
 
 class Checkpoint(Protocol):
-  """A stored model or head; see `models.checkpoints.hub.locate`.
+  """A stored model or head; see `hub.locate`.
 
   Everything is read when it is asked for, and shape and tokenizer once. Shape,
   tokenizer and ends of texts are those of a model.
@@ -151,7 +151,7 @@ def resolve_dtype(
 ) -> str:
   """The name of a format of weights, where `auto` is chosen for a checkpoint.
 
-  It is `stored` for blocks of few bits if the kernels of `models.nn.cpu` are
+  It is `stored` for blocks of few bits if the kernels of `models/nn/cpu` are
   used. Otherwise it is the 16-bit type of the checkpoint's matrices if this
   platform computes in it natively, else float32. Blocks of few bits fit either
   16-bit type.
@@ -192,7 +192,7 @@ def resolve_draft_dtype(
   """The name of the format of a draft, where None is chosen for it.
 
   No format of the draft changes what is decoded, and a forward that reads fewer
-  bytes is faster. So if the kernels of `models.nn.cpu` are used, a draft has
+  bytes is faster. So if the kernels of `models/nn/cpu` are used, a draft has
   four bits (as stored, if it has blocks) beside a target in bfloat16 or fewer
   bits; but a small one, which the processor's cache holds, has eight beside
   bfloat16. Otherwise its format is that of the target.

@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.checkpoints import hub
-from models.nn import adapter
-from models.nn import gpt2 as nn_gpt2
+from specdec.models.checkpoints import hub
+from specdec.models.nn import adapter
+from specdec.models.nn import gpt2 as nn_gpt2
 
 _ADDED_LOGIT = -30.0
 

@@ -15,19 +15,19 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 import numpy as np
 
-from models.checkpoints import checkpoint as checkpoint_lib
-from models.checkpoints import model_configs
-from models.checkpoints import tensor_names
-from models.checkpoints.keys import config_keys
-from models.checkpoints.keys import tensor_parts
-from models.nn import adapter
-from models.nn import delta as delta_lib
-from models.nn import gemma as gemma_lib
-from models.nn import gpt2 as nn_gpt2
-from models.nn import lfm2 as lfm2_lib
-from models.nn import llama as nn_llama
-from models.nn import llama_config
-from models.nn import mixtral as mixtral_lib
+from specdec.models.checkpoints import checkpoint as checkpoint_lib
+from specdec.models.checkpoints import model_configs
+from specdec.models.checkpoints import tensor_names
+from specdec.models.checkpoints.keys import config_keys
+from specdec.models.checkpoints.keys import tensor_parts
+from specdec.models.nn import adapter
+from specdec.models.nn import delta as delta_lib
+from specdec.models.nn import gemma as gemma_lib
+from specdec.models.nn import gpt2 as nn_gpt2
+from specdec.models.nn import lfm2 as lfm2_lib
+from specdec.models.nn import llama as nn_llama
+from specdec.models.nn import llama_config
+from specdec.models.nn import mixtral as mixtral_lib
 from specdec.text import text_files
 
 

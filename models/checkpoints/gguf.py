@@ -12,17 +12,17 @@ from typing import Any
 
 import transformers
 
-from models.checkpoints import checkpoint as checkpoint_lib
-from models.checkpoints import families
-from models.checkpoints import tensor_names
-from models.checkpoints.gguf_parts import gguf_config
-from models.checkpoints.gguf_parts import gguf_header
-from models.checkpoints.gguf_parts import gguf_keys
-from models.checkpoints.gguf_parts import gguf_tensor
-from models.checkpoints.gguf_parts import gguf_tokenizer
-from models.checkpoints.keys import tensor_parts
-from models.nn import adapter
-from models.nn import blocks as blocks_lib
+from specdec.models.checkpoints import checkpoint as checkpoint_lib
+from specdec.models.checkpoints import families
+from specdec.models.checkpoints import tensor_names
+from specdec.models.checkpoints.gguf_parts import gguf_config
+from specdec.models.checkpoints.gguf_parts import gguf_header
+from specdec.models.checkpoints.gguf_parts import gguf_keys
+from specdec.models.checkpoints.gguf_parts import gguf_tensor
+from specdec.models.checkpoints.gguf_parts import gguf_tokenizer
+from specdec.models.checkpoints.keys import tensor_parts
+from specdec.models.nn import adapter
+from specdec.models.nn import blocks as blocks_lib
 
 SUFFIX = '.gguf'
 

@@ -16,22 +16,22 @@ import jax.numpy as jnp
 import numpy as np
 import transformers
 
-from models import waiting
-from models.checkpoints import checkpoint as checkpoint_lib
-from models.checkpoints import families
-from models.checkpoints import gguf
-from models.checkpoints import hugging_face
-from models.checkpoints import model_configs
-from models.checkpoints import rounded
-from models.checkpoints import tensor_names
-from models.checkpoints.keys import tensor_parts
-from models.nn import adapter
-from models.nn import block_drafter
-from models.nn import blocks as blocks_lib
-from models.nn import llama_config
-from models.nn import matrices as matrices_lib
-from models.nn import sharding as sharding_lib
 from specdec import memory
+from specdec.models import waiting
+from specdec.models.checkpoints import checkpoint as checkpoint_lib
+from specdec.models.checkpoints import families
+from specdec.models.checkpoints import gguf
+from specdec.models.checkpoints import hugging_face
+from specdec.models.checkpoints import model_configs
+from specdec.models.checkpoints import rounded
+from specdec.models.checkpoints import tensor_names
+from specdec.models.checkpoints.keys import tensor_parts
+from specdec.models.nn import adapter
+from specdec.models.nn import block_drafter
+from specdec.models.nn import blocks as blocks_lib
+from specdec.models.nn import llama_config
+from specdec.models.nn import matrices as matrices_lib
+from specdec.models.nn import sharding as sharding_lib
 from specdec.text import whole_files
 
 Path = tuple[Any, ...]
@@ -194,12 +194,12 @@ def read_module(
 
   Args:
     checkpoint: where the model is stored.
-    dtype: of the matrices, one of `models.nn.matrices.DTYPES`; norms
+    dtype: of the matrices, one of `matrices.DTYPES`; norms
       are float32. `int8` rounds all others to eight bits, except position
       embeddings and routers, and the rest is computed in bfloat16; `int4` to
       four, but embedding and head to eight. `stored` leaves those in blocks of
       few bits as they are.
-    packed: whether matrices are packed for the kernels of `models.nn.cpu`,
+    packed: whether matrices are packed for the kernels of `models/nn/cpu`,
       which must be available; those of float16 are not. Not with several
       devices.
     layout: where the tensors lie.

@@ -12,13 +12,13 @@ import numpy as np
 import safetensors
 import transformers
 
-from models.checkpoints import checkpoint as checkpoint_lib
-from models.checkpoints import families
-from models.checkpoints import folder_tokenizer
-from models.checkpoints.keys import tensor_parts
-from models.nn import adapter
-from models.nn import blocks as blocks_lib
-from models.nn import matrices as matrices_lib
+from specdec.models.checkpoints import checkpoint as checkpoint_lib
+from specdec.models.checkpoints import families
+from specdec.models.checkpoints import folder_tokenizer
+from specdec.models.checkpoints.keys import tensor_parts
+from specdec.models.nn import adapter
+from specdec.models.nn import blocks as blocks_lib
+from specdec.models.nn import matrices as matrices_lib
 from specdec.text import text_files
 
 CONFIG = 'config.json'

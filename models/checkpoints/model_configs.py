@@ -9,12 +9,12 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 import transformers
 
-from models.checkpoints.keys import config_keys
-from models.checkpoints.keys import model_types
-from models.checkpoints.keys import rope_keys
-from models.nn import adapter
-from models.nn import layers
-from models.nn import llama_config
+from specdec.models.checkpoints.keys import config_keys
+from specdec.models.checkpoints.keys import model_types
+from specdec.models.checkpoints.keys import rope_keys
+from specdec.models.nn import adapter
+from specdec.models.nn import layers
+from specdec.models.nn import llama_config
 from specdec.text import text_files
 
 # The multipliers of a MiniCPM (arXiv 2404.06395), which is saved as a Granite.

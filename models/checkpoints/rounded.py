@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from models.checkpoints import hugging_face
-from models.nn import blocks as blocks_lib
+from specdec.models.checkpoints import hugging_face
+from specdec.models.nn import blocks as blocks_lib
 from specdec.text import whole_files
 
 _WEIGHTS = 'blocks.safetensors'

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from models.checkpoints import checkpoint as checkpoint_lib
-from models.checkpoints import model_configs
-from models.checkpoints.keys import model_types
-from models.checkpoints.keys import tensor_parts
-from models.nn import llama_config
-from models.nn import mixtral as mixtral_lib
+from specdec.models.checkpoints import checkpoint as checkpoint_lib
+from specdec.models.checkpoints import model_configs
+from specdec.models.checkpoints.keys import model_types
+from specdec.models.checkpoints.keys import tensor_parts
+from specdec.models.nn import llama_config
+from specdec.models.nn import mixtral as mixtral_lib
 
 _PREFIX = re.compile(r'(transformer|model)\.')
 # Buffers of old checkpoints: frequencies, which follow from the config, and the

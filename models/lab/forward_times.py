@@ -1,7 +1,7 @@
 """How long a forward of a model takes, and where its time goes on CPU.
 
 The profiler of JAX gives a time to each operation of a compiled program on the
-thread that runs it. Products and attention of `models.nn.cpu` are calls; what
+thread that runs it. Products and attention of `models/nn/cpu` are calls; what
 their helper threads do meanwhile is part of them.
 """
 
@@ -15,11 +15,11 @@ from typing import Any
 
 import jax
 
-from models.lab import hlo
-from models.lab import machine
-from models.text import choice as choice_lib
-from models.text import pair as pair_lib
 from specdec import model as model_lib
+from specdec.models.lab import hlo
+from specdec.models.lab import machine
+from specdec.models.text import choice as choice_lib
+from specdec.models.text import pair as pair_lib
 
 _ROOM = 64  # for new tokens
 _SMALL = 0.01  # Operations that take a smaller share are put together.

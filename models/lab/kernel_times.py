@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.lab import machine
-from models.nn import attention
-from models.nn import matrices as matrices_lib
-from models.nn.cpu import build
-from models.nn.cpu import ops
 from specdec import cache as cache_lib
+from specdec.models.lab import machine
+from specdec.models.nn import attention
+from specdec.models.nn import matrices as matrices_lib
+from specdec.models.nn.cpu import build
+from specdec.models.nn.cpu import ops
 
 
 def _best_milliseconds(
@@ -66,7 +66,7 @@ _MADE_DTYPES = [
 
 
 def kernels(num_rows: Sequence[int], repeats: int) -> list[machine.Row]:
-  """Milliseconds of XLA's products and attention, and of `models.nn.cpu`'s.
+  """Milliseconds of XLA's products and attention, and of `models/nn/cpu`'s.
 
   24 products of n rows at the shape of a layer of GPT-2 Large, and attention of
   n queries of a layer to 320 of 512 slots, of which n are written before.

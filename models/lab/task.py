@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from models.text import choice as choice_lib
-from models.text import settings as settings_lib
 import specdec
+from specdec.models.text import choice as choice_lib
+from specdec.models.text import settings as settings_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

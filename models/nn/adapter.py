@@ -13,16 +13,16 @@ from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
-from models.nn import contraction
-from models.nn import gpt2 as nn_gpt2
-from models.nn import llama as nn_llama
-from models.nn import llama_config
-from models.nn import matrices as matrices_lib
-from models.nn import sharding as sharding_lib
-from models.nn.cpu import ops
 from specdec import cache as cache_lib
 from specdec import model as model_lib
 from specdec import recurrent as recurrent_lib
+from specdec.models.nn import contraction
+from specdec.models.nn import gpt2 as nn_gpt2
+from specdec.models.nn import llama as nn_llama
+from specdec.models.nn import llama_config
+from specdec.models.nn import matrices as matrices_lib
+from specdec.models.nn import sharding as sharding_lib
+from specdec.models.nn.cpu import ops
 
 # A library's products on a GPU take a multiple of so many rows, which otherwise
 # are padded by kernels of their own; of a single row XLA makes sums. They also
@@ -130,7 +130,7 @@ class Amounts(NamedTuple):
   Attributes:
     weight_bytes: the bytes of weights.
     parameters: the weights that each position is multiplied with.
-    kernels: whether the kernels of `models.nn.cpu` compute.
+    kernels: whether the kernels of `models/nn/cpu` compute.
   """
 
   weight_bytes: int

@@ -12,10 +12,10 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from models.nn import contraction
-from models.nn import layers
-from models.nn.cpu import ops
 from specdec import cache as cache_lib
+from specdec.models.nn import contraction
+from specdec.models.nn import layers
+from specdec.models.nn.cpu import ops
 
 # Products that a GPU sums up at once in attention of few queries, whose slots
 # are read once per query from its second cache.
@@ -238,7 +238,7 @@ def attend_projections(
   writes: bool = True,
   **options: Any,
 ) -> tuple[jax.Array, cache_lib.KVCache | None]:
-  """`self_attention` with the kernels of `models.nn.cpu`, in one call.
+  """`self_attention` with the kernels of `models/nn/cpu`, in one call.
 
   Args:
     projections: `[B, L, (Hq + 2 H) Dh]` float32: heads of queries, of keys and

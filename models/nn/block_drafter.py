@@ -22,18 +22,18 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from models.nn import adapter
-from models.nn import convolution
-from models.nn import eagle
-from models.nn import grouped_query
-from models.nn import layers
-from models.nn import llama as nn_llama
-from models.nn import llama_config
-from models.nn import matrices as matrices_lib
-from models.nn import rope as rope_lib
-from models.nn import sharding as sharding_lib
 from specdec import cache as cache_lib
 from specdec.draft import block as block_lib
+from specdec.models.nn import adapter
+from specdec.models.nn import convolution
+from specdec.models.nn import eagle
+from specdec.models.nn import grouped_query
+from specdec.models.nn import layers
+from specdec.models.nn import llama as nn_llama
+from specdec.models.nn import llama_config
+from specdec.models.nn import matrices as matrices_lib
+from specdec.models.nn import rope as rope_lib
+from specdec.models.nn import sharding as sharding_lib
 
 VANILLA, GATED, EDGES = 'vanilla', 'gated', 'edges'
 
@@ -322,7 +322,7 @@ def _spec(
 ) -> block_lib.BlockSpec:
   """The record of a shape; cached, so that loading it again does not recompile.
 
-  For the arguments see `models.nn.adapter`.
+  For the arguments see `models/nn/adapter`.
   """
   module: Any = lambda params: nnx.merge(graph, params['drafter'])
 
@@ -369,7 +369,7 @@ def as_drafter(
 ) -> block_lib.BlockDrafter:
   """Splits a module into the parameters and functions that `specdec` uses.
 
-  The arguments are those of `models.nn.eagle.as_head`.
+  The arguments are those of `eagle.as_head`.
   """
   graph, variables = nnx.split(module)
   own = nnx.to_pure_dict(variables)

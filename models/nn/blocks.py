@@ -32,8 +32,8 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from models.nn import contraction
-from models.nn.cpu import ops
+from specdec.models.nn import contraction
+from specdec.models.nn.cpu import ops
 
 Rows = tuple[slice | np.ndarray, np.ndarray]
 """Indices of n rows, and these rows `[n, in]`; of a vector `[n]`."""
@@ -347,7 +347,7 @@ def expand(words: Any, kind: str, width: int, xp: Any = jnp) -> Any:
 
 
 class GroupedMatrix(flax.struct.PyTreeNode):
-  """A matrix as XLA multiplies it; see `models.nn.matrices.Matrix`.
+  """A matrix as XLA multiplies it; see `matrices.Matrix`.
 
   Compilers for GPUs and TPUs can compute its weights within a product, which
   those of the words of a file they cannot (docs/accelerators.md).

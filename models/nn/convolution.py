@@ -9,8 +9,8 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from models.nn import layers
 from specdec import recurrent as recurrent_lib
+from specdec.models.nn import layers
 
 
 def shift(state: jax.Array, new: jax.Array) -> jax.Array:

@@ -23,16 +23,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.nn import convolution
-from models.nn import grouped_query
-from models.nn import layers
-from models.nn import llama as nn_llama
-from models.nn import llama_config
-from models.nn import mixer
-from models.nn import rope as rope_lib
-from models.nn.cpu import state_ops
 from specdec import cache as cache_lib
 from specdec import recurrent as recurrent_lib
+from specdec.models.nn import convolution
+from specdec.models.nn import grouped_query
+from specdec.models.nn import layers
+from specdec.models.nn import llama as nn_llama
+from specdec.models.nn import llama_config
+from specdec.models.nn import mixer
+from specdec.models.nn import rope as rope_lib
+from specdec.models.nn.cpu import state_ops
 
 _Arrays = dict[str, jax.Array]  # By the names of what they are.
 
@@ -122,7 +122,7 @@ def _rule(tiled: bool) -> recurrent_lib.Step:
 
 @functools.cache
 def _fold_by_kernel(tiled: bool) -> Callable[..., _Arrays]:
-  """See `Recurrent.fold_all`; with the kernels of `models.nn.cpu`."""
+  """See `Recurrent.fold_all`; with the kernels of `models/nn/cpu`."""
 
   def fold(
     state: _Arrays, inputs: _Arrays, slots: jax.Array, count: jax.Array

@@ -5,7 +5,7 @@ import pathlib
 import jax
 
 AUTO = 'auto'
-"""In place of a dtype: see `models.checkpoints.checkpoint.resolve_dtype`."""
+"""In place of a dtype: see `checkpoint.resolve_dtype`."""
 
 # Flags of x86 processors with products of bfloat16, as in /proc/cpuinfo.
 _BFLOAT16_INSTRUCTIONS = {'avx512_bf16', 'amx_bf16'}

@@ -15,16 +15,16 @@ from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
-from models.nn import adapter
-from models.nn import grouped_query
-from models.nn import layers
-from models.nn import llama as nn_llama
-from models.nn import llama_config
-from models.nn import matrices as matrices_lib
-from models.nn import rope as rope_lib
-from models.nn import sharding as sharding_lib
 from specdec import cache as cache_lib
 from specdec.draft import head as head_lib
+from specdec.models.nn import adapter
+from specdec.models.nn import grouped_query
+from specdec.models.nn import layers
+from specdec.models.nn import llama as nn_llama
+from specdec.models.nn import llama_config
+from specdec.models.nn import matrices as matrices_lib
+from specdec.models.nn import rope as rope_lib
+from specdec.models.nn import sharding as sharding_lib
 
 EAGLE3, EAGLE, MTP = 'eagle3', 'eagle', 'mtp'
 KINDS = (EAGLE3, EAGLE, MTP)
@@ -187,7 +187,7 @@ class Head(nnx.Module):
     Args:
       embedded: `[B, L, H]` float32, embeddings of the tokens.
       positions: `[B, L]` int32.
-      mask: `[B, L, S]` bool, as of `models.nn.gpt2.GPT2`.
+      mask: `[B, L, S]` bool, as of `gpt2.GPT2`.
       cache: where keys and values are written.
       states: `[B, L, H]` float32, before the tokens.
     """
@@ -221,7 +221,7 @@ def _spec(
 ) -> head_lib.HeadSpec:
   """The record of a shape; cached, so that loading it again does not recompile.
 
-  For the arguments see `models.nn.adapter`.
+  For the arguments see `models/nn/adapter`.
   """
 
   def apply(

@@ -22,7 +22,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from models.nn.cpu import ops
+from specdec.models.nn.cpu import ops
 
 _MAX_BLOCK = 128  # Rows computed at once, at most.
 _BLOCK_STEP = 16
@@ -53,7 +53,7 @@ def route(
     logits: `[..., E]` float32.
     count: k, experts per token.
     renormalize: whether the weights of the k experts sum to 1.
-    kernels: whether to use those of `models.nn.cpu`.
+    kernels: whether to use those of `models/nn/cpu`.
   """
   if kernels:
     return Routing(*ops.route(logits, count, renormalize=renormalize))
@@ -124,7 +124,7 @@ def mix(
     weights: weights of each of the E experts.
     x: `[T, width]` float32.
     routing: routing of the T tokens.
-    kernels: whether to use those of `models.nn.cpu` for the sum.
+    kernels: whether to use those of `models/nn/cpu` for the sum.
 
   Returns:
     `[T, width]` float32.

@@ -1,4 +1,4 @@
-"""Rounds matrices of floats to the four-bit blocks of `models.nn.blocks`."""
+"""Rounds matrices of floats to the four-bit blocks of `models/nn/blocks`."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from models.nn import blocks as blocks_lib
+from specdec.models.nn import blocks as blocks_lib
 
 _SUPER = 256  # Inputs that share the two factors of Q4_K,
 _GROUPS = 8  # in groups of 32.

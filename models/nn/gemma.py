@@ -1,6 +1,6 @@
 """Gemma: shapes of Gemma 1, 2 and 3 (text), and the module of Gemma 4 (text).
 
-`models.nn.llama` computes the first three, and most of the fourth: its layers
+`models/nn/llama` computes the first three, and most of the fourth: its layers
 differ in the widths of heads and perceptrons, and the last ones read keys and
 values of others. What is here are the embeddings that layers have of their own
 (github.com/huggingface/transformers, models/gemma4).
@@ -19,10 +19,10 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from models.nn import layers
-from models.nn import llama as nn_llama
-from models.nn import llama_config
-from models.nn import matrices as matrices_lib
+from specdec.models.nn import layers
+from specdec.models.nn import llama as nn_llama
+from specdec.models.nn import llama_config
+from specdec.models.nn import matrices as matrices_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """GPT-2 in Flax NNX, with positions and mask as arguments.
 
 Module and parameter names are those of the Hugging Face checkpoints, so that
-`models.checkpoints.hub` maps one to the other by name. Matrices are in the
-compute dtype or in a format of `models.nn.matrices`; the residual
+`models/checkpoints/hub` maps one to the other by name. Matrices are in the
+compute dtype or in a format of `models/nn/matrices`; the residual
 stream, norms and softmax are float32.
 """
 
@@ -16,10 +16,10 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from models.nn import attention
-from models.nn import layers
-from models.nn import matrices as matrices_lib
 from specdec import cache as cache_lib
+from specdec.models.nn import attention
+from specdec.models.nn import layers
+from specdec.models.nn import matrices as matrices_lib
 
 _Cache = cache_lib.KVCache | None
 
@@ -44,7 +44,7 @@ class GPT2Config:
   num_layers: int
   num_heads: int  # Must divide `width`.
   inner_width: int | None = None  # Feed-forward layers; None: 4 * `width`.
-  activation: str = 'gelu_new'  # A key of `models.nn.layers.ACTIVATIONS`.
+  activation: str = 'gelu_new'  # A key of `layers.ACTIVATIONS`.
   norm_epsilon: float = 1e-5  # Added to the variance in every layer norm.
   scale_attention: bool = True  # By 1 / sqrt(`head_width`).
   scale_attention_by_layer: bool = False  # By 1 / number of the layer, from 1.

@@ -10,12 +10,12 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from models.nn import attention
-from models.nn import layers
-from models.nn import llama_config
-from models.nn import rope as rope_lib
-from models.nn.cpu import ops
 from specdec import cache as cache_lib
+from specdec.models.nn import attention
+from specdec.models.nn import layers
+from specdec.models.nn import llama_config
+from specdec.models.nn import rope as rope_lib
+from specdec.models.nn.cpu import ops
 
 _Cache = cache_lib.KVCache | None
 
@@ -101,7 +101,7 @@ class Attention(nnx.Module):
     mask: jax.Array,
     cache: _Cache,
   ) -> tuple[jax.Array, _Cache]:
-    """With the kernels of `models.nn.cpu`."""
+    """With the kernels of `models/nn/cpu`."""
     config = self.config
     norms: tuple[ops.Norm | None, ...] = ()
     if rotation is not None and rotation.query_scale is not None:

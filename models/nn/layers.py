@@ -13,9 +13,9 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from models.nn import contraction
-from models.nn import matrices as matrices_lib
-from models.nn.cpu import ops
+from specdec.models.nn import contraction
+from specdec.models.nn import matrices as matrices_lib
+from specdec.models.nn.cpu import ops
 
 _gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)
 _TANH = ('new', 'fast', 'accurate', 'pytorch_tanh', 'python_tanh')
@@ -107,7 +107,7 @@ class New(TypedDict):
 
 
 class Linear(nnx.Module):
-  """Linear map with its weight `[out, in]` (see `models.nn.matrices`)."""
+  """Linear map with its weight `[out, in]` (see `models/nn/matrices`)."""
 
   def __init__(
     self,
@@ -127,7 +127,7 @@ class Linear(nnx.Module):
 
   @property
   def is_packed(self) -> bool:
-    """Whether the weight is packed for the kernels of `models.nn.cpu`."""
+    """Whether the weight is packed for the kernels of `models/nn/cpu`."""
     return matrices_lib.uses_kernels(self.weight.get_value())
 
   @property
@@ -168,7 +168,7 @@ class LayerNorm(nnx.Module):
 
   @property
   def operand(self) -> ops.Norm:
-    """The norm for the kernels of `models.nn.cpu`."""
+    """The norm for the kernels of `models/nn/cpu`."""
     return ops.Norm(self.scale[...], self.bias[...], self.epsilon, center=True)
 
   def __call__(self, x: jax.Array) -> jax.Array:
@@ -197,7 +197,7 @@ class RMSNorm(nnx.Module):
 
   @property
   def operand(self) -> ops.Norm:
-    """The norm for the kernels of `models.nn.cpu`."""
+    """The norm for the kernels of `models/nn/cpu`."""
     ones = jnp.ones(self.width, jnp.float32)
     scale = ones if self.scale is None else self.scale[...]
     return ops.Norm(scale, None, self.epsilon, center=False)
@@ -214,7 +214,7 @@ Norm = LayerNorm | RMSNorm
 
 
 def normalize(x: jax.Array, norm: Norm | None, *, kernels: bool) -> jax.Array:
-  """The norm of `[..., width]`, by the kernels of `models.nn.cpu` or by XLA.
+  """The norm of `[..., width]`, by the kernels of `models/nn/cpu` or by XLA.
 
   None changes nothing.
   """
@@ -274,7 +274,7 @@ def project(
 ) -> jax.Array:
   """Linear maps of rows, the norm before them and what follows them.
 
-  With the kernels of `models.nn.cpu`, all of it is one call, unless the
+  With the kernels of `models/nn/cpu`, all of it is one call, unless the
   matrices are of several formats.
 
   Args:

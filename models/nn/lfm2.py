@@ -12,14 +12,14 @@ from typing import Unpack
 import jax
 import jax.numpy as jnp
 
-from models.nn import convolution
-from models.nn import grouped_query
-from models.nn import layers
-from models.nn import llama as nn_llama
-from models.nn import llama_config
-from models.nn import mixer
-from models.nn.cpu import state_ops
 from specdec import recurrent as recurrent_lib
+from specdec.models.nn import convolution
+from specdec.models.nn import grouped_query
+from specdec.models.nn import layers
+from specdec.models.nn import llama as nn_llama
+from specdec.models.nn import llama_config
+from specdec.models.nn import mixer
+from specdec.models.nn.cpu import state_ops
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,9 @@
 """Llama and related models in Flax NNX, with positions and mask as arguments.
 
 One module serves Llama 2 and 3, Mistral, Qwen, Gemma, OLMo, Granite, SmolLM and
-Phi, which differ in `llama_config.LlamaConfig` only. `models.nn.mixtral` has
+Phi, which differ in `llama_config.LlamaConfig` only. `models/nn/mixtral` has
 the same blocks with experts in place of the feed-forward layer. Names and
-dtypes follow the same rules as in `models.nn.gpt2`.
+dtypes follow the same rules as in `models/nn/gpt2`.
 """
 
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from models.nn import attention
-from models.nn import grouped_query
-from models.nn import layers
-from models.nn import llama_config
-from models.nn import matrices as matrices_lib
-from models.nn import rope as rope_lib
 from specdec import cache as cache_lib
+from specdec.models.nn import attention
+from specdec.models.nn import grouped_query
+from specdec.models.nn import layers
+from specdec.models.nn import llama_config
+from specdec.models.nn import matrices as matrices_lib
+from specdec.models.nn import rope as rope_lib
 
 LlamaConfig = llama_config.LlamaConfig  # The name that 0.8.0 had.
 
@@ -157,7 +157,7 @@ def of_layers(
 
 
 class Llama(nnx.Module):
-  """Llama language model; the arguments are those of `models.nn.gpt2.GPT2`."""
+  """Llama language model; the arguments are those of `gpt2.GPT2`."""
 
   layer: Any = Layer  # Class of the layers.
   feed_forward: Any = FeedForward  # Class of what is behind attention in them.
@@ -211,7 +211,7 @@ class Llama(nnx.Module):
     mask: jax.Array,
     cache: _Cache = None,
   ) -> tuple[jax.Array, _Cache]:
-    """Computes logits and cache as `models.nn.gpt2.GPT2` does."""
+    """Computes logits and cache as `gpt2.GPT2` does."""
     embedding = self.embed_tokens.embedding.get_value()
     x = matrices_lib.take_rows(embedding, tokens)
     config = self.config

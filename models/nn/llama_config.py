@@ -5,9 +5,9 @@ import math
 from typing import Any
 from typing import ClassVar
 
-from models.nn import layers
-from models.nn import rope as rope_lib
 from specdec import recurrent as recurrent_lib
+from specdec.models.nn import layers
+from specdec.models.nn import rope as rope_lib
 
 _Rope = rope_lib.Rope | None
 _FACTORS = (
@@ -144,7 +144,7 @@ class LlamaConfig:
   ) -> recurrent_lib.Recurrent:
     """A layer without keys and values before any token, its window empty.
 
-    `kernels` says whether those of `models.nn.cpu` compute.
+    `kernels` says whether those of `models/nn/cpu` compute.
     """
     raise NotImplementedError
 

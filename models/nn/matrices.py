@@ -6,7 +6,7 @@ few bfloat16 rows (docs/cpu_kernels.md has more).
 
 A module holds an array of floats or another `Matrix`, by the `WeightFormat` it
 was loaded in. Another format is a class here, one for the kernels of
-`models.nn.cpu` if they have it, and an entry of `FORMATS`.
+`models/nn/cpu` if they have it, and an entry of `FORMATS`.
 """
 
 from collections.abc import Callable
@@ -24,10 +24,10 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from models.nn import blocks as blocks_lib
-from models.nn import contraction
-from models.nn import four_bits
-from models.nn.cpu import ops
+from specdec.models.nn import blocks as blocks_lib
+from specdec.models.nn import contraction
+from specdec.models.nn import four_bits
+from specdec.models.nn.cpu import ops
 
 # -128 has no counterpart, so rounding is symmetric without it.
 _LARGEST = 127.0
@@ -48,7 +48,7 @@ class Matrix(Protocol):
   Attributes:
     shape: `(out, in)`.
     dtype: the name of its format, a key of `FORMATS`.
-    uses_kernels: whether the kernels of `models.nn.cpu` compute its products.
+    uses_kernels: whether the kernels of `models/nn/cpu` compute its products.
   """
 
   @property
@@ -409,7 +409,7 @@ def unpack(weight: Weight) -> jax.Array | np.ndarray:
 
 
 def uses_kernels(weight: Weight) -> bool:
-  """Whether the kernels of `models.nn.cpu` compute the products of a matrix."""
+  """Whether the kernels of `models/nn/cpu` compute the products of a matrix."""
   return _as_matrix(weight).uses_kernels
 
 
@@ -465,7 +465,7 @@ class WeightFormat:
       ValueError if a weight cannot be rounded.
     of_head: the same for the token embedding and the head; None: `from_blocks`.
     keeps_blocks: whether a matrix in blocks of few bits stays as it is stored.
-    has_kernels: whether the kernels of `models.nn.cpu` multiply it.
+    has_kernels: whether the kernels of `models/nn/cpu` multiply it.
   """
 
   name: str
@@ -520,7 +520,7 @@ DTYPES = tuple(FORMATS)
 """Their names, which are the values of `dtype`."""
 
 KERNEL_DTYPES = tuple(one.name for one in _FORMATS if one.has_kernels)
-"""Names of the formats that the kernels of `models.nn.cpu` multiply."""
+"""Names of the formats that the kernels of `models/nn/cpu` multiply."""
 
 
 def format_of(dtype: jax.typing.DTypeLike) -> WeightFormat:

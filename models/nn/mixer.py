@@ -10,10 +10,10 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from models.nn import layers
-from models.nn import rope as rope_lib
 from specdec import cache as cache_lib
 from specdec import recurrent as recurrent_lib
+from specdec.models.nn import layers
+from specdec.models.nn import rope as rope_lib
 
 Write = Callable[
   [recurrent_lib.Recurrent, Mapping[str, jax.Array]], recurrent_lib.Recurrent
@@ -82,7 +82,7 @@ def with_recurrent_layer(
 
 
 class Mixer(nnx.Module):
-  """Called as `models.nn.grouped_query.Attention`; positions are not used."""
+  """Called as `grouped_query.Attention`; positions are not used."""
 
   config: Any  # A `LlamaConfig` that has `state_of_layer`.
   layer: int
@@ -99,7 +99,7 @@ class Mixer(nnx.Module):
     one: recurrent_lib.Recurrent,
     tree: tuple[jax.Array, jax.Array],
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The result `[B, L, ...]` and the window, by those of `models.nn.cpu`.
+    """The result `[B, L, ...]` and the window, by those of `models/nn/cpu`.
 
     `tree` has the parents `[B, T]` and the first slots `[B]` of the nodes.
     """

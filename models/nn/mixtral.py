@@ -2,7 +2,7 @@
 
 One module serves Mixtral (arXiv 2401.04088), gpt-oss, Qwen's mixtures and
 Granite's. A forward computes only the experts that its tokens are routed to
-(`models.nn.experts`).
+(`models/nn/experts`).
 """
 
 from collections.abc import Iterable
@@ -14,12 +14,12 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from models.nn import experts as experts_lib
-from models.nn import layers
-from models.nn import llama as nn_llama
-from models.nn import llama_config
-from models.nn import matrices as matrices_lib
-from models.nn import sharding as sharding_lib
+from specdec.models.nn import experts as experts_lib
+from specdec.models.nn import layers
+from specdec.models.nn import llama as nn_llama
+from specdec.models.nn import llama_config
+from specdec.models.nn import matrices as matrices_lib
+from specdec.models.nn import sharding as sharding_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ class Experts(nnx.Module):
 
 
 class Mixtral(nn_llama.Llama):
-  """Mixtral language model; see `models.nn.llama.Llama`."""
+  """Mixtral language model; see `llama.Llama`."""
 
   config: MixtralConfig
   feed_forward = Experts

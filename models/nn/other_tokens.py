@@ -25,9 +25,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models.nn import matrices as matrices_lib
 from specdec import cache as cache_lib
 from specdec import model as model_lib
+from specdec.models.nn import matrices as matrices_lib
 
 _Scores = tuple[jax.Array, cache_lib.KVCache]
 _Apply = Callable[..., _Scores]

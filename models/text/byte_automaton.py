@@ -15,7 +15,7 @@ import functools
 
 import numpy as np
 
-from models.text import expression as expression_lib
+from specdec.models.text import expression as expression_lib
 from specdec.text import automaton as automaton_lib
 
 _Ranges = tuple[tuple[int, int], ...]

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 
-from models.text import chat_template
-from models.text import pair as pair_lib
-from models.text import result as result_lib
-from models.text import text_decoding
 import specdec
+from specdec.models.text import chat_template
+from specdec.models.text import pair as pair_lib
+from specdec.models.text import result as result_lib
+from specdec.models.text import text_decoding
 
 MAX_CONTEXT = 2048
 """The most tokens of a conversation, if nobody says otherwise."""

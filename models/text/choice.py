@@ -1,6 +1,6 @@
 """The choice of models: which are loaded, and how.
 
-`ModelChoice` is the only list of it: `models.load` takes its fields, scripts
+`ModelChoice` is the only list of it: `specdec.load` takes its fields, scripts
 have a flag for each, and benchmarks and plans carry it. This module imports
 neither transformers nor Flax's modules, so that scripts can refuse a flag
 before they wait for them.
@@ -14,11 +14,11 @@ from typing import Self
 import jax
 from jax.sharding import Mesh
 
-from models.nn import dtypes
-from models.nn import matrices as matrices_lib
-from models.nn import sharding as sharding_lib
-from models.text import draft_vocabulary
-from models.text import fields
+from specdec.models.nn import dtypes
+from specdec.models.nn import matrices as matrices_lib
+from specdec.models.nn import sharding as sharding_lib
+from specdec.models.text import draft_vocabulary
+from specdec.models.text import fields
 
 _DEMO = 'demo'  # The embedded target, and its draft.
 

@@ -23,8 +23,8 @@ and constants are spelled as by `json.dumps`, other values with a space or none
 between their parts. A pattern is an expression that is found anywhere in a
 string, but `$` is only its end.
 
-Both become trees (`models.text.expression`), automata over bytes
-(`models.text.byte_automaton`) and then over tokens (`specdec.text.automaton`).
+Both become trees (`models/text/expression`), automata over bytes
+(`models/text/byte_automaton`) and then over tokens (`specdec.text.automaton`).
 """
 
 from collections.abc import Mapping
@@ -35,11 +35,11 @@ from typing import Any
 
 import transformers
 
-from models.text import byte_automaton
-from models.text import expression
-from models.text import json_schema
-from models.text import token_bytes as token_bytes_lib
 from specdec import arguments as arguments_lib
+from specdec.models.text import byte_automaton
+from specdec.models.text import expression
+from specdec.models.text import json_schema
+from specdec.models.text import token_bytes as token_bytes_lib
 from specdec.text import automaton as automaton_lib
 
 # An expression of Python's `re`; a schema as JSON or as what JSON stands for.

@@ -7,9 +7,6 @@ import pathlib
 
 import jax
 
-from models.text import pair as pair_lib
-from models.text import plan as plan_lib
-from models.text import settings as settings_lib
 from specdec import arguments as arguments_lib
 from specdec.draft import block as block_lib
 from specdec.draft import candidates
@@ -18,6 +15,9 @@ from specdec.draft import head as head_lib
 from specdec.draft import language_model
 from specdec.draft import lookup
 from specdec.draft import prompt_tail
+from specdec.models.text import pair as pair_lib
+from specdec.models.text import plan as plan_lib
+from specdec.models.text import settings as settings_lib
 from specdec.ngram import table as table_lib
 from specdec.tree import topology as topology_lib
 

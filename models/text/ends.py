@@ -8,8 +8,8 @@ from typing import Any
 
 import transformers
 
-from models.text import token_bytes as token_bytes_lib
 from specdec import arguments as arguments_lib
+from specdec.models.text import token_bytes as token_bytes_lib
 from specdec.text import stop_strings
 
 # One stop string, several, or a list of them per row.

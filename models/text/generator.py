@@ -1,6 +1,6 @@
 """Text in, text out: a target, a drafter and a tokenizer.
 
-lm = models.load('demo', 'demo')
+lm = specdec.load('demo', 'demo')
 result = lm.generate('import ', max_new_tokens=64)
 print(result.text[0], result.stats.block_efficiency)
 for new in lm.stream('import ', max_new_tokens=64):
@@ -23,24 +23,24 @@ from typing import Unpack
 
 import numpy as np
 
-from models.text import chat as chat_lib
-from models.text import chat_template
-from models.text import choice as choice_lib
-from models.text import drafters
-from models.text import ends as ends_lib
-from models.text import fields
-from models.text import many as many_lib
-from models.text import pair as pair_lib
-from models.text import plan as plan_lib
-from models.text import result as result_lib
-from models.text import settings as settings_lib
-from models.text import sources as sources_lib
-from models.text import text_decoding
-from models.text import text_options
-from models.text import vocabulary as vocabulary_lib
 import specdec
 from specdec import arguments as arguments_lib
 from specdec import decode_options
+from specdec.models.text import chat as chat_lib
+from specdec.models.text import chat_template
+from specdec.models.text import choice as choice_lib
+from specdec.models.text import drafters
+from specdec.models.text import ends as ends_lib
+from specdec.models.text import fields
+from specdec.models.text import many as many_lib
+from specdec.models.text import pair as pair_lib
+from specdec.models.text import plan as plan_lib
+from specdec.models.text import result as result_lib
+from specdec.models.text import settings as settings_lib
+from specdec.models.text import sources as sources_lib
+from specdec.models.text import text_decoding
+from specdec.models.text import text_options
+from specdec.models.text import vocabulary as vocabulary_lib
 
 # One prompt, or several.
 Prompts = chat_template.Prompt | Sequence[chat_template.Prompt]
@@ -184,15 +184,15 @@ class Generator:
 
     When a prompt ends, the next takes its place in the batch. The tokens of a
     prompt are those of `generate` for it alone, with the same seed. Iterating
-    over what is returned yields a `models.Completion` for each prompt; to
+    over what is returned yields a `specdec.Completion` for each prompt; to
     cancel, stop iterating; another loop goes on from there. A prompt that
     cannot be decoded is a completion with an error, and the others go on.
 
-    The options are the same for all prompts, unless one is a `models.Job` with
+    The options are the same for all prompts, unless one is a `specdec.Job` with
     others. Prompt i has `seed` + i.
 
     Args:
-      prompts: as for `generate`, or `models.Job`, which has options of its
+      prompts: as for `generate`, or `specdec.Job`, which has options of its
         own. They are taken when there is room for them, so they may be made
         meanwhile, without end.
       batch_size: prompts that are decoded at once.
@@ -266,7 +266,8 @@ class GeneratorChoice(choice_lib.ModelChoice):
   """The models of a `Generator`, and how they draft."""
 
   method: str = fields.described(
-    'staged', 'one of models.text.settings.METHODS; plain drafts nothing'
+    'staged',
+    'one of specdec.models.text.settings.METHODS; plain drafts nothing',
   )
   drafting: settings_lib.DraftSettings | None = fields.described(
     None,
@@ -274,7 +275,7 @@ class GeneratorChoice(choice_lib.ModelChoice):
     ' trees of 8 nodes, except for the embedded target',
   )
   plan: plan_lib.Plan | str | os.PathLike[str] | None = fields.described(
-    None, 'a models.Plan or its file, in place of method and drafting'
+    None, 'a specdec.Plan or its file, in place of method and drafting'
   )
   messages: Sequence[chat_template.Message] | None = fields.described(
     None,

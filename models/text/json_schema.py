@@ -12,9 +12,9 @@ from typing import Any
 from typing import NoReturn
 import urllib.parse
 
-from models.text import expression as expression_lib
-from models.text import json_texts
 from specdec import arguments as arguments_lib
+from specdec.models.text import expression as expression_lib
+from specdec.models.text import json_texts
 
 _ANNOTATIONS = {
   *('$comment', '$defs', '$schema', 'default', 'definitions', 'deprecated'),

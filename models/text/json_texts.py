@@ -11,7 +11,7 @@ import functools
 import json
 from typing import Any
 
-from models.text import expression as expression_lib
+from specdec.models.text import expression as expression_lib
 
 SCALARS = {
   'null': 'null',

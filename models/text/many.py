@@ -11,16 +11,16 @@ from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
-from models.text import chat as chat_lib
-from models.text import chat_template
-from models.text import constraints as constraints_lib
-from models.text import ends as ends_lib
-from models.text import pair as pair_lib
-from models.text import result as result_lib
-from models.text import text_decoding
-from models.text import text_options
 import specdec
 from specdec import arguments as arguments_lib
+from specdec.models.text import chat as chat_lib
+from specdec.models.text import chat_template
+from specdec.models.text import constraints as constraints_lib
+from specdec.models.text import ends as ends_lib
+from specdec.models.text import pair as pair_lib
+from specdec.models.text import result as result_lib
+from specdec.models.text import text_decoding
+from specdec.models.text import text_options
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class ManyDecoding(Iterator[Completion]):
     if not arguments_lib.is_integer(default.seed):
       raise ValueError(
         f'seed must be one integer for all prompts, got {default.seed!r}; a'
-        ' models.Job has a seed of its own'
+        ' specdec.Job has a seed of its own'
       )
     arguments_lib.check_count('max_new_tokens', default.max_new_tokens, least=0)
     self._pair, self._prompts = pair, prompts

@@ -11,23 +11,23 @@ import jax
 import numpy as np
 import transformers
 
-from models.checkpoints import hub
-from models.checkpoints.heads import block_drafters
-from models.checkpoints.heads import heads
-from models.nn import adapter
-from models.nn import other_tokens
-from models.nn import sharding as sharding_lib
-from models.nn.cpu import build
-from models.text import chat_template
-from models.text import choice as choice_lib
-from models.text import draft_vocabulary
-from models.text import sources as sources_lib
-from models.text import token_bytes as token_bytes_lib
-from models.text import vocabulary as vocabulary_lib
 from specdec import arguments as arguments_lib
 from specdec import model as model_lib
 from specdec.draft import block as block_lib
 from specdec.draft import head as head_lib
+from specdec.models.checkpoints import hub
+from specdec.models.checkpoints.heads import block_drafters
+from specdec.models.checkpoints.heads import heads
+from specdec.models.nn import adapter
+from specdec.models.nn import other_tokens
+from specdec.models.nn import sharding as sharding_lib
+from specdec.models.nn.cpu import build
+from specdec.models.text import chat_template
+from specdec.models.text import choice as choice_lib
+from specdec.models.text import draft_vocabulary
+from specdec.models.text import sources as sources_lib
+from specdec.models.text import token_bytes as token_bytes_lib
+from specdec.models.text import vocabulary as vocabulary_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Pair:
     return text
 
   def token_bytes(self) -> tuple[bytes, ...]:
-    """The bytes of each token, see `models.text.token_bytes`."""
+    """The bytes of each token, see `models/text/token_bytes`."""
     return token_bytes_lib.token_bytes(
       self.tokenizer, self.target.spec.vocab_size
     )
@@ -183,7 +183,7 @@ def load_pair(choice: choice_lib.ModelChoice) -> Pair:
 
   Raises:
     ValueError: a model or the mesh cannot be used, or the tokenizers share too
-      little, see `models.text.shared_tokens`. Vocabularies of one tokenizer may
+      little, see `models/text/shared_tokens`. Vocabularies of one tokenizer may
       differ by padding.
   """
   sources = sources_lib.open_sources(choice)

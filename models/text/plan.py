@@ -1,7 +1,7 @@
 """Plans: the fastest ways to decode with given models on a given machine.
 
 A plan is a small JSON file, made by scripts/tune.py and read by
-`models.load(plan=...)` and by `--plan` of the decoding scripts. It has a few
+`specdec.load(plan=...)` and by `--plan` of the decoding scripts. It has a few
 ways of decoding and what they cost. Each request is decoded in the way that is
 expected to take the least time (`choose`).
 """
@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from models import user_cache
-from models.checkpoints import checkpoint as checkpoint_lib
-from models.text import pair as pair_lib
-from models.text import settings as settings_lib
-from models.text import sources as sources_lib
 from specdec import arguments as arguments_lib
 from specdec.draft import lookup as lookup_lib
+from specdec.models import user_cache
+from specdec.models.checkpoints import checkpoint as checkpoint_lib
+from specdec.models.text import pair as pair_lib
+from specdec.models.text import settings as settings_lib
+from specdec.models.text import sources as sources_lib
 from specdec.text import text_files
 from specdec.text import whole_files
 from specdec.tree import topology as topology_lib
@@ -41,13 +41,13 @@ class Context:
   """
 
   models: dict[str, str | None]  # Digests of target, vocabulary, what drafts.
-  machine: dict[str, Any]  # See `models.lab.bench.record.describe_machine`.
+  machine: dict[str, Any]  # See `record.describe_machine`.
   dtype: str  # The target's.
   draft_dtype: str
   draft_vocab: int | None = None  # How many tokens the draft proposes, or all.
   batch_size: int
   sampling: dict[str, Any]  # The sampling options that are set.
-  cpu_kernels: bool = False  # Whether those of `models.nn.cpu` were used.
+  cpu_kernels: bool = False  # Whether those of `models/nn/cpu` were used.
   mesh: str = ''  # Axes of the mesh, and where the draft lies on it.
 
   def warnings(self, other: 'Context') -> list[str]:
@@ -70,7 +70,7 @@ class Context:
 class Candidate:
   """A method of decoding and its settings.
 
-  `name` is unique in a plan, `method` one of `models.text.settings.METHODS`.
+  `name` is unique in a plan, `method` one of `settings.METHODS`.
   """
 
   name: str

@@ -13,10 +13,10 @@ from typing import Literal
 
 import jax
 
-from models.text import fields
 from specdec.draft import drafter as drafter_lib
 from specdec.draft import lookup as lookup_lib
 from specdec.draft import prompt_tail
+from specdec.models.text import fields
 from specdec.tree import topology as topology_lib
 
 Inner = Literal['none', 'ngram', 'lookup', 'ngram+lookup']
@@ -59,7 +59,7 @@ class DraftSettings:
   """How to draft, for every method; the defaults are those of the flags.
 
   `tree` limits a tree that grows best first, `stage` and `inner_stage` are for
-  the draft model and the inner drafter, and `plan` is the `models.Plan` of the
+  the draft model and the inner drafter, and `plan` is the `specdec.Plan` of the
   method `plan`. A `topology` replaces `tree` and the width, branching and
   rounds of `stage`.
 

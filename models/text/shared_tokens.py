@@ -1,6 +1,6 @@
 """The tokens that two vocabularies share, by the tokens' bytes.
 
-See `models.nn.other_tokens` for what is made of it.
+See `models/nn/other_tokens` for what is made of it.
 """
 
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from typing import Any
 from absl import logging
 import numpy as np
 
-from models.checkpoints import checkpoint as checkpoint_lib
-from models.text import token_bytes as token_bytes_lib
+from specdec.models.checkpoints import checkpoint as checkpoint_lib
+from specdec.models.text import token_bytes as token_bytes_lib
 
 # Parts of a token; of more, the last are read.
 _MOST_PARTS = 2

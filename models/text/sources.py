@@ -10,13 +10,13 @@ import functools
 from absl import logging
 import transformers
 
-from models.checkpoints import checkpoint as checkpoint_lib
-from models.checkpoints import hub
-from models.checkpoints.heads import heads
-from models.nn import matrices as matrices_lib
-from models.nn import sharding as sharding_lib
-from models.nn.cpu import build
-from models.text import choice as choice_lib
+from specdec.models.checkpoints import checkpoint as checkpoint_lib
+from specdec.models.checkpoints import hub
+from specdec.models.checkpoints.heads import heads
+from specdec.models.nn import matrices as matrices_lib
+from specdec.models.nn import sharding as sharding_lib
+from specdec.models.nn.cpu import build
+from specdec.models.text import choice as choice_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Sources:
     head: the files of the drafting head, if there is one.
     layout: where the target lies.
     draft_layout: where the draft or the head lies.
-    packed: whether the kernels of `models.nn.cpu` are used.
+    packed: whether the kernels of `models/nn/cpu` are used.
     dtype: the format of the target.
     draft_dtype: the format of the draft or the head, if there is one.
   """

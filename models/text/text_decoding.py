@@ -6,13 +6,13 @@ from collections.abc import Sequence
 import dataclasses
 import time
 
-from models.text import chat_template
-from models.text import ends as ends_lib
-from models.text import pair as pair_lib
-from models.text import result as result_lib
-from models.text import token_bytes as token_bytes_lib
 import specdec
 from specdec import tracing
+from specdec.models.text import chat_template
+from specdec.models.text import ends as ends_lib
+from specdec.models.text import pair as pair_lib
+from specdec.models.text import result as result_lib
+from specdec.models.text import token_bytes as token_bytes_lib
 
 
 class TextDecoding:

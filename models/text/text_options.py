@@ -6,18 +6,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models.text import constraints as constraints_lib
-from models.text import ends as ends_lib
-from models.text import pair as pair_lib
 import specdec
 from specdec import arguments as arguments_lib
 from specdec import decode_options
+from specdec.models.text import constraints as constraints_lib
+from specdec.models.text import ends as ends_lib
+from specdec.models.text import pair as pair_lib
 from specdec.text import automaton as automaton_lib
 
 
 @decode_options.documented(decode_options.CommonOptions)
 class TextOptions(decode_options.CommonOptions, total=False):
-  """Options of all methods of a `models.Generator`; each may be left out.
+  """Options of all methods of a `specdec.Generator`; each may be left out.
 
   Keyword Args:
     seed: of the sampling. One seed per row gives a row the same tokens in any
@@ -26,9 +26,9 @@ class TextOptions(decode_options.CommonOptions, total=False):
       before the first of them. They may name special tokens, which are looked
       for as such: `<|im_end|>` ends the text at this token.
     eos_ids: tokens that end a row, as ids or as texts of one token each. None:
-      those of `models.load`; `()`: none.
+      those of `specdec.load`; `()`: none.
     regex: an expression of Python's `re` that all of a text must match, or one
-      per row, of which some may be None, see `models.text.constraints`. The
+      per row, of which some may be None, see `models/text/constraints`. The
       text ends where it matches and the target ends it; `max_new_tokens` may
       end it before.
     json_schema: in place of it a JSON schema, as a dict or as its text.

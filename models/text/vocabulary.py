@@ -5,11 +5,11 @@ import dataclasses
 import numpy as np
 import transformers
 
-from models.text import draft_vocabulary
-from models.text import ends as ends_lib
-from models.text import shared_tokens
-from models.text import sources as sources_lib
 from specdec import arguments as arguments_lib
+from specdec.models.text import draft_vocabulary
+from specdec.models.text import ends as ends_lib
+from specdec.models.text import shared_tokens
+from specdec.models.text import sources as sources_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

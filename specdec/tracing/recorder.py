@@ -40,7 +40,7 @@ def record(decoding: generation_lib.Decoding) -> list[trace_lib.Trace]:
   """Decodes to the end by `Decoding.step_recorded`; the trace of each row.
 
   It is slower than `Decoding.run`, because every step returns to the host. The
-  text of a token is its number; `models.text.text_decoding.TextDecoding.trace`
+  text of a token is its number; `text_decoding.TextDecoding.trace`
   has the real texts.
 
   Raises:

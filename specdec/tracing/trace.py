@@ -87,7 +87,7 @@ class Trace:
   prompt_tokens: tuple[int, ...]  #: The ids of the prompt.
   labels: tuple[str, ...]  #: Sources of tokens, see `specdec.Generation`.
   blocks: tuple[Block, ...]  #: One per target forward, without the prefill.
-  pieces: tuple[str, ...]  #: See `models.TextGeneration`.
+  pieces: tuple[str, ...]  #: See `specdec.TextGeneration`.
   texts: Mapping[int, str]  #: By token id; U+FFFD for a part of a character.
   finish_reason: str  #: See `specdec.Generation`.
   #: By emitted token; None if the decode did not ask for them.

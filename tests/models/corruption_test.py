@@ -23,15 +23,15 @@ from safetensors import numpy as safetensors_numpy
 import tiny
 import tiny_heads
 
-from models import kept_programs
-from models.checkpoints import hub
-from models.lab.training import kept
-from models.lab.training import tokenizer as tokenizer_lib
-from models.nn import rope as rope_lib
-from models.text import choice as choice_lib
-from models.text import draft_vocabulary
-from models.text import pair as pair_lib
-from models.text import plan as plan_lib
+from specdec.models import kept_programs
+from specdec.models.checkpoints import hub
+from specdec.models.lab.training import kept
+from specdec.models.lab.training import tokenizer as tokenizer_lib
+from specdec.models.nn import rope as rope_lib
+from specdec.models.text import choice as choice_lib
+from specdec.models.text import draft_vocabulary
+from specdec.models.text import pair as pair_lib
+from specdec.models.text import plan as plan_lib
 from specdec.ngram import counting
 from specdec.ngram import table as table_lib
 from specdec.tree import topology as topology_lib

@@ -13,12 +13,12 @@ import pytest
 import tiny
 import tiny_heads
 
-from models.lab.training import corpus as corpus_lib
-from models.lab.training import kept
-from models.lab.training import model_trainer
-from models.lab.training import run_checkpoints
-from models.lab.training import target_trainer
-from models.lab.training import trainer
+from specdec.models.lab.training import corpus as corpus_lib
+from specdec.models.lab.training import kept
+from specdec.models.lab.training import model_trainer
+from specdec.models.lab.training import run_checkpoints
+from specdec.models.lab.training import target_trainer
+from specdec.models.lab.training import trainer
 
 
 def _flip(content, rng):

@@ -3,12 +3,12 @@
 import jax
 import pytest
 
-from models.checkpoints import hub
-from models.text import choice as choice_lib
-from models.text import drafters
-from models.text import pair as pair_lib
-from models.text import settings as settings_lib
 import specdec
+from specdec.models.checkpoints import hub
+from specdec.models.text import choice as choice_lib
+from specdec.models.text import drafters
+from specdec.models.text import pair as pair_lib
+from specdec.models.text import settings as settings_lib
 
 _PROMPTS = (
   'def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n',

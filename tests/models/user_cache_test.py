@@ -7,7 +7,7 @@ import tempfile
 
 import pytest
 
-from models import user_cache
+from specdec.models import user_cache
 
 
 @pytest.fixture(autouse=True)

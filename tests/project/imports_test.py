@@ -4,14 +4,23 @@ import ast
 import collections
 import graphlib
 import itertools
+import os
 import pathlib
 import pkgutil
 import re
+import subprocess
+import sys
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _FOLDERS = ('specdec', 'models', 'scripts')
 # Lower floors first; a module may import from its own and from lower ones.
-_FLOORS = ('specdec', 'specdec.tracing', 'models', 'models.lab', 'scripts')
+_FLOORS = (
+  'specdec',
+  'specdec.tracing',
+  'specdec.models',
+  'specdec.models.lab',
+  'scripts',
+)
 # Pairs of a command and what it calls.
 _TWICE = {'benchmark', 'build_ngram', 'chat'}
 
@@ -25,7 +34,9 @@ def _files(folder):
 
 
 def _module(path):
-  return '.'.join(path.with_suffix('').parts).removesuffix('.__init__')
+  name = '.'.join(path.with_suffix('').parts).removesuffix('.__init__')
+  # specdec/models is a link to models/.
+  return f'specdec.{name}' if path.parts[0] == 'models' else name
 
 
 _MODULES = {_module(path): path for one in _FOLDERS for path in _files(one)}
@@ -67,7 +78,7 @@ def test_nothing_imports_itself_through_others():
   rooms = {
     name: path.parent
     for name, path in _MODULES.items()
-    if name.startswith('models') and path.name != '__init__.py'
+    if path.parts[0] == 'models' and path.name != '__init__.py'
   }
   folders = collections.defaultdict(set)
   for name, room in rooms.items():
@@ -110,7 +121,7 @@ def test_what_only_training_needs_is_imported_by_training_alone():
   """The package is installed without it; flax itself needs optax."""
   names = ('loss', 'run_checkpoints', 'tokenizer', 'trainer')
   names += ('block_trainer', 'head_trainer', 'model_trainer', 'target_trainer')
-  training = {f'models.lab.training.{name}' for name in names}
+  training = {f'specdec.models.lab.training.{name}' for name in names}
   assert training < _MODULES.keys()
   users = {
     name
@@ -172,3 +183,29 @@ def test_tests_lie_where_the_source_does():
   assert folders
   for folder in folders:
     assert (_ROOT / folder).is_dir() or str(folder) == 'project', folder
+
+
+def test_folders_and_packages_of_the_user_hide_nothing(tmp_path):
+  """One import name: a user's package `models` keeps its own name.
+
+  A plain folder `specdec` is what the parent folder of a clone has.
+  """
+  (tmp_path / 'models').mkdir()
+  (tmp_path / 'models' / '__init__.py').write_text('mine = 1')
+  (tmp_path / 'specdec').mkdir()
+  (tmp_path / 'script.py').write_text(
+    'import models\n'
+    'import specdec\n'
+    'print(models.mine, specdec.load.__module__, specdec.Sampling.__name__)\n'
+  )
+  # As installed by `pip install -e .`, whose entry follows the script's folder.
+  environment = os.environ | {'PYTHONPATH': str(_ROOT)}
+  done = subprocess.run(
+    [sys.executable, 'script.py'],
+    cwd=tmp_path,
+    env=environment,
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  assert done.stdout == '1 specdec.models.text.generator Sampling\n'

@@ -20,20 +20,19 @@ import numpy as np
 import plans
 import pytest
 
-import models
-from models.checkpoints import hub
-from models.lab import machine
-from models.lab import task as task_lib
-from models.lab.bench import timing
-from models.lab.training import tokenizer as tokenizer_lib
-from models.lab.tune import plan_lookup
-from models.nn import gpt2 as nn_gpt2
-from models.nn import sharding as sharding_lib
-from models.text import chat as chat_lib
-from models.text import choice as choice_lib
-from models.text import generator as generator_lib
-from models.text import settings as settings_lib
 import specdec
+from specdec.models.checkpoints import hub
+from specdec.models.lab import machine
+from specdec.models.lab import task as task_lib
+from specdec.models.lab.bench import timing
+from specdec.models.lab.training import tokenizer as tokenizer_lib
+from specdec.models.lab.tune import plan_lookup
+from specdec.models.nn import gpt2 as nn_gpt2
+from specdec.models.nn import sharding as sharding_lib
+from specdec.models.text import chat as chat_lib
+from specdec.models.text import choice as choice_lib
+from specdec.models.text import generator as generator_lib
+from specdec.models.text import settings as settings_lib
 from specdec.tree import topology as topology_lib
 
 _SCRIPTS = pathlib.Path(__file__).parents[2] / 'scripts'
@@ -138,7 +137,7 @@ _OPTIONS |= {'break_even': 2.5, 'max_new_tokens': 9}
 _BIASED = specdec.Sampling(logit_bias={3: 100.0, 4: -np.inf}, **_SAMPLING)
 _as_flags = lambda values: ' '.join(f'--{k}={v}' for k, v in values.items())
 
-# Flags of generate.py, and the arguments of `models.load` and `stream`.
+# Flags of generate.py, and the arguments of `specdec.load` and `stream`.
 _ARGUMENTS = {
   '--target=a --revision=b': {'target': 'a', 'revision': 'b', 'draft': None},
   '--draft=c': {'draft': 'c'},
@@ -197,10 +196,10 @@ def test_every_field_of_a_choice_has_a_flag_and_is_an_argument():
   assert len(names) == len(choice_lib.OPTIONS)
   for flag, option in choice_lib.OPTIONS.items():
     assert f'--{flag}=' in rows
-    assert f'\n  {option.field.name}: ' in inspect.getdoc(models.load)
-  assert names < inspect.signature(models.load).parameters.keys()
+    assert f'\n  {option.field.name}: ' in inspect.getdoc(specdec.load)
+  assert names < inspect.signature(specdec.load).parameters.keys()
   with pytest.raises(TypeError, match="unexpected keyword argument 'dtpye'"):
-    models.load(dtpye='float32')
+    specdec.load(dtpye='float32')
 
 
 def test_the_text_itself_drafts_without_a_draft_model(target, corpus, tmp_path):

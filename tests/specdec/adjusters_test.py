@@ -13,8 +13,8 @@ import reference
 import tiny
 import tiny_drafters
 
-from models.nn import table_model
 import specdec
+from specdec.models.nn import table_model
 
 _VOCAB_SIZE, _LIMIT, _MOODS = 24, 26, 5
 _TABLE = tiny.table(_VOCAB_SIZE)

@@ -9,9 +9,9 @@ import numpy as np
 import tiny
 import tiny_drafters
 
-from models.nn import contraction
-from models.nn import layers
 import specdec
+from specdec.models.nn import contraction
+from specdec.models.nn import layers
 from specdec.tree import tree as tree_lib
 
 _ROWS = 2

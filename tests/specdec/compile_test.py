@@ -8,9 +8,9 @@ import numpy as np
 import tiny
 import tiny_drafters
 
-from models.nn import table_model
 import specdec
 from specdec import loop
+from specdec.models.nn import table_model
 
 
 def _table(seed):

@@ -6,8 +6,8 @@ import pytest
 import tiny
 import tiny_drafters
 
-from models.nn import table_model
 import specdec
+from specdec.models.nn import table_model
 from specdec.tree import topology as topology_lib
 
 VOCAB_SIZE = 16

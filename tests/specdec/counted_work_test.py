@@ -28,13 +28,13 @@ import tiny
 import tiny_blocks
 import tiny_drafters
 
-from models.lab import hlo
-from models.lab.compiled import programs
-from models.lab.compiled import report as report_lib
-from models.nn import llama_config
-from models.text import choice as choice_lib
-from models.text import settings as settings_lib
 import specdec
+from specdec.models.lab import hlo
+from specdec.models.lab.compiled import programs
+from specdec.models.lab.compiled import report as report_lib
+from specdec.models.nn import llama_config
+from specdec.models.text import choice as choice_lib
+from specdec.models.text import settings as settings_lib
 
 _LIMITS = pathlib.Path(__file__).parents[1] / 'golden' / 'counted_work.json'
 _TASK = programs.CompiledTask(prompt_tokens=64, max_new_tokens=64)

@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 import slow_walks
 
-from models.nn import table_model
 import specdec
 from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
 from specdec.draft import ranking as ranking_lib
+from specdec.models.nn import table_model
 from specdec.tree import topology as topology_lib
 from specdec.tree import tree as tree_lib
 from specdec.verify import rejection

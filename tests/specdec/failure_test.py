@@ -8,8 +8,8 @@ import pytest
 import tiny
 import tiny_drafters
 
-from models.nn import table_model
 import specdec
+from specdec.models.nn import table_model
 
 VOCAB_SIZE = 16
 LIMIT = 20

@@ -8,8 +8,8 @@ import numpy as np
 import tiny
 import tiny_drafters
 
-from models.nn import table_model
 import specdec
+from specdec.models.nn import table_model
 from specdec.text import stop_strings
 
 VOCAB_SIZE = 64

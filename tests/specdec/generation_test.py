@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tiny_drafters
 
-from models.nn import table_model
 import specdec
+from specdec.models.nn import table_model
 from specdec.tree import topology as topology_lib
 
 _KEY = jax.random.key(0)

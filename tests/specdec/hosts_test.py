@@ -16,7 +16,7 @@ import pytest
 import quick
 import tiny
 
-from models.checkpoints import hub
+from specdec.models.checkpoints import hub
 
 _SCRIPTS = pathlib.Path(__file__).parents[2] / 'scripts'
 _DEVICES = 2  # Each host has so many.

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from models.nn import table_model
 import specdec
 from specdec import sampling as sampling_lib
+from specdec.models.nn import table_model
 from specdec.verify import rules as rules_lib
 
 _VOCAB_SIZE = 4

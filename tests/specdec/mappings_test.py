@@ -7,10 +7,10 @@ import pytest
 import tiny
 import tiny_drafters
 
-from models.nn import table_model
 import specdec
 from specdec import loop
 from specdec import mappings
+from specdec.models.nn import table_model
 
 _MODEL = table_model.table_model(tiny.table(12), max_positions=500)
 _DRAFTER = tiny_drafters.simple('chain', _MODEL, length=2)

@@ -14,19 +14,19 @@ import tiny_heads
 import tiny_recurrent
 import variants
 
-from models.checkpoints import hub
-from models.checkpoints.heads import heads
-from models.nn import adapter
-from models.nn import other_tokens
-from models.nn.cpu import build
-from models.nn.cpu import ops
-from models.nn.cpu import state_ops
 import specdec
 from specdec import cache as cache_lib
 from specdec import memory
 from specdec import recurrent as recurrent_lib
 from specdec import statistics
 from specdec.draft import block as block_lib
+from specdec.models.checkpoints import hub
+from specdec.models.checkpoints.heads import heads
+from specdec.models.nn import adapter
+from specdec.models.nn import other_tokens
+from specdec.models.nn.cpu import build
+from specdec.models.nn.cpu import ops
+from specdec.models.nn.cpu import state_ops
 
 _HYBRIDS = ('lfm2_old_keys', 'qwen3_5_shared_keys')
 _kernels = pytest.mark.skipif(

@@ -9,9 +9,9 @@ import pytest
 import tiny
 import tiny_drafters
 
-from models.nn import table_model
 import specdec
 from specdec import loop
+from specdec.models.nn import table_model
 from specdec.text import stop_strings
 
 _SLOTS = 3

@@ -9,9 +9,9 @@ import pytest
 import tiny
 import tiny_drafters
 
-from models.nn import table_model
 import specdec
 from specdec import statistics as statistics_lib
+from specdec.models.nn import table_model
 
 VOCAB_SIZE = 12
 LIMIT = 60

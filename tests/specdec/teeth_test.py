@@ -16,7 +16,6 @@ import sys
 
 import pytest
 
-_ROOTS = ('specdec', 'models')
 # Nothing imported under one source may be used under another.
 _FILES = {
   path.stem: path
@@ -643,11 +642,11 @@ class _Planter(importlib.machinery.SourceFileLoader):
 
 
 def _is_ours(module):
-  return module.split('.')[0] in _ROOTS or module in _FILES
+  return module.split('.')[0] == 'specdec' or module in _FILES
 
 
 def _whole(name):
-  return name if name.startswith('models.') else f'specdec.{name}'
+  return f'specdec.{name}'
 
 
 class _Finder:

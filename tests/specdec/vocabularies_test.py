@@ -11,14 +11,14 @@ import pytest
 import tiny
 import tiny_drafters
 
-from models.checkpoints import hub
-from models.lab.training import tokenizer as tokenizer_lib
-from models.text import choice as choice_lib
-from models.text import drafters
-from models.text import generator as generator_lib
-from models.text import pair as pair_lib
-from models.text import settings as settings_lib
 import specdec
+from specdec.models.checkpoints import hub
+from specdec.models.lab.training import tokenizer as tokenizer_lib
+from specdec.models.text import choice as choice_lib
+from specdec.models.text import drafters
+from specdec.models.text import generator as generator_lib
+from specdec.models.text import pair as pair_lib
+from specdec.models.text import settings as settings_lib
 from specdec.ngram import table as table_lib
 
 _TEXT = 'def add(first, second):\n  return first + second\n' * 20

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from models.checkpoints.gguf_parts import gguf_header
+from specdec.models.checkpoints.gguf_parts import gguf_header
 from specdec.text import text_files
 
 # Keys of the metadata, after the architecture, and those of config.json.
@@ -125,7 +125,7 @@ LONGROPE = {
   'short_factor': 'rope_factors_short.weight',
   'long_factor': 'rope_factors_long.weight',
 }
-# Names of tensors, and their canonical names (`models.checkpoints.families`);
+# Names of tensors, and their canonical names (`models/checkpoints/families`);
 # `{}` is the number of an expert. A model that has other tensors refuses them.
 NAMES = {
   'token_embd': 'embed_tokens',
@@ -199,7 +199,7 @@ _GPT2_NAMES = {
   'ffn_up': 'mlp.c_fc',
   'ffn_down': 'mlp.c_proj',
 }
-# Several matrices as one, see `models.checkpoints.tensor_names`.
+# Several matrices as one, see `models/checkpoints/tensor_names`.
 _FUSED_NAMES = NAMES | {
   'attn_qkv': 'self_attn.qkv_proj',
   'ffn_up': 'mlp.gate_up_proj',

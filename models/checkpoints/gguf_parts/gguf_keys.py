@@ -4,10 +4,10 @@ from collections.abc import Mapping
 import math
 from typing import Any
 
-from models.checkpoints.gguf_parts import gguf_config
-from models.checkpoints.gguf_parts import gguf_header
-from models.checkpoints.gguf_parts import gguf_rope
-from models.checkpoints.keys import model_types
+from specdec.models.checkpoints.gguf_parts import gguf_config
+from specdec.models.checkpoints.gguf_parts import gguf_header
+from specdec.models.checkpoints.gguf_parts import gguf_rope
+from specdec.models.checkpoints.keys import model_types
 
 
 def config_keys(header: gguf_header.Header) -> dict[str, Any]:

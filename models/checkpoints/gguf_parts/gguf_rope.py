@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from models.checkpoints.gguf_parts import gguf_config
-from models.checkpoints.gguf_parts import gguf_header
-from models.checkpoints.gguf_parts import gguf_tensor
-from models.nn import rope as rope_lib
+from specdec.models.checkpoints.gguf_parts import gguf_config
+from specdec.models.checkpoints.gguf_parts import gguf_header
+from specdec.models.checkpoints.gguf_parts import gguf_tensor
+from specdec.models.nn import rope as rope_lib
 
 # Keys of each scaling, and those of `rope_parameters`.
 _SCALINGS: dict[str, dict[str, str]] = {

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from models.checkpoints.gguf_parts import gguf_header
-from models.checkpoints.keys import tensor_parts
-from models.nn import blocks as blocks_lib
-from models.nn import rope as rope_lib
+from specdec.models.checkpoints.gguf_parts import gguf_header
+from specdec.models.checkpoints.keys import tensor_parts
+from specdec.models.nn import blocks as blocks_lib
+from specdec.models.nn import rope as rope_lib
 
 
 def quants() -> types.ModuleType:

@@ -16,8 +16,8 @@ from tokenizers import normalizers
 from tokenizers import pre_tokenizers
 import transformers
 
-from models.checkpoints.gguf_parts import gguf_header
-from models.checkpoints.gguf_parts import gguf_words
+from specdec.models.checkpoints.gguf_parts import gguf_header
+from specdec.models.checkpoints.gguf_parts import gguf_words
 from specdec.text import text_files
 
 _PREFIX = 'tokenizer.ggml.'

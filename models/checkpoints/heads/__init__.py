@@ -1,5 +1,5 @@
 """Drafting heads from folders and GGUF files."""
 
-from models.checkpoints.heads.heads import load as load
-from models.checkpoints.heads.heads import locate as locate
-from models.checkpoints.heads.heads import save as save
+from specdec.models.checkpoints.heads.heads import load as load
+from specdec.models.checkpoints.heads.heads import locate as locate
+from specdec.models.checkpoints.heads.heads import save as save

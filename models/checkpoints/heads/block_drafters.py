@@ -20,15 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.checkpoints import checkpoint as checkpoint_lib
-from models.checkpoints import families
-from models.checkpoints import hub
-from models.checkpoints.heads import head_files
-from models.checkpoints.heads import head_tensors
-from models.checkpoints.keys import block_keys
-from models.checkpoints.keys import head_keys
-from models.nn import block_drafter
-from models.nn import llama_config
+from specdec.models.checkpoints import checkpoint as checkpoint_lib
+from specdec.models.checkpoints import families
+from specdec.models.checkpoints import hub
+from specdec.models.checkpoints.heads import head_files
+from specdec.models.checkpoints.heads import head_tensors
+from specdec.models.checkpoints.keys import block_keys
+from specdec.models.checkpoints.keys import head_keys
+from specdec.models.nn import block_drafter
+from specdec.models.nn import llama_config
 
 _EDGES = 'markov_head.hidden_projection.weight'
 _CONFIDENCE = 'confidence_head.proj.weight'
@@ -133,7 +133,7 @@ class StoredBlockDrafter(head_tensors.Drafter):
       )
 
   def make(self, num_outputs: int, dtype: jnp.dtype) -> nnx.Module:
-    """The module with random weights; see `models.nn.block_drafter`."""
+    """The module with random weights; see `models/nn/block_drafter`."""
     return block_drafter.BlockDrafter(
       self.config, num_outputs, dtype=dtype, rngs=nnx.Rngs(0)
     )

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.checkpoints import families
-from models.checkpoints import hub
-from models.checkpoints import hugging_face
-from models.checkpoints import model_configs
-from models.checkpoints.heads import head_tensors
-from models.nn import llama_config
-from models.nn import rope as rope_lib
+from specdec.models.checkpoints import families
+from specdec.models.checkpoints import hub
+from specdec.models.checkpoints import hugging_face
+from specdec.models.checkpoints import model_configs
+from specdec.models.checkpoints.heads import head_tensors
+from specdec.models.nn import llama_config
+from specdec.models.nn import rope as rope_lib
 from specdec.text import text_files
 from specdec.text import whole_files
 

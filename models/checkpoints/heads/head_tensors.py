@@ -1,6 +1,6 @@
 """The stored tensors of drafting heads, by the names of their modules.
 
-GGUF files count the layers that read a state, as `models.checkpoints.heads`
+GGUF files count the layers that read a state, as `models/checkpoints/heads`
 does, and store the ids of a reduced vocabulary where others store offsets.
 """
 
@@ -14,21 +14,21 @@ from typing import Any
 
 import numpy as np
 
-from models.checkpoints import gguf
-from models.checkpoints import hugging_face
-from models.checkpoints.gguf_parts import gguf_config
-from models.checkpoints.gguf_parts import gguf_header
-from models.checkpoints.gguf_parts import gguf_rope
-from models.checkpoints.gguf_parts import gguf_tensor
-from models.checkpoints.keys import block_keys
-from models.nn import blocks as blocks_lib
+from specdec.models.checkpoints import gguf
+from specdec.models.checkpoints import hugging_face
+from specdec.models.checkpoints.gguf_parts import gguf_config
+from specdec.models.checkpoints.gguf_parts import gguf_header
+from specdec.models.checkpoints.gguf_parts import gguf_rope
+from specdec.models.checkpoints.gguf_parts import gguf_tensor
+from specdec.models.checkpoints.keys import block_keys
+from specdec.models.nn import blocks as blocks_lib
 from specdec.text import text_files
 
 MARKOV = 'markov_head.markov_w1.weight', 'markov_head.markov_w2.weight'
 """The matrices of the term of a block drafter for the token before."""
 
 _NUMBERED = r'(?:model\.)?(?:layers\.\d+|mtp_layers\.0)\.'
-# Stored names and canonical ones, those of parameters in `models.nn`.
+# Stored names and canonical ones, those of parameters in `models/nn`.
 _RENAMED = tuple(
   (re.compile(pattern), new)
   for pattern, new in (
@@ -140,7 +140,7 @@ class HeadTensors:
   def tensors(self) -> Iterator[tuple[str, Any]]:
     """Yields canonical names and tensors, except `d2t` and `t2d`.
 
-    Rows are in the order of `models.nn.rope`.
+    Rows are in the order of `models/nn/rope`.
     """
     reorders = self._rotates_neighbours
     for name, tensor in self.all.items():

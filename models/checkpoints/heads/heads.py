@@ -21,21 +21,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.checkpoints import checkpoint as checkpoint_lib
-from models.checkpoints import families
-from models.checkpoints import hub
-from models.checkpoints.heads import block_drafters
-from models.checkpoints.heads import head_files
-from models.checkpoints.heads import head_tensors
-from models.checkpoints.keys import head_keys
-from models.nn import eagle
-from models.nn import llama_config
-from models.nn import matrices as matrices_lib
-from models.nn import sharding as sharding_lib
 from specdec import cache as cache_lib
 from specdec import model as model_lib
 from specdec.draft import block as block_lib
 from specdec.draft import head as head_lib
+from specdec.models.checkpoints import checkpoint as checkpoint_lib
+from specdec.models.checkpoints import families
+from specdec.models.checkpoints import hub
+from specdec.models.checkpoints.heads import block_drafters
+from specdec.models.checkpoints.heads import head_files
+from specdec.models.checkpoints.heads import head_tensors
+from specdec.models.checkpoints.keys import head_keys
+from specdec.models.nn import eagle
+from specdec.models.nn import llama_config
+from specdec.models.nn import matrices as matrices_lib
+from specdec.models.nn import sharding as sharding_lib
 
 _NAMES = {
   eagle.EAGLE3: 'EAGLE-3',
@@ -73,7 +73,7 @@ class StoredHead(head_tensors.Drafter):
 
   @property
   def kind(self) -> str:
-    """One of `models.nn.eagle.KINDS`, by the tensors."""
+    """One of `eagle.KINDS`, by the tensors."""
     if 'enorm.weight' in self.stored.all:
       return eagle.MTP
     if 'layers.0.hidden_norm.weight' in self.stored.all:
@@ -274,8 +274,8 @@ def load(
   Args:
     head: the folder.
     target: the target.
-    dtype: of the matrices, see `models.checkpoints.hub.read_module`.
-    packed: whether matrices are packed for the kernels of `models.nn.cpu`.
+    dtype: of the matrices, see `hub.read_module`.
+    packed: whether matrices are packed for the kernels of `models/nn/cpu`.
     layout: where the head lies.
     outputs: `[N]` int, ascending, the tokens that it may draft, for which it
       has a copy of the output matrix; None: all that it can.

@@ -11,7 +11,7 @@ The lists of layers differ: `target_layer_ids` counts those that write a state,
 from collections.abc import Mapping
 from typing import Any
 
-from models.checkpoints.keys import head_keys
+from specdec.models.checkpoints.keys import head_keys
 
 _NESTED = 'dflash_config'
 _SPECULATORS = 'speculators_model_type'

@@ -3,7 +3,7 @@
 import itertools
 from typing import Any
 
-from models.nn import gemma as gemma_lib
+from specdec.models.nn import gemma as gemma_lib
 
 _SHARED = 'num_kv_shared_layers'
 

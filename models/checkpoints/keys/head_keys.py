@@ -11,7 +11,7 @@ All other lists count the layers that read a state, each the one after.
 from collections.abc import Mapping
 from typing import Any
 
-from models.checkpoints.keys import config_keys
+from specdec.models.checkpoints.keys import config_keys
 from specdec.text import text_files
 
 READS = 'eagle_aux_hidden_state_layer_ids'

@@ -8,14 +8,14 @@ from typing import Any
 
 import transformers
 
-from models.checkpoints.keys import config_keys
-from models.checkpoints.keys import gemma_keys
-from models.nn import delta as delta_lib
-from models.nn import gemma as gemma_lib
-from models.nn import gpt2 as nn_gpt2
-from models.nn import lfm2 as lfm2_lib
-from models.nn import llama_config
-from models.nn import mixtral as mixtral_lib
+from specdec.models.checkpoints.keys import config_keys
+from specdec.models.checkpoints.keys import gemma_keys
+from specdec.models.nn import delta as delta_lib
+from specdec.models.nn import gemma as gemma_lib
+from specdec.models.nn import gpt2 as nn_gpt2
+from specdec.models.nn import lfm2 as lfm2_lib
+from specdec.models.nn import llama_config
+from specdec.models.nn import mixtral as mixtral_lib
 
 FULL, SLIDING = 'full_attention', 'sliding_attention'
 QUERY_SCALAR = 'query_pre_attn_scalar'  # Scores are divided by its square root.
@@ -187,7 +187,7 @@ _LFM2_NAMES = {
   **{'q_norm': 'q_layernorm', 'k_norm': 'k_layernorm'},
   **{'gate_proj': 'w1', 'up_proj': 'w3', 'down_proj': 'w2'},
 }
-# The last one is of GGUF files, see `models.checkpoints.gguf_parts`.
+# The last one is of GGUF files, see `models/checkpoints/gguf_parts`.
 _DELTA_EXTRA = {
   **{'full_attention_interval': int, 'layer_types': list[str] | None},
   'linear_heads_tiled': bool,

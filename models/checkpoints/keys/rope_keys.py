@@ -11,8 +11,8 @@ import functools
 import math
 from typing import Any
 
-from models.checkpoints.keys import config_keys
-from models.nn import rope as rope_lib
+from specdec.models.checkpoints.keys import config_keys
+from specdec.models.nn import rope as rope_lib
 from specdec.text import text_files
 
 _OBJECTS = ('rope_parameters', 'rope_scaling')
@@ -57,7 +57,7 @@ def normalized(keys: Mapping[str, Any], ropes: str) -> dict[str, Any]:
 
   Args:
     keys: of the configuration.
-    ropes: see `models.checkpoints.keys.model_types`; `rope_parameters` of
+    ropes: see `models/checkpoints/keys/model_types`; `rope_parameters` of
       `kinds` has an object for each kind of layer.
 
   Raises:
@@ -174,7 +174,7 @@ def read_all(
 
   Args:
     config: of transformers.
-    ropes: see `models.checkpoints.keys.model_types`.
+    ropes: see `models/checkpoints/keys/model_types`.
     is_partial: whether a part of a head may be rotated.
   """
   number, raw = config.num_hidden_layers, config.rope_parameters

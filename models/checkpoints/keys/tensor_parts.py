@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from models.nn import blocks as blocks_lib
-from models.nn import rope as rope_lib
+from specdec.models.nn import blocks as blocks_lib
+from specdec.models.nn import rope as rope_lib
 
 _BLOCK_BYTES = 1 << 24  # Bytes of a tensor, as float32, that are read at once.
 

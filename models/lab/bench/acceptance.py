@@ -28,15 +28,15 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 
-from models.lab import task as task_lib
-from models.lab.bench import exactness
-from models.text import generator as generator_lib
-from models.text import result as result_lib
 import specdec
 from specdec import arguments as arguments_lib
 from specdec import mappings
 from specdec import model as model_lib
 from specdec import sampling as sampling_lib
+from specdec.models.lab import task as task_lib
+from specdec.models.lab.bench import exactness
+from specdec.models.text import generator as generator_lib
+from specdec.models.text import result as result_lib
 from specdec.tree import topology as topology_lib
 
 # The logarithms of the times of `_without_replacement`, and their distance.

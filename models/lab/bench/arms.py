@@ -7,14 +7,14 @@ import itertools
 import re
 from typing import Any
 
-from models.checkpoints import hub
-from models.lab.bench import llama_cpp
-from models.lab.bench import peer as peer_lib
-from models.lab.bench import transformers_peer
-from models.lab.bench import vllm_peer
-from models.nn import matrices as matrices_lib
-from models.text import choice as choice_lib
-from models.text import settings as settings_lib
+from specdec.models.checkpoints import hub
+from specdec.models.lab.bench import llama_cpp
+from specdec.models.lab.bench import peer as peer_lib
+from specdec.models.lab.bench import transformers_peer
+from specdec.models.lab.bench import vllm_peer
+from specdec.models.nn import matrices as matrices_lib
+from specdec.models.text import choice as choice_lib
+from specdec.models.text import settings as settings_lib
 
 PEERS: Mapping[str, peer_lib.Peer] = {
   'transformers': transformers_peer.Transformers(),

@@ -6,9 +6,9 @@ import sys
 
 import tqdm
 
-from models.lab.bench import questions as questions_lib
-from models.lab.bench import timing
-from models.text import pair as pair_lib
+from specdec.models.lab.bench import questions as questions_lib
+from specdec.models.lab.bench import timing
+from specdec.models.text import pair as pair_lib
 
 Turn = tuple[str | None, list[int]]
 """The category of a prompt and its token ids."""

@@ -10,21 +10,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from models.lab import machine
-from models.lab.bench import arms as arms_lib
-from models.lab.bench import batches as batches_lib
-from models.lab.bench import exactness
-from models.lab.bench import peer as peer_lib
-from models.lab.bench import questions as questions_lib
-from models.lab.bench import record
-from models.lab.bench import timing
-from models.text import drafters
-from models.text import pair as pair_lib
-from models.text import settings as settings_lib
 import specdec
 from specdec import arguments as arguments_lib
 from specdec import sampling as sampling_lib
 from specdec import statistics as statistics_lib
+from specdec.models.lab import machine
+from specdec.models.lab.bench import arms as arms_lib
+from specdec.models.lab.bench import batches as batches_lib
+from specdec.models.lab.bench import exactness
+from specdec.models.lab.bench import peer as peer_lib
+from specdec.models.lab.bench import questions as questions_lib
+from specdec.models.lab.bench import record
+from specdec.models.lab.bench import timing
+from specdec.models.text import drafters
+from specdec.models.text import pair as pair_lib
+from specdec.models.text import settings as settings_lib
 from specdec.text import whole_files
 from specdec.verify import rules as rules_lib
 
@@ -116,7 +116,7 @@ class Report:
 
   Attributes:
     settings: of the run.
-    limits: of `models.lab.machine.Bandwidth.summary`.
+    limits: of `machine.Bandwidth.summary`.
     arms: by name the figures of `timing.summarize_arms`; `flips`, the rows
       whose tokens differ from those of the plain arm of the same dtype, each
       with the margin of the choice, or None without such an arm or if tokens
@@ -394,7 +394,7 @@ def run(
   """Decodes every turn of the questions with every arm, interleaved.
 
   The first arm is the baseline. Its answers, decoded beforehand, are in the
-  conversations of all (`models.lab.bench.batches`). `settings` are recorded
+  conversations of all (`models/lab/bench/batches`). `settings` are recorded
   unchanged. No batch begins after `max_seconds`.
 
   Raises:

@@ -14,13 +14,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from models.lab import machine
-from models.lab.bench import replay
-from models.lab.bench import timing
-from models.text import drafters
-from models.text import pair as pair_lib
-from models.text import settings as settings_lib
 import specdec
+from specdec.models.lab import machine
+from specdec.models.lab.bench import replay
+from specdec.models.lab.bench import timing
+from specdec.models.text import drafters
+from specdec.models.text import pair as pair_lib
+from specdec.models.text import settings as settings_lib
 
 _NEW_TOKENS = 24  # Steps of a decode, as nothing is accepted.
 

@@ -11,8 +11,8 @@ import shutil
 import subprocess
 from typing import Any
 
-from models.lab.bench import peer as peer_lib
-from models.lab.bench import server as server_lib
+from specdec.models.lab.bench import peer as peer_lib
+from specdec.models.lab.bench import server as server_lib
 
 # Flags of the server, by method; an arm may have other values.
 _SPECULATION: Mapping[str, Mapping[str, str]] = {

@@ -13,11 +13,11 @@ import jax
 import numpy as np
 import tqdm
 
-from models.lab.bench import exactness
-from models.text import generator as generator_lib
-from models.text import result as result_lib
-from models.text import text_options
 import specdec
+from specdec.models.lab.bench import exactness
+from specdec.models.text import generator as generator_lib
+from specdec.models.text import result as result_lib
+from specdec.models.text import text_options
 
 # The probability that a correct sampler fails, all tests of a check together.
 _SIGNIFICANCE = 1e-3
@@ -81,7 +81,7 @@ class TokenCheck(Check):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistributionCheck(Check):
-  """Goodness-of-fit tests of the tokens, see `models.lab.bench.exactness`.
+  """Goodness-of-fit tests of the tokens, see `models/lab/bench/exactness`.
 
   Impossible tokens, by prompt and offset, have target probability 0.
   """

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
-from models.checkpoints import checkpoint as checkpoint_lib
-from models.lab import task as task_lib
-from models.lab.bench import timing
-from models.text import settings as settings_lib
 from specdec import generation as generation_lib
 from specdec import statistics as statistics_lib
+from specdec.models.checkpoints import checkpoint as checkpoint_lib
+from specdec.models.lab import task as task_lib
+from specdec.models.lab.bench import timing
+from specdec.models.text import settings as settings_lib
 
 UNKNOWN = ('positions', 'reads', 'nodes_per_forward', 'relative_bandwidth')
 """Figures of `specdec.statistics` that need more than tokens and forwards."""
@@ -24,7 +24,7 @@ UNKNOWN = ('positions', 'reads', 'nodes_per_forward', 'relative_bandwidth')
 class ArmSpec:
   """A method of decoding, with the options that differ from the common ones."""
 
-  method: str  # One of `models.text.settings.METHODS`, or of a `Peer`.
+  method: str  # One of `settings.METHODS`, or of a `Peer`.
   dtype: str  # Weights and cache have it; `gguf` for llama.cpp.
   options: tuple[tuple[str, str], ...] = ()  # Pairs of name and value.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from models.text import plan as plan_lib
+from specdec.models.text import plan as plan_lib
 
 _COLORS = (
   *('#4477aa', '#ee6677', '#228833', '#ccbb44'),

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from models import locks
+from specdec.models import locks
 from specdec.text import text_files
 from specdec.text import whole_files
 

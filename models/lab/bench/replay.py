@@ -25,12 +25,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.lab.bench import exactness
 from specdec import cache as cache_lib
 from specdec import mappings
 from specdec import model as model_lib
 from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
+from specdec.models.lab.bench import exactness
 
 
 @functools.cache

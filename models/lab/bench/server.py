@@ -15,10 +15,10 @@ import urllib.error
 import urllib.request
 import weakref
 
-from models.checkpoints import checkpoint as checkpoint_lib
-from models.checkpoints import gguf
-from models.lab.bench import peer as peer_lib
-from models.lab.bench import timing
+from specdec.models.checkpoints import checkpoint as checkpoint_lib
+from specdec.models.checkpoints import gguf
+from specdec.models.lab.bench import peer as peer_lib
+from specdec.models.lab.bench import timing
 from specdec.text import text_files
 
 CONTEXT = 4096

@@ -15,10 +15,10 @@ import jax
 import numpy as np
 import transformers
 
-from models.checkpoints import checkpoint as checkpoint_lib
-from models.checkpoints import gguf
-from models.lab.bench import peer as peer_lib
 from specdec import sampling as sampling_lib
+from specdec.models.checkpoints import checkpoint as checkpoint_lib
+from specdec.models.checkpoints import gguf
+from specdec.models.lab.bench import peer as peer_lib
 
 
 def import_torch() -> Any:
@@ -69,7 +69,7 @@ def _options(spec: peer_lib.ArmSpec) -> dict[str, int]:
 
 
 class _Arm:
-  """Decodes with transformers; a `models.lab.bench.timing.Arm`."""
+  """Decodes with transformers; a `timing.Arm`."""
 
   def __init__(self, spec, models, task, eos_ids):
     self._models, self._task, self._eos_ids = models, task, eos_ids

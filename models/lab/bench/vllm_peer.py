@@ -13,8 +13,8 @@ import shutil
 import subprocess
 from typing import Any
 
-from models.lab.bench import peer as peer_lib
-from models.lab.bench import server as server_lib
+from specdec.models.lab.bench import peer as peer_lib
+from specdec.models.lab.bench import server as server_lib
 from specdec.text import text_files
 
 # The drafting of each method; an arm may have other values.

@@ -12,7 +12,7 @@ import itertools
 import math
 import re
 
-from models.lab import hlo
+from specdec.models.lab import hlo
 
 LARGE_COPY = 64 * 1024
 """Copies of more bytes than this are listed one by one."""

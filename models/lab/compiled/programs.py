@@ -21,17 +21,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import SingleDeviceSharding
 import numpy as np
 
-from models.checkpoints import hub
-from models.lab import cost_model
-from models.lab import task as task_lib
-from models.lab.compiled import counts
-from models.nn import adapter
-from models.nn import gpt2 as nn_gpt2
-from models.nn import llama_config
-from models.nn import sharding as sharding_lib
-from models.text import choice as choice_lib
-from models.text import drafters
-from models.text import pair as pair_lib
 import specdec
 from specdec import arguments as arguments_lib
 from specdec import loop
@@ -41,6 +30,17 @@ from specdec import step as step_lib
 from specdec import watchers as watchers_lib
 from specdec.draft import drafter as drafter_lib
 from specdec.draft import lookup
+from specdec.models.checkpoints import hub
+from specdec.models.lab import cost_model
+from specdec.models.lab import task as task_lib
+from specdec.models.lab.compiled import counts
+from specdec.models.nn import adapter
+from specdec.models.nn import gpt2 as nn_gpt2
+from specdec.models.nn import llama_config
+from specdec.models.nn import sharding as sharding_lib
+from specdec.models.text import choice as choice_lib
+from specdec.models.text import drafters
+from specdec.models.text import pair as pair_lib
 from specdec.ngram import table as table_lib
 from specdec.verify import rules as rules_lib
 

@@ -6,13 +6,13 @@ import dataclasses
 import json
 from typing import Any
 
-from models.lab import hlo
-from models.lab.compiled import counts
-from models.lab.compiled import programs
-from models.text import choice as choice_lib
-from models.text import drafters
-from models.text import generator as generator_lib
-from models.text import pair as pair_lib
+from specdec.models.lab import hlo
+from specdec.models.lab.compiled import counts
+from specdec.models.lab.compiled import programs
+from specdec.models.text import choice as choice_lib
+from specdec.models.text import drafters
+from specdec.models.text import generator as generator_lib
+from specdec.models.text import pair as pair_lib
 from specdec.text import text_files
 
 STEP = 'decode step'

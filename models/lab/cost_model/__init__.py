@@ -5,18 +5,18 @@ and seconds of a forward. `predict` gives the speed of a `SpeculativeStep` on a
 `Deployment`.
 """
 
-from models.lab.cost_model.forward import forward_cost
-from models.lab.cost_model.forward import ForwardCost
-from models.lab.cost_model.forward import Hardware
-from models.lab.cost_model.forward import ModelShape
-from models.lab.cost_model.presets import HARDWARE
-from models.lab.cost_model.presets import MODELS
-from models.lab.cost_model.speculation import break_even_batch_size
-from models.lab.cost_model.speculation import Deployment
-from models.lab.cost_model.speculation import predict
-from models.lab.cost_model.speculation import Prediction
-from models.lab.cost_model.speculation import SpeculativeStep
-from models.lab.cost_model.speculation import tree_step
+from specdec.models.lab.cost_model.forward import forward_cost
+from specdec.models.lab.cost_model.forward import ForwardCost
+from specdec.models.lab.cost_model.forward import Hardware
+from specdec.models.lab.cost_model.forward import ModelShape
+from specdec.models.lab.cost_model.presets import HARDWARE
+from specdec.models.lab.cost_model.presets import MODELS
+from specdec.models.lab.cost_model.speculation import break_even_batch_size
+from specdec.models.lab.cost_model.speculation import Deployment
+from specdec.models.lab.cost_model.speculation import predict
+from specdec.models.lab.cost_model.speculation import Prediction
+from specdec.models.lab.cost_model.speculation import SpeculativeStep
+from specdec.models.lab.cost_model.speculation import tree_step
 
 __all__ = (
   'HARDWARE',

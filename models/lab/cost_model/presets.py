@@ -6,7 +6,7 @@ Weights and caches of all models have 16 bits; for other sizes use
 
 from typing import Any
 
-from models.lab.cost_model import forward as forward_lib
+from specdec.models.lab.cost_model import forward as forward_lib
 
 _SIZES = (
   *('num_layers', 'width', 'num_heads', 'num_kv_heads', 'mlp_width'),

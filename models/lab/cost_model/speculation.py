@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 
-from models.lab.bench import optimal
-from models.lab.cost_model import forward as forward_lib
+from specdec.models.lab.bench import optimal
+from specdec.models.lab.cost_model import forward as forward_lib
 from specdec.tree import topology as topology_lib
 
 
@@ -56,7 +56,7 @@ def tree_step(
   """The step of a fixed tree with one draft forward per level.
 
   `acceptance` is the probability that the target emits the candidate of each
-  rank (`models.lab.bench.optimal.acceptance_by_rank`). A chain of n tokens with
+  rank (`optimal.acceptance_by_rank`). A chain of n tokens with
   acceptance a is `tree_step(chain(n), [a])`; it emits
   1 + a + ... + a^n = (1 - a^(n + 1)) / (1 - a) tokens.
 

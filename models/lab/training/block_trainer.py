@@ -24,13 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from models.checkpoints.heads import block_drafters
-from models.lab.training import loss as loss_lib
-from models.lab.training import target_trainer
-from models.nn import adapter
-from models.nn import block_drafter
-from models.nn import matrices as matrices_lib
 from specdec import cache as cache_lib
+from specdec.models.checkpoints.heads import block_drafters
+from specdec.models.lab.training import loss as loss_lib
+from specdec.models.lab.training import target_trainer
+from specdec.models.nn import adapter
+from specdec.models.nn import block_drafter
+from specdec.models.nn import matrices as matrices_lib
 
 # The weight of a token falls by e over so many positions of a block.
 _GAMMA = 4.0

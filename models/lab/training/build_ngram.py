@@ -14,14 +14,14 @@ import jax
 import numpy as np
 import tqdm
 
-from models.checkpoints import hub
-from models.lab.training import corpus as corpus_lib
-from models.lab.training import kept
-from models.text import choice as choice_lib
-from models.text import pair as pair_lib
-from models.text import plan as plan_lib
-from models.text import sources as sources_lib
 import specdec
+from specdec.models.checkpoints import hub
+from specdec.models.lab.training import corpus as corpus_lib
+from specdec.models.lab.training import kept
+from specdec.models.text import choice as choice_lib
+from specdec.models.text import pair as pair_lib
+from specdec.models.text import plan as plan_lib
+from specdec.models.text import sources as sources_lib
 from specdec.ngram import counting
 from specdec.ngram import katz
 from specdec.ngram import table as table_lib

@@ -9,7 +9,7 @@ import sysconfig
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from models.lab.training import kept
+from specdec.models.lab.training import kept
 from specdec.text import text_files
 
 _SKIPPED_FOLDERS = frozenset({'site-packages', '__pycache__', '.git'})

@@ -24,12 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from models.checkpoints.heads import heads
-from models.lab.training import loss as loss_lib
-from models.lab.training import target_trainer
-from models.nn import adapter
-from models.nn import eagle
-from models.nn import matrices as matrices_lib
+from specdec.models.checkpoints.heads import heads
+from specdec.models.lab.training import loss as loss_lib
+from specdec.models.lab.training import target_trainer
+from specdec.models.nn import adapter
+from specdec.models.nn import eagle
+from specdec.models.nn import matrices as matrices_lib
 
 # The weight of the loss of a step, relative to that of the step before it.
 _DECAY = 0.8

@@ -13,7 +13,7 @@ import pathlib
 import shutil
 from typing import Any
 
-from models import locks
+from specdec.models import locks
 from specdec.text import text_files
 from specdec.text import whole_files
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from models.lab.training import corpus as corpus_lib
-from models.nn import adapter
 from specdec import mappings
 from specdec import model as model_lib
+from specdec.models.lab.training import corpus as corpus_lib
+from specdec.models.nn import adapter
 
 
 def _logits(graph, params, tokens: jax.Array) -> jax.Array:

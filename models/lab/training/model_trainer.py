@@ -10,18 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import transformers
 
-from models.checkpoints import families
-from models.checkpoints import hub
-from models.lab.training import corpus as corpus_lib
-from models.lab.training import kept
-from models.lab.training import loss as loss_lib
-from models.lab.training import tokenizer as tokenizer_lib
-from models.lab.training import trainer
-from models.nn import adapter
-from models.nn import gpt2 as nn_gpt2
-from models.nn import llama_config
-from models.text import pair as pair_lib
-from models.text import plan as plan_lib
+from specdec.models.checkpoints import families
+from specdec.models.checkpoints import hub
+from specdec.models.lab.training import corpus as corpus_lib
+from specdec.models.lab.training import kept
+from specdec.models.lab.training import loss as loss_lib
+from specdec.models.lab.training import tokenizer as tokenizer_lib
+from specdec.models.lab.training import trainer
+from specdec.models.nn import adapter
+from specdec.models.nn import gpt2 as nn_gpt2
+from specdec.models.nn import llama_config
+from specdec.models.text import pair as pair_lib
+from specdec.models.text import plan as plan_lib
 
 _CONFIGS: dict[str, Any] = {
   'gpt2': nn_gpt2.GPT2Config,
@@ -36,7 +36,7 @@ class ModelTraining(trainer.Training):
   Every phase is `(fraction of the steps, window length)`. Short windows come
   first, because attention is most of the cost of long windows, and the last
   phase is enough to learn far positions. With a teacher the model learns its
-  distribution instead of the next token (see `models.lab.training.loss`), has
+  distribution instead of the next token (see `models/lab/training/loss`), has
   its vocabulary, which may be padded, and starts with its token embedding if
   that has the same shape.
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from models.lab.training import kept
+from specdec.models.lab.training import kept
 
 _FILES = 1 << 16  # Bytes of a checkpoint besides those of its arrays.
 

@@ -20,21 +20,21 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 
-from models.checkpoints import checkpoint as checkpoint_lib
-from models.checkpoints import hub
-from models.checkpoints.heads import heads
-from models.lab.training import kept
-from models.lab.training import trainer
-from models.nn import adapter
-from models.nn import dtypes
-from models.nn import llama_config
-from models.nn import matrices as matrices_lib
-from models.nn import rope as rope_lib
-from models.nn.cpu import build
-from models.text import plan as plan_lib
 import specdec
 from specdec import cache as cache_lib
 from specdec import model as model_lib
+from specdec.models.checkpoints import checkpoint as checkpoint_lib
+from specdec.models.checkpoints import hub
+from specdec.models.checkpoints.heads import heads
+from specdec.models.lab.training import kept
+from specdec.models.lab.training import trainer
+from specdec.models.nn import adapter
+from specdec.models.nn import dtypes
+from specdec.models.nn import llama_config
+from specdec.models.nn import matrices as matrices_lib
+from specdec.models.nn import rope as rope_lib
+from specdec.models.nn.cpu import build
+from specdec.models.text import plan as plan_lib
 
 _WINDOWS = 32  # In a file.
 _ROWS = 128  # Rows of logits at once.
@@ -272,7 +272,7 @@ class TargetTraining(trainer.Training):
   shape of a drafter: a record with `reads`, the hidden states that it reads.
   """
 
-  target: str = 'demo'  # See `models.load`.
+  target: str = 'demo'  # See `specdec.load`.
   target_dtype: str = dtypes.AUTO  # That the target computes in.
   length: int = 256  # Tokens of a window.
   answer_tokens: int = 0  # Its last ones, which the target writes itself.

@@ -18,9 +18,9 @@ import numpy as np
 import optax
 from optax import contrib
 
-from models.lab.training import corpus as corpus_lib
-from models.lab.training import kept
-from models.lab.training import run_checkpoints
+from specdec.models.lab.training import corpus as corpus_lib
+from specdec.models.lab.training import kept
+from specdec.models.lab.training import run_checkpoints
 
 Report = Callable[[Any], None]
 Claim = Callable[..., pathlib.Path]

@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from models.lab import task as task_lib
-from models.lab.bench import record
-from models.lab.tune import planner
-from models.text import chat_template
-from models.text import draft_vocabulary
-from models.text import pair as pair_lib
-from models.text import plan as plan_lib
-from models.text import settings as settings_lib
-from models.text import sources as sources_lib
+from specdec.models.lab import task as task_lib
+from specdec.models.lab.bench import record
+from specdec.models.lab.tune import planner
+from specdec.models.text import chat_template
+from specdec.models.text import draft_vocabulary
+from specdec.models.text import pair as pair_lib
+from specdec.models.text import plan as plan_lib
+from specdec.models.text import settings as settings_lib
+from specdec.models.text import sources as sources_lib
 
 
 def _as_json(value: Any) -> Any:

@@ -9,7 +9,7 @@
 5. Plain decoding and the candidates that are predicted to be fastest, one that
    drafts from all of a prompt, from its end, and without a draft model, are
    decoded with the target, interleaved, at both lengths. They are the ways of
-   the plan, among which a request chooses (`models.text.plan.choose`); those
+   the plan, among which a request chooses (`plan.choose`); those
    that are nowhere faster after the prompt are left out.
 
 When the time budget is spent or the user interrupts, a plan is made from what
@@ -29,20 +29,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from models.lab import machine
-from models.lab import task as task_lib
-from models.lab.bench import exactness
-from models.lab.bench import optimal
-from models.lab.bench import replay
-from models.lab.tune import trials
-from models.text import chat_template
-from models.text import drafters
-from models.text import pair as pair_lib
-from models.text import plan as plan_lib
-from models.text import settings as settings_lib
 import specdec
 from specdec import arguments as arguments_lib
 from specdec import statistics as statistics_lib
+from specdec.models.lab import machine
+from specdec.models.lab import task as task_lib
+from specdec.models.lab.bench import exactness
+from specdec.models.lab.bench import optimal
+from specdec.models.lab.bench import replay
+from specdec.models.lab.tune import trials
+from specdec.models.text import chat_template
+from specdec.models.text import drafters
+from specdec.models.text import pair as pair_lib
+from specdec.models.text import plan as plan_lib
+from specdec.models.text import settings as settings_lib
 
 PLAN_SECONDS = 300.0
 NODE_COUNTS = (1, 2, 4, 8, 16, 32)

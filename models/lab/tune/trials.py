@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from models.lab import machine
-from models.text import plan as plan_lib
-from models.text import settings as settings_lib
 import specdec
 from specdec import arguments as arguments_lib
+from specdec.models.lab import machine
+from specdec.models.text import plan as plan_lib
+from specdec.models.text import settings as settings_lib
 
 PLAIN = 'plain'
 

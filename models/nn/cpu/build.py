@@ -16,7 +16,7 @@ import tempfile
 import jax
 import jaxlib
 
-from models import user_cache
+from specdec.models import user_cache
 from specdec.text import whole_files
 
 _FOLDER = pathlib.Path(__file__).parent

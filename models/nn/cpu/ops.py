@@ -45,7 +45,7 @@ class Matrix(NamedTuple):
   """A packed matrix `[out, in]` and a bias.
 
   Attributes:
-    words: see `models.nn.matrices.PackedMatrix` and `models.nn.blocks`.
+    words: see `matrices.PackedMatrix` and `models/nn/blocks`.
     scale: `[out]` float32 of int8, otherwise `[0]` or None.
     outputs: their number.
     bias: `[out]` float32 or bfloat16, or None.
@@ -143,7 +143,7 @@ def multiply(
     x: `[..., in]` float32.
     matrices: of `in` inputs each.
     dtype: of their weights, to which rows are rounded; `blocks` for those of
-      `models.nn.blocks`, of any kinds.
+      `models/nn/blocks`, of any kinds.
     norm: of the rows before.
     activation: of the products, one of `ACTIVATIONS`.
     gated: whether the result is the activation of the first of two products
@@ -254,7 +254,7 @@ def attend(
     norms: of each head of queries, of keys and of values, as many as there are;
       they differ in their scales only, without biases and means.
     rotation: cosines and sines `[B, 1, L, pairs]` float32, see
-      `models.nn.rope.rotate`.
+      `rope.rotate`.
 
   Returns:
     `[B, L, Hq Dh]` float32, and the keys and values with the new ones.
@@ -334,7 +334,7 @@ def normalize(x: jax.Array, norm: Norm) -> jax.Array:
 def route(
   logits: jax.Array, count: int, *, renormalize: bool
 ) -> tuple[jax.Array, jax.Array]:
-  """The fields of a `models.nn.experts.Routing`, see `models.nn.experts.route`.
+  """The fields of a `experts.Routing`, see `experts.route`.
 
   Of equally probable experts the first is taken.
 

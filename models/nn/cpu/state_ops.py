@@ -1,6 +1,6 @@
 """The functions of the C++ kernels for layers with a state, in JAX.
 
-All shapes and dtypes are checked here, as in `models.nn.cpu.ops`.
+All shapes and dtypes are checked here, as in `models/nn/cpu/ops`.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.nn.cpu import ops
+from specdec.models.nn.cpu import ops
 
 _MOST_BEFORE = 15
 """The largest number of inputs before one that a convolution sees."""

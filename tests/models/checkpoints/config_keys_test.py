@@ -12,7 +12,7 @@ import pytest
 import transformers
 import variants
 
-from models.checkpoints import families
+from specdec.models.checkpoints import families
 
 _PATH = pathlib.Path('config.json')
 _PUBLISHED = json.loads(

@@ -9,9 +9,9 @@ import pytest
 import safetensors
 import tiny
 
-from models.checkpoints import expand
-from models.checkpoints import hub
-from models.lab.training import tokenizer as tokenizer_lib
+from specdec.models.checkpoints import expand
+from specdec.models.checkpoints import hub
+from specdec.models.lab.training import tokenizer as tokenizer_lib
 
 _UNTIED = {'tie_embeddings': False}
 # Wider sums are added up in an order of the machine's own; logits are near 1.

@@ -13,8 +13,8 @@ from tokenizers import processors
 from tokenizers import trainers
 import transformers
 
-from models.checkpoints import folder_tokenizer
-from models.lab.training import tokenizer as tokenizer_lib
+from specdec.models.checkpoints import folder_tokenizer
+from specdec.models.lab.training import tokenizer as tokenizer_lib
 
 _TEXTS = [
   *(' 12 + 3', 'x = [\n    10,\n     2]\n', 'Don\'t "STOP"  a\t b'),

@@ -16,21 +16,21 @@ import pytest
 import tiny
 import variants
 
-from models.checkpoints import checkpoint as checkpoint_lib
-from models.checkpoints import hub
-from models.checkpoints.gguf_parts import gguf_rope
-from models.lab.training import tokenizer as tokenizer_lib
-from models.nn import blocks as blocks_lib
-from models.nn import delta as delta_lib
-from models.nn import dtypes
-from models.nn import gemma as gemma_lib
-from models.nn import gpt2 as nn_gpt2
-from models.nn import llama_config
-from models.nn import matrices as matrices_lib
-from models.nn import mixtral as mixtral_lib
-from models.nn import rope as rope_lib
-from models.text import choice as choice_lib
-from models.text import pair as pair_lib
+from specdec.models.checkpoints import checkpoint as checkpoint_lib
+from specdec.models.checkpoints import hub
+from specdec.models.checkpoints.gguf_parts import gguf_rope
+from specdec.models.lab.training import tokenizer as tokenizer_lib
+from specdec.models.nn import blocks as blocks_lib
+from specdec.models.nn import delta as delta_lib
+from specdec.models.nn import dtypes
+from specdec.models.nn import gemma as gemma_lib
+from specdec.models.nn import gpt2 as nn_gpt2
+from specdec.models.nn import llama_config
+from specdec.models.nn import matrices as matrices_lib
+from specdec.models.nn import mixtral as mixtral_lib
+from specdec.models.nn import rope as rope_lib
+from specdec.models.text import choice as choice_lib
+from specdec.models.text import pair as pair_lib
 
 _LLAMA3 = rope_lib.Llama3Scaling(
   factor=8.0,

@@ -8,9 +8,9 @@ from gguf import TokenType
 import pytest
 import tiny_blocks
 
-from models.checkpoints import hub
-from models.checkpoints.gguf_parts import gguf_tokenizer
-from models.text import token_bytes as token_bytes_lib
+from specdec.models.checkpoints import hub
+from specdec.models.checkpoints.gguf_parts import gguf_tokenizer
+from specdec.models.text import token_bytes as token_bytes_lib
 
 _ALPHABET, _spelled = byte_level.ALPHABET, byte_level.spelled
 

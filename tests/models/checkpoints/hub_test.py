@@ -16,11 +16,11 @@ import tiny
 import transformers
 import variants
 
-from models.checkpoints import hub
-from models.checkpoints.keys import tensor_parts
-from models.nn import adapter
-from models.nn import matrices as matrices_lib
 from specdec import cache as cache_lib
+from specdec.models.checkpoints import hub
+from specdec.models.checkpoints.keys import tensor_parts
+from specdec.models.nn import adapter
+from specdec.models.nn import matrices as matrices_lib
 
 WEIGHTS = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'

@@ -8,14 +8,14 @@ import shutil
 import pytest
 import tiny
 
-import models
-from models.checkpoints import hub
-from models.lab.training import tokenizer as tokenizer_lib
-from models.nn.cpu import build
-from models.text import choice as choice_lib
-from models.text import pair as pair_lib
-from models.text import sources as sources_lib
-from models.text import vocabulary as vocabulary_lib
+import specdec
+from specdec.models.checkpoints import hub
+from specdec.models.lab.training import tokenizer as tokenizer_lib
+from specdec.models.nn.cpu import build
+from specdec.models.text import choice as choice_lib
+from specdec.models.text import pair as pair_lib
+from specdec.models.text import sources as sources_lib
+from specdec.models.text import vocabulary as vocabulary_lib
 
 _TEXT = 'def add(first, second):\n  return first + second\n' * 20
 
@@ -123,4 +123,4 @@ def test_demo_as_draft_is_the_embedded_draft(caplog):
   pair_lib.load_pair(choice_lib.ModelChoice('demo-draft', large))
   assert 'swap them, or choose a smaller draft' in caplog.text
   # A method that drafts without a model loads none, of whatever tokenizer.
-  assert models.load(method='lookup').pair.draft is None
+  assert specdec.load(method='lookup').pair.draft is None

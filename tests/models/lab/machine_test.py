@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 import tiny
 
-from models.lab import forward_times
-from models.lab import machine
+from specdec.models.lab import forward_times
+from specdec.models.lab import machine
 
 _COSTS = machine.StepCosts(verification={1: 0.1, 4: 0.13, 8: 0.21})
 

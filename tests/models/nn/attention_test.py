@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.nn import attention
-from models.nn import matrices as matrices_lib
+from specdec.models.nn import attention
+from specdec.models.nn import matrices as matrices_lib
 
 _SCALE = 0.3
 

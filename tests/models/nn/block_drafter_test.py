@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import tiny_blocks
 
-from models.checkpoints import hub
-from models.checkpoints.heads import heads
-from models.nn import adapter
-from models.nn import layers
-from models.nn.cpu import build
 import specdec
 from specdec import tracing
 from specdec.draft import block as block_lib
+from specdec.models.checkpoints import hub
+from specdec.models.checkpoints.heads import heads
+from specdec.models.nn import adapter
+from specdec.models.nn import layers
+from specdec.models.nn.cpu import build
 from specdec.tree import topology as topology_lib
 
 _GOLDEN = np.load(block_folders.GOLDEN)

@@ -11,12 +11,12 @@ import pytest
 import tiny
 import tiny_blocks
 
-from models.checkpoints import checkpoint as checkpoint_lib
-from models.checkpoints import hub
-from models.nn import adapter
-from models.nn import blocks as blocks_lib
-from models.nn import matrices as matrices_lib
-from models.nn.cpu import build
+from specdec.models.checkpoints import checkpoint as checkpoint_lib
+from specdec.models.checkpoints import hub
+from specdec.models.nn import adapter
+from specdec.models.nn import blocks as blocks_lib
+from specdec.models.nn import matrices as matrices_lib
+from specdec.models.nn.cpu import build
 
 _RNG = np.random.default_rng(0)
 _kernels = pytest.mark.skipif(

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from models.nn.cpu import build
+from specdec.models.nn.cpu import build
 
 pytestmark = pytest.mark.skipif(
   not build.is_available(), reason='the CPU kernels need a C++ compiler'

@@ -15,15 +15,15 @@ import tiny_blocks
 import tiny_recurrent
 import variants
 
-from models.checkpoints import hub
-from models.nn import adapter
-from models.nn import blocks as blocks_lib
-from models.nn import experts as experts_lib
-from models.nn import matrices as matrices_lib
-from models.nn import rope as rope_lib
-from models.nn.cpu import build
-from models.nn.cpu import ops
 from specdec import cache as cache_lib
+from specdec.models.checkpoints import hub
+from specdec.models.nn import adapter
+from specdec.models.nn import blocks as blocks_lib
+from specdec.models.nn import experts as experts_lib
+from specdec.models.nn import matrices as matrices_lib
+from specdec.models.nn import rope as rope_lib
+from specdec.models.nn.cpu import build
+from specdec.models.nn.cpu import ops
 
 pytestmark = pytest.mark.skipif(
   not build.is_available(), reason='the CPU kernels need a C++ compiler'

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from models.nn import blocks as blocks_lib
-from models.nn.cpu import build
-from models.nn.cpu import ops
-from models.nn.cpu import state_ops
+from specdec.models.nn import blocks as blocks_lib
+from specdec.models.nn.cpu import build
+from specdec.models.nn.cpu import ops
+from specdec.models.nn.cpu import state_ops
 
 _kernels = pytest.mark.skipif(
   not build.is_available(), reason='the CPU kernels need a C++ compiler'

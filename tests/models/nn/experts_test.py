@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.nn import experts as experts_lib
+from specdec.models.nn import experts as experts_lib
 
 _WIDTH = 6
 

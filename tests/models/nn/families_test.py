@@ -19,12 +19,12 @@ import tiny
 import tiny_drafters
 import variants
 
-from models.checkpoints import hub
-from models.nn import adapter
-from models.nn import blocks as blocks_lib
-from models.nn import mixtral as mixtral_lib
-from models.nn.cpu import build
 import specdec
+from specdec.models.checkpoints import hub
+from specdec.models.nn import adapter
+from specdec.models.nn import blocks as blocks_lib
+from specdec.models.nn import mixtral as mixtral_lib
+from specdec.models.nn.cpu import build
 
 _LENGTH = len(variants.LONG)
 _long = lambda *values, runs: pytest.param(

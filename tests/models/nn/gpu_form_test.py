@@ -7,10 +7,10 @@ import pytest
 import tiny
 import tiny_drafters
 
-from models.nn import adapter
-from models.nn import attention
 import specdec
 from specdec import cache as cache_lib
+from specdec.models.nn import adapter
+from specdec.models.nn import attention
 
 
 def _module(name):

@@ -22,16 +22,16 @@ import tiny
 import tiny_drafters
 import tiny_heads
 
-from models.checkpoints.heads import heads
-from models.lab.training import head_trainer
-from models.nn import adapter
-from models.nn import eagle
-from models.nn import gpt2 as nn_gpt2
-from models.nn import rope as rope_lib
 import specdec
 from specdec import cache as cache_lib
 from specdec import step as step_lib
 from specdec.draft import head as head_lib
+from specdec.models.checkpoints.heads import heads
+from specdec.models.lab.training import head_trainer
+from specdec.models.nn import adapter
+from specdec.models.nn import eagle
+from specdec.models.nn import gpt2 as nn_gpt2
+from specdec.models.nn import rope as rope_lib
 from specdec.tree import topology as topology_lib
 
 # How a head is stored, what it is and what the oracle is told. Keys of

@@ -9,8 +9,8 @@ from safetensors import numpy as safetensors_numpy
 import tiny
 import variants
 
-from models.checkpoints import hub
-from models.nn import adapter
+from specdec.models.checkpoints import hub
+from specdec.models.nn import adapter
 
 
 def _write(tmp_path, name):

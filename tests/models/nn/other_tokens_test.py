@@ -11,13 +11,12 @@ import tiny_drafters
 import tokenizers
 import transformers
 
-import models
-from models.checkpoints import hub
-from models.lab.training import tokenizer as tokenizer_lib
-from models.nn import adapter
-from models.nn import other_tokens
-from models.text import shared_tokens
 import specdec
+from specdec.models.checkpoints import hub
+from specdec.models.lab.training import tokenizer as tokenizer_lib
+from specdec.models.nn import adapter
+from specdec.models.nn import other_tokens
+from specdec.models.text import shared_tokens
 
 # A model that reads every token as one to three of its own, in any order, and
 # has a logit of its own for each: what it says shows what it has read.
@@ -188,7 +187,7 @@ def test_tokens_of_the_draft_alone_are_drafted(
 ):
   """It has another tokenizer, or computes some of its tokens."""
   paths = folders / 'target', folders / draft
-  load = lambda **options: models.load(
+  load = lambda **options: specdec.load(
     *map(str, paths), dtype='float32', **options
   )
   lm = load(method=method, draft_vocab=size)

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import quick
 
-import models
-from models.checkpoints import hub
-from models.lab.compiled import programs
-from models.nn import adapter
-from models.nn import matrices as matrices_lib
-from models.nn import sharding as sharding_lib
+import specdec
 from specdec import memory
+from specdec.models.checkpoints import hub
+from specdec.models.lab.compiled import programs
+from specdec.models.nn import adapter
+from specdec.models.nn import matrices as matrices_lib
+from specdec.models.nn import sharding as sharding_lib
 
 _ROOT = pathlib.Path(__file__).parents[3]
 
@@ -90,7 +90,7 @@ def test_any_mesh_gets_the_axes_and_types_that_are_needed():
   assert made == sharding_lib.make_mesh({'data': 1})
   assert made.axis_names == sharding_lib.AXES
   with pytest.raises(ValueError, match="mesh=rows:2: there is no axis 'rows'"):
-    models.load('demo', None, method='plain', mesh={'rows': 2})
+    specdec.load('demo', None, method='plain', mesh={'rows': 2})
 
 
 def test_a_draft_is_divided_only_if_it_is_large():

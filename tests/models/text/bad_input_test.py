@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import tiny_drafters
 
-from models import waiting
-from models.nn import table_model
 import specdec
 from specdec import memory
+from specdec.models import waiting
+from specdec.models.nn import table_model
 
 _TESTS = pathlib.Path(__file__).parents[2]
 _SCRIPTS = sorted(

@@ -13,12 +13,11 @@ import pytest
 import tiny
 import tiny_drafters
 
-import models
-from models.checkpoints import hub
-from models.text import generator as generator_lib
-from models.text import pair as pair_lib
 import specdec
 from specdec import loop
+from specdec.models.checkpoints import hub
+from specdec.models.text import generator as generator_lib
+from specdec.models.text import pair as pair_lib
 
 _LETTERS = string.ascii_letters[:40]
 _SPECIAL = ('<end>', '<system>', '<user>', '<assistant>', '<a>', '<b>', '<c>')
@@ -201,7 +200,7 @@ def test_what_is_no_conversation_is_refused():
 def test_a_missing_template_is_noticed_before_the_weights_are_read(monkeypatch):
   monkeypatch.setattr(hub, 'read_module', pytest.fail)
   with pytest.raises(ValueError, match='has no chat template'):
-    models.load('demo', None, method='plain', messages=[_user()])
+    specdec.load('demo', None, method='plain', messages=[_user()])
 
 
 @pytest.mark.parametrize('context', [0, 81, 2.5, 'all'])

@@ -18,11 +18,10 @@ import tiny
 import tiny_demo
 import tiny_drafters
 
-import models
-from models.text import generator as generator_lib
-from models.text import pair as pair_lib
 import specdec
 from specdec import hosts
+from specdec.models.text import generator as generator_lib
+from specdec.models.text import pair as pair_lib
 
 _PIECES = (*'abcdeflnrstu0123456789 {}[]":,-.\n', '":', '{"', 'true', 'ab')
 _PIECES += ('name', 'null', '", "', 'é', 'cab', '"}')
@@ -119,7 +118,7 @@ def test_prompts_in_slots_have_constraints_of_their_own():
   """Also where one needs larger tables than those before it."""
   wanted = [*zip(_REGEX, _SCHEMA, strict=True), ('[a-c]{280}', None)]
   jobs = [
-    models.Job(
+    specdec.Job(
       prompt=_PROMPT,
       seed=10 + row,
       regex=wanted[row][0],
@@ -127,7 +126,7 @@ def test_prompts_in_slots_have_constraints_of_their_own():
     )
     for row in (3, 0, 1, len(_REGEX))
   ]
-  jobs.insert(2, models.Job(prompt=_PROMPT, regex='('))
+  jobs.insert(2, specdec.Job(prompt=_PROMPT, regex='('))
   many = _generator('tree').generate_many(
     jobs,
     batch_size=3,
@@ -217,7 +216,9 @@ def test_scripts(tmp_path, monkeypatch):
 
 @functools.cache
 def _embedded(method):
-  return models.load(draft=None if method == 'plain' else 'demo', method=method)
+  return specdec.load(
+    draft=None if method == 'plain' else 'demo', method=method
+  )
 
 
 @pytest.mark.long

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import tiny
 
-from models.checkpoints import hub
-from models.lab.training import tokenizer as tokenizer_lib
-from models.nn import adapter
-from models.nn.cpu import build
-from models.text import draft_vocabulary
+from specdec.models.checkpoints import hub
+from specdec.models.lab.training import tokenizer as tokenizer_lib
+from specdec.models.nn import adapter
+from specdec.models.nn.cpu import build
+from specdec.models.text import draft_vocabulary
 
 _TEXT = 'def add(first, second):\n  return first + second\n' * 20
 _V, _N = 280, 60

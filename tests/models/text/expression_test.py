@@ -10,8 +10,8 @@ import re
 import numpy as np
 import pytest
 
-from models.text import byte_automaton
-from models.text import expression
+from specdec.models.text import byte_automaton
+from specdec.models.text import expression
 from specdec.text import automaton as automaton_lib
 
 # By the characters of which texts are tried.

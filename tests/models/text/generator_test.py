@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.text import choice as choice_lib
-from models.text import generator as generator_lib
-from models.text import text_options
 import specdec
+from specdec.models.text import choice as choice_lib
+from specdec.models.text import generator as generator_lib
+from specdec.models.text import text_options
 
 LIMIT = 60
 _NEVER = '\x01'

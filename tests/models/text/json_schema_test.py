@@ -18,10 +18,10 @@ import jsonschema
 import numpy as np
 import pytest
 
-from models.text import byte_automaton
-from models.text import constraints
-from models.text import json_schema
-from models.text import json_texts
+from specdec.models.text import byte_automaton
+from specdec.models.text import constraints
+from specdec.models.text import json_schema
+from specdec.models.text import json_texts
 
 _ROOT = pathlib.Path(__file__).parents[3]
 _FORMATS = jsonschema.FormatChecker()

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import tiny_demo
 
-import models
-from models.lab.training import kept
-from models.text import many as many_lib
 import specdec
+from specdec.models.lab.training import kept
+from specdec.models.text import many as many_lib
 
 _PROMPTS = ['import ', 'def f(x):\n  return', '', 'a' * 9000, [20, 30], 'x = 1']
 _PROMPTS += [[1.5, 2]]
@@ -29,7 +28,7 @@ def _pair(tmp_path_factory):
 
 @pytest.fixture(scope='module', name='lm')
 def _lm(_pair):
-  return models.load(method='plain')
+  return specdec.load(method='plain')
 
 
 def _alone(lm, prompt, seed, **options):
@@ -46,7 +45,7 @@ def test_every_prompt_is_completed_as_alone(lm):
     for number, prompt in enumerate(_PROMPTS):
       taken.append(number)
       yield prompt
-    yield models.Job(prompt='import ', seed=0, max_new_tokens=3)
+    yield specdec.Job(prompt='import ', seed=0, max_new_tokens=3)
 
   options = {'batch_size': 2, 'context': 128, 'seed': 5} | _OPTIONS
   options['sampling'] = specdec.Sampling(temperature=1.0)

@@ -10,16 +10,15 @@ import numpy as np
 import plans
 import pytest
 
-import models
-from models.checkpoints import hub
-from models.text import choice as choice_lib
-from models.text import drafters
-from models.text import pair as pair_lib
-from models.text import plan as plan_lib
-from models.text import settings as settings_lib
-from models.text import sources as sources_lib
 import specdec
 from specdec import arguments as arguments_lib
+from specdec.models.checkpoints import hub
+from specdec.models.text import choice as choice_lib
+from specdec.models.text import drafters
+from specdec.models.text import pair as pair_lib
+from specdec.models.text import plan as plan_lib
+from specdec.models.text import settings as settings_lib
+from specdec.models.text import sources as sources_lib
 from specdec.tree import topology as topology_lib
 
 _CONTEXT = plan_lib.Context(
@@ -207,15 +206,15 @@ def test_a_model_of_the_hub_is_looked_up_once(monkeypatch):
   download = lambda name, **_: asked.append(name) or folder
   monkeypatch.setattr(huggingface_hub, 'snapshot_download', download)
   plan = _plan(ways=(plans.way('lookup'), plans.way('chain')), context=context)
-  models.load('some/target', 'some/draft', plan=plan)
+  specdec.load('some/target', 'some/draft', plan=plan)
   assert asked == ['some/target', 'some/draft']
   # Without a draft model, none is loaded.
   lookup = dataclasses.replace(plan, ways=plan.ways[:1])
-  assert models.load('demo-draft', '/no/draft', plan=lookup).pair.draft is None
+  assert specdec.load('demo-draft', '/no/draft', plan=lookup).pair.draft is None
   other = dataclasses.replace(context, models=digests | {'draft': 'other'})
   other = dataclasses.replace(plan, context=other)
   with pytest.raises(ValueError, match='made for another draft'):
-    models.load('demo-draft', 'demo', plan=other)
+    specdec.load('demo-draft', 'demo', plan=other)
 
 
 def test_the_method_plan_is_what_the_plan_says():
@@ -285,7 +284,7 @@ def test_each_request_has_the_drafter_that_was_chosen(monkeypatch):
   """Its tokens are those of plain decoding, whatever is chosen."""
   context = dataclasses.replace(_CONTEXT, models=_digests('demo', 'demo'))
   plan = _plan(ways=_WAYS, context=context)
-  lm = models.load('demo', 'demo', dtype='float32', plan=plan)
+  lm = specdec.load('demo', 'demo', dtype='float32', plan=plan)
   plain = dataclasses.replace(lm, drafter=specdec.PLAIN)
   prompt, seen = lm.pair.encode('import os\nimport ') * 20, []
   of_request = drafters.Planned.of_request

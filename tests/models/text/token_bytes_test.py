@@ -12,10 +12,10 @@ from tokenizers import decoders
 from tokenizers import models
 import transformers
 
-from models.lab.training import tokenizer as tokenizer_lib
-from models.text import choice as choice_lib
-from models.text import pair as pair_lib
-from models.text import token_bytes as token_bytes_lib
+from specdec.models.lab.training import tokenizer as tokenizer_lib
+from specdec.models.text import choice as choice_lib
+from specdec.models.text import pair as pair_lib
+from specdec.models.text import token_bytes as token_bytes_lib
 
 
 @pytest.fixture(scope='module')

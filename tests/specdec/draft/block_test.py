@@ -11,8 +11,8 @@ import table_blocks
 import tiny
 import tiny_drafters
 
-from models.nn import table_model
 import specdec
+from specdec.models.nn import table_model
 from specdec.tree import topology as topology_lib
 
 _V, _DEPTH, _LIMIT = 12, 4, 21

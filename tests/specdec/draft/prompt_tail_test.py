@@ -10,12 +10,11 @@ import tiny
 import tiny_drafters
 import tiny_heads
 
-import models
-from models.text import drafters
-from models.text import pair as pair_lib
 import specdec
 from specdec import carried as carried_lib
 from specdec.draft import stages as stages_lib
+from specdec.models.text import drafters
+from specdec.models.text import pair as pair_lib
 from specdec.tree import topology as topology_lib
 
 _C = 3
@@ -180,7 +179,7 @@ def test_a_head_and_no_tokens_are_refused():
   pair = pair_lib.Pair(
     *(tiny.gpt2(num_layers=1), None, None, ()), head=tiny_heads.random_head()
   )
-  settings = models.DraftSettings(draft_prompt=8, inner='none')
+  settings = specdec.DraftSettings(draft_prompt=8, inner='none')
   with pytest.raises(ValueError, match='draft_prompt=8 is for a draft model'):
     drafters.make_drafter('chain', pair, settings)
   for wrong in (0, 2.5):
@@ -190,4 +189,4 @@ def test_a_head_and_no_tokens_are_refused():
         wrong,
       )
     with pytest.raises(ValueError, match='draft_prompt must be an integer of'):
-      models.DraftSettings(draft_prompt=wrong)
+      specdec.DraftSettings(draft_prompt=wrong)

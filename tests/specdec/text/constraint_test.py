@@ -16,8 +16,8 @@ import reference
 import tiny
 import tiny_drafters
 
-from models.nn import table_model
 import specdec
+from specdec.models.nn import table_model
 from specdec.text import automaton as automaton_lib
 from specdec.text import constraint as constraint_lib
 from specdec.tree import topology as topology_lib

@@ -7,7 +7,7 @@ import typing
 
 import pytest
 
-from models.lab.training import corpus as corpus_lib
+from specdec.models.lab.training import corpus as corpus_lib
 from specdec.text import text_files
 
 _TEXT = 'čaj\none\u2028two \u00e9\n\nlast'

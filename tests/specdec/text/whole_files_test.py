@@ -8,8 +8,8 @@ import sys
 import pytest
 import safetensors
 
-from models.lab.bench import record
-from models.lab.training import kept
+from specdec.models.lab.bench import record
+from specdec.models.lab.training import kept
 from specdec.text import whole_files
 
 

@@ -11,9 +11,9 @@ import pytest
 import tiny
 import tiny_drafters
 
-from models.nn import table_model
 import specdec
 from specdec import tracing
+from specdec.models.nn import table_model
 from specdec.tree import topology as topology_lib
 
 _VOCAB_SIZE = 24

@@ -14,14 +14,14 @@ import pytest
 import tiny
 import tiny_blocks
 
-from models.checkpoints import hub
-from models.lab.bench import arms as arms_lib
-from models.lab.bench import peer as peer_lib
-from models.lab.bench import transformers_peer
-from models.nn import adapter
-from models.text import choice as choice_lib
-from models.text import settings as settings_lib
 import specdec
+from specdec.models.checkpoints import hub
+from specdec.models.lab.bench import arms as arms_lib
+from specdec.models.lab.bench import peer as peer_lib
+from specdec.models.lab.bench import transformers_peer
+from specdec.models.nn import adapter
+from specdec.models.text import choice as choice_lib
+from specdec.models.text import settings as settings_lib
 
 _CONTEXT = 96
 _LIMIT = 20

@@ -11,22 +11,22 @@ import numpy as np
 import plans
 import pytest
 
-from models.lab.bench import batches as batches_lib
-from models.lab.bench import benchmark
-from models.lab.bench import draft_times
-from models.lab.bench import exactness
-from models.lab.bench import peer as peer_lib
-from models.lab.bench import plots
-from models.lab.bench import questions as questions_lib
-from models.lab.bench import timing
-from models.nn import table_model
-from models.text import choice as choice_lib
-from models.text import pair as pair_lib
-from models.text import settings as settings_lib
 import specdec
 from specdec import arguments as arguments_lib
 from specdec import randomness as randomness_lib
 from specdec import statistics as statistics_lib
+from specdec.models.lab.bench import batches as batches_lib
+from specdec.models.lab.bench import benchmark
+from specdec.models.lab.bench import draft_times
+from specdec.models.lab.bench import exactness
+from specdec.models.lab.bench import peer as peer_lib
+from specdec.models.lab.bench import plots
+from specdec.models.lab.bench import questions as questions_lib
+from specdec.models.lab.bench import timing
+from specdec.models.nn import table_model
+from specdec.models.text import choice as choice_lib
+from specdec.models.text import pair as pair_lib
+from specdec.models.text import settings as settings_lib
 
 
 def _generation(*rows):

@@ -11,14 +11,14 @@ import reference
 import tiny
 import tiny_drafters
 
-from models.lab import task as task_lib
-from models.lab.bench import acceptance
-from models.lab.bench import exactness
-from models.lab.bench import lossless
-from models.nn import table_model
-from models.text import generator as generator_lib
 import specdec
 from specdec import arguments as arguments_lib
+from specdec.models.lab import task as task_lib
+from specdec.models.lab.bench import acceptance
+from specdec.models.lab.bench import exactness
+from specdec.models.lab.bench import lossless
+from specdec.models.nn import table_model
+from specdec.models.text import generator as generator_lib
 
 _SIZE = 7
 _SAMPLING = specdec.Sampling(temperature=1.0)

@@ -13,8 +13,8 @@ import pytest
 from scipy import optimize
 from scipy import sparse
 
-from models.lab.bench import acceptance
 from specdec import sampling as sampling_lib
+from specdec.models.lab.bench import acceptance
 from specdec.tree import topology as topology_lib
 from specdec.verify import rules as rules_lib
 

@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from models.lab.bench import optimal
+from specdec.models.lab.bench import optimal
 from specdec.tree import topology as topology_lib
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import tiny
 import tiny_drafters
 
-from models.lab.bench import replay
 import specdec
 from specdec import arguments as arguments_lib
+from specdec.models.lab.bench import replay
 from specdec.tree import topology as topology_lib
 
 _LIMIT = 32

@@ -4,11 +4,11 @@ import pathlib
 
 import pytest
 
-from models.lab import hlo
-from models.lab.bench import record
-from models.lab.compiled import counts
-from models.lab.compiled import programs
-from models.lab.compiled import report as report_lib
+from specdec.models.lab import hlo
+from specdec.models.lab.bench import record
+from specdec.models.lab.compiled import counts
+from specdec.models.lab.compiled import programs
+from specdec.models.lab.compiled import report as report_lib
 
 # Written by hand. A decode step of a model of two layers, with a growth round
 # of unknown length, a table look-up of three steps and a branch. The array

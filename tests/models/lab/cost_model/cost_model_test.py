@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 
-from models.lab import cost_model
+from specdec.models.lab import cost_model
 from specdec.tree import topology as topology_lib
 
 _PAGE = pathlib.Path(__file__).parents[4] / 'docs' / 'cost_model.md'

@@ -12,14 +12,14 @@ import pytest
 import tiny
 import tiny_heads
 
-from models.checkpoints.heads import block_drafters
-from models.checkpoints.heads import heads
-from models.lab.training import block_trainer
-from models.nn import block_drafter
-from models.nn import matrices as matrices_lib
 import specdec
 from specdec import cache as cache_lib
 from specdec.draft import block as block_lib
+from specdec.models.checkpoints.heads import block_drafters
+from specdec.models.checkpoints.heads import heads
+from specdec.models.lab.training import block_trainer
+from specdec.models.nn import block_drafter
+from specdec.models.nn import matrices as matrices_lib
 from specdec.tree import topology as topology_lib
 
 _ROWS = 4

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import tiny
 
-from models.checkpoints import hub
-from models.lab.training import build_ngram
-from models.lab.training import corpus as corpus_lib
-from models.lab.training import tokenizer as tokenizer_lib
-from models.text import choice as choice_lib
-from models.text import pair as pair_lib
-from models.text import plan as plan_lib
 import specdec
+from specdec.models.checkpoints import hub
+from specdec.models.lab.training import build_ngram
+from specdec.models.lab.training import corpus as corpus_lib
+from specdec.models.lab.training import tokenizer as tokenizer_lib
+from specdec.models.text import choice as choice_lib
+from specdec.models.text import pair as pair_lib
+from specdec.models.text import plan as plan_lib
 from specdec.ngram import table as table_lib
 
 _TEXT = 'def add(first, second):\n  return first + second\n'

@@ -14,18 +14,17 @@ from safetensors import numpy as safetensors_numpy
 import tiny
 import transformers
 
-import models
-from models.checkpoints import hub
-from models.lab.training import block_trainer
-from models.lab.training import corpus as corpus_lib
-from models.lab.training import head_trainer
-from models.lab.training import loss as loss_lib
-from models.lab.training import model_trainer
-from models.lab.training import tokenizer as tokenizer_lib
-from models.lab.training import trainer
-from models.nn import adapter
-from models.nn import rope as rope_lib
 import specdec
+from specdec.models.checkpoints import hub
+from specdec.models.lab.training import block_trainer
+from specdec.models.lab.training import corpus as corpus_lib
+from specdec.models.lab.training import head_trainer
+from specdec.models.lab.training import loss as loss_lib
+from specdec.models.lab.training import model_trainer
+from specdec.models.lab.training import tokenizer as tokenizer_lib
+from specdec.models.lab.training import trainer
+from specdec.models.nn import adapter
+from specdec.models.nn import rope as rope_lib
 
 CODE = 'def add(first, second):\n\treturn first + second\n'
 TEXTS = (
@@ -373,7 +372,7 @@ def test_a_head_learns_from_a_model_and_drafts(trained, tmp_path):
   accepted = [line.accepted for line in lines if hasattr(line, 'accepted')]
   assert np.shape(accepted) == (2, 2)
   _same_weights(folder, _train(head, tmp_path / 'whole'))
-  lm = models.load(target, head=folder, method='chain', dtype='float32')
+  lm = specdec.load(target, head=folder, method='chain', dtype='float32')
   assert lm.pair.head.spec.reads == (1, 2, 3)
   generate = functools.partial(lm.generate, 'def f3(', max_new_tokens=20)
   plain = dataclasses.replace(lm, drafter=specdec.PLAIN)
@@ -397,7 +396,7 @@ def test_a_block_drafter_learns_from_answers_and_drafts(trained, tmp_path):
   accepted = [line.accepted for line in lines if hasattr(line, 'accepted')]
   assert np.shape(accepted) == (2, 3)
   _same_weights(folder, _train(block, tmp_path / 'whole'))
-  lm = models.load(target, head=folder, method='tree', dtype='float32')
+  lm = specdec.load(target, head=folder, method='tree', dtype='float32')
   plain = dataclasses.replace(lm, drafter=specdec.PLAIN)
   # The rows of a file have temperatures from 0 to 1.
   file = tmp_path / 'whole/work/answers/train/windows_00000.npy'

@@ -6,13 +6,13 @@ import functools
 import plans
 import pytest
 
-from models.lab import task as task_lib
-from models.lab.tune import plan_lookup
-from models.lab.tune import planner
-from models.text import choice as choice_lib
-from models.text import plan as plan_lib
-from models.text import settings as settings_lib
 import specdec
+from specdec.models.lab import task as task_lib
+from specdec.models.lab.tune import plan_lookup
+from specdec.models.lab.tune import planner
+from specdec.models.text import choice as choice_lib
+from specdec.models.text import plan as plan_lib
+from specdec.models.text import settings as settings_lib
 
 _TASK = task_lib.Task(
   models=choice_lib.ModelChoice(dtype='float32'),

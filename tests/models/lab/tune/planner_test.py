@@ -10,18 +10,18 @@ import pytest
 import tiny
 import tiny_drafters
 
-from models.lab import machine
-from models.lab import task as task_lib
-from models.lab.training import tokenizer as tokenizer_lib
-from models.lab.tune import plan_lookup
-from models.lab.tune import planner
-from models.lab.tune import trials
-from models.nn import adapter
-from models.nn import table_model
-from models.text import pair as pair_lib
-from models.text import plan as plan_lib
-from models.text import settings as settings_lib
 import specdec
+from specdec.models.lab import machine
+from specdec.models.lab import task as task_lib
+from specdec.models.lab.training import tokenizer as tokenizer_lib
+from specdec.models.lab.tune import plan_lookup
+from specdec.models.lab.tune import planner
+from specdec.models.lab.tune import trials
+from specdec.models.nn import adapter
+from specdec.models.nn import table_model
+from specdec.models.text import pair as pair_lib
+from specdec.models.text import plan as plan_lib
+from specdec.models.text import settings as settings_lib
 
 _TEXT = 'the cat says ok, and the dog says no to the cat\n' * 20
 _PROMPTS = ('the cat says', 'ok, and', 'the dog', 'to the cat')
