@@ -12,8 +12,8 @@ import warnings
 # configs and tokenizers are used here.
 os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 
-# The name of 0.8, which a clone that is on the path still has in 0.9. Modules of
-# the folder have one name, because two copies of a class differ.
+# The name of 0.8, which a clone that is on the path still has in 0.9. It has no
+# modules, because two copies of a class would differ.
 if __name__ == 'models':
   from specdec import Completion as Completion
   from specdec import DraftSettings as DraftSettings

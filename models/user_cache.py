@@ -39,6 +39,7 @@ def _root() -> pathlib.Path:
   logging.warning(
     'the cache folder ~/.cache/specdec cannot be used (%s); %s is used.'
     ' XDG_CACHE_HOME names another one',
-    *(reason, root),
+    reason,
+    root,
   )
   return root

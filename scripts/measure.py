@@ -108,7 +108,9 @@ def _draft() -> list[dict]:
   else:
     pair = pair_lib.load_pair(loading.models())
   rows = draft_times.measure(
-    *(pair, options.draft_settings(), ('chain', 'tree')),
+    pair,
+    options.draft_settings(),
+    ('chain', 'tree'),
     context=_CONTEXT.value,
     repeats=_REPEATS.value,
   )

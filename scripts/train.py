@@ -118,15 +118,31 @@ _float(
 
 # The flags of settings: of all kinds of training, and of each.
 _SHARED = (
-  *('steps', 'batch_tokens', 'learning_rate', 'optimizer', 'seed', 'dtype'),
-  *('heads', 'kv_heads', 'inner_width'),
+  'steps',
+  'batch_tokens',
+  'learning_rate',
+  'optimizer',
+  'seed',
+  'dtype',
+  'heads',
+  'kv_heads',
+  'inner_width',
 )
 _OF_MODEL = (
-  *('context', 'tokenizer', 'teacher', 'vocab_size', 'family', 'width'),
+  'context',
+  'tokenizer',
+  'teacher',
+  'vocab_size',
+  'family',
+  'width',
   'layers',
 )
 _OF_TARGET = (
-  *('context', 'answer_tokens', 'target', 'target_dtype', 'head_vocabulary'),
+  'context',
+  'answer_tokens',
+  'target',
+  'target_dtype',
+  'head_vocabulary',
   'feature_gigabytes',
 )
 _OF_HEADS = {

@@ -221,8 +221,12 @@ class Slots:
           return False
         before = slot.num_read
         self._request, self._state = loop.insert(
-          *(self._target, self._drafter, self._request, self._state),
-          *(np.int32(row), *slot.read(most)),
+          self._target,
+          self._drafter,
+          self._request,
+          self._state,
+          np.int32(row),
+          *slot.read(most),
         )
         most -= slot.num_read - before
         if not slot.is_read:

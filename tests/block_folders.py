@@ -28,20 +28,31 @@ TEXT = 10  # Tokens of the text that a forward reads, the root behind them.
 
 _SLIDING, _FULL = 'sliding_attention', 'full_attention'
 _QWEN = {
-  **{'model_type': 'qwen3', 'vocab_size': VOCAB, 'hidden_size': WIDTH},
-  **{'intermediate_size': INNER, 'num_attention_heads': HEADS},
-  **{'num_key_value_heads': KV_HEADS, 'head_dim': HEAD_WIDTH},
-  **{'max_position_embeddings': CONTEXT, 'rms_norm_eps': 1e-6},
-  **{'rope_theta': 100.0, 'tie_word_embeddings': False},
-  **{'bos_token_id': 0, 'eos_token_id': 0, 'pad_token_id': None},
+  'model_type': 'qwen3',
+  'vocab_size': VOCAB,
+  'hidden_size': WIDTH,
+  'intermediate_size': INNER,
+  'num_attention_heads': HEADS,
+  'num_key_value_heads': KV_HEADS,
+  'head_dim': HEAD_WIDTH,
+  'max_position_embeddings': CONTEXT,
+  'rms_norm_eps': 1e-6,
+  'rope_theta': 100.0,
+  'tie_word_embeddings': False,
+  'bos_token_id': 0,
+  'eos_token_id': 0,
+  'pad_token_id': None,
 }
 TARGET = _QWEN | {'num_hidden_layers': LAYERS}
 _LAYERS = _QWEN | {'num_hidden_layers': 2}
 _WINDOW = {'sliding_window': 4, 'use_sliding_window': True}
 _WINDOWS = _WINDOW | {'layer_types': [_SLIDING, _FULL]}
 _LLAMA3 = {
-  **{'rope_type': 'llama3', 'factor': 8.0, 'rope_theta': 100.0},
-  **{'low_freq_factor': 1.0, 'high_freq_factor': 4.0},
+  'rope_type': 'llama3',
+  'factor': 8.0,
+  'rope_theta': 100.0,
+  'low_freq_factor': 1.0,
+  'high_freq_factor': 4.0,
   'original_max_position_embeddings': 16,
 }
 _CONVOLUTIONS = {'conv_kernel_size': 2, 'conv_group_size': 8}
@@ -64,8 +75,10 @@ def _speculators(kind, layers=None, **own):
   verifier = {'architectures': ['Qwen3ForCausalLM'], 'name_or_path': None}
   method = {'proposal_type': 'greedy', 'speculative_tokens': BLOCK - 1}
   found['speculators_config'] = {
-    **{'algorithm': kind, 'default_proposal_method': 'greedy'},
-    **{'proposal_methods': [method], 'verifier': verifier},
+    'algorithm': kind,
+    'default_proposal_method': 'greedy',
+    'proposal_methods': [method],
+    'verifier': verifier,
   }
   layers = _LAYERS | (layers or {})
   return found | {'transformer_layer_config': layers} | own
@@ -74,7 +87,8 @@ def _speculators(kind, layers=None, **own):
 _DSPARK = {'markov_rank': RANK, 'markov_head_type': 'vanilla'}
 _DSPARK |= {'enable_confidence_head': True, 'confidence_head_with_markov': True}
 _ZLAB2 = {
-  **{'output_multiplier': 0.5, 'final_logit_softcapping': 3.0},
+  'output_multiplier': 0.5,
+  'final_logit_softcapping': 3.0,
   'input_embedding_scale': 2.0,
 }
 # A name tells the package; `CONFIGS` has what follows from it in config.json.
@@ -115,8 +129,10 @@ CONFIGS['deepspec'] = (
 )
 CONFIGS['liquid'] = _z_lab(
   {
-    **{'architectures': ['Lfm2DSparkDraftModel'], 'markov_rank': RANK},
-    **{'markov_head_type': 'vanilla', 'enable_confidence_head': True},
+    'architectures': ['Lfm2DSparkDraftModel'],
+    'markov_rank': RANK,
+    'markov_head_type': 'vanilla',
+    'enable_confidence_head': True,
     'rope_is_neox_style': False,
   }
 )

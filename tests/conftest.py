@@ -107,7 +107,9 @@ def shard_of(files, seconds, index, number):
   for file in sorted(files, key=lambda file: (-seconds(file), file)):
     total, place, chosen = min(shards)
     shards[shards.index((total, place, chosen))] = (
-      *(total + seconds(file) + 1, place, [*chosen, file]),
+      total + seconds(file) + 1,
+      place,
+      [*chosen, file],
     )
   return set(shards[index - 1][2])
 

@@ -117,20 +117,26 @@ def _states(rng: np.random.Generator, data: np.random.Generator) -> jax.Array:
   first = integers(0, slots - length + 1, rows)
   taken, _ = state_ops.mix_convolution(
     normal(rows, length, 3 * mixed),
-    *(normal(rows, taps, mixed), normal(*window, mixed), (parents, first)),
-    *(normal(taps + 1, mixed), normal(mixed)),
+    normal(rows, taps, mixed),
+    normal(*window, mixed),
+    (parents, first),
+    normal(taps + 1, mixed),
+    normal(mixed),
   )
   out, _ = state_ops.mix_delta(
     normal(rows, length, mixed + heads * (width + 2)),
     {'conv': normal(rows, taps, mixed), 'matrix': state},
     inputs | {'conv': normal(*window, mixed)},
-    *((parents, first), normal(taps + 1, mixed)),
+    (parents, first),
+    normal(taps + 1, mixed),
     (-np.abs(normal(heads)), normal(heads)),
     ops.Norm(normal(width), None, 1e-6, center=False),
     tiled=tiled,
   )
   folded = state_ops.fold_delta(
-    *(state, inputs, integers(-2, slots + 2, rows, slots)),
+    state,
+    inputs,
+    integers(-2, slots + 2, rows, slots),
     integers(0, slots + 1, rows),
     tiled=tiled,
   )

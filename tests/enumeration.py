@@ -475,7 +475,9 @@ def step_law(worlds: Worlds, topology, rule):
       is_drawn = worlds.is_drawn(here, rank, len(ranks), children)[:, None]
       chance, below, *left = _in_chunks(
         functools.partial(try_child, rule=rule),
-        *(weight[at], target[at], np.where(is_drawn, draft[at], certain)),
+        weight[at],
+        target[at],
+        np.where(is_drawn, draft[at], certain),
         tokens.astype(np.int32),
       )
       tried = mass[at] * law[at, tokens]
@@ -486,7 +488,9 @@ def step_law(worlds: Worlds, topology, rule):
       states, mass, rows, drawn, weight, target, draft = (
         np.concatenate([old[none], new[failed > 0]])
         for old, new in (
-          *((states, here), (mass, failed), (rows, rows[at])),
+          (states, here),
+          (mass, failed),
+          (rows, rows[at]),
           (drawn, drawn[at] | (certain > 0)),
           *zip((weight, target, draft), left, strict=True),
         )

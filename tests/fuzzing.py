@@ -27,7 +27,18 @@ from specdec.tree import topology as topology_lib
 
 # A few tokens that share bytes, and some with pieces of characters.
 _PIECES = (
-  *('a', 'b', 'ab', 'ba', 'aab', ' ', '\n', 'b\n', 'é', 'né', '日本', '😀'),
+  'a',
+  'b',
+  'ab',
+  'ba',
+  'aab',
+  ' ',
+  '\n',
+  'b\n',
+  'é',
+  'né',
+  '日本',
+  '😀',
 )
 _CONTEXT = 110
 _DRAFT_CONTEXT = 60
@@ -101,7 +112,9 @@ _HYBRIDS = ('lfm2', 'delta')
 _WINDOWS = {
   'mistral': {'window': 4},
   'gemma': {
-    **{'num_layers': 2, 'window': (4, None), 'post_norm': True},
+    'num_layers': 2,
+    'window': (4, None),
+    'post_norm': True,
     'rope': (rope_lib.Rope(theta=100.0), rope_lib.Rope(theta=1000.0)),
   },
 }
@@ -145,7 +158,8 @@ def _drafter(name: str, target: str):
     text.append(int(np.argmax(_tables()[0][text[-1]] + rng.gumbel(size=size))))
   table = tiny_drafters.ngram_table([text], size, order=3, num_continuations=3)
   both = tiny_drafters.candidates(
-    *(specdec.PromptLookup((0.2, 0.5), num_matches=2), specdec.NGram(table)),
+    specdec.PromptLookup((0.2, 0.5), num_matches=2),
+    specdec.NGram(table),
     config=tiny_drafters.Settings(width=2, branching=2, rounds=2, cost_ratio=0),
   )
   tree = tiny_drafters.Settings(
@@ -270,9 +284,12 @@ def good_call(rng, shape: Shape) -> tuple[list, dict]:
   elif 'top_k' in on:
     sampling = dataclasses.replace(sampling, top_k=100)
   options = {
-    **{'max_new_tokens': each(limit), 'room_for_new_tokens': 64},
-    **{'sampling': sampling, 'seed': each(lambda: int(rng.integers(1000)))},
-    **{'verify': shape.verify, 'children': shape.children},
+    'max_new_tokens': each(limit),
+    'room_for_new_tokens': 64,
+    'sampling': sampling,
+    'seed': each(lambda: int(rng.integers(1000))),
+    'verify': shape.verify,
+    'children': shape.children,
     'log_probs': 'log_probs' in shape.on,
   }
   if 'stop' in shape.on:

@@ -81,7 +81,10 @@ def grown(drafter, tokens, length, *rest):
 
 def grown_from(drafter, stages, tokens, length, active, noise, sampling):
   ctx = list_trees.match_context(
-    *(tokens, length, noise, sampling),
+    tokens,
+    length,
+    noise,
+    sampling,
     active=active,
     shape=drafter.shape,
     target_bytes=_TARGET_BYTES,

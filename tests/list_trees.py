@@ -113,9 +113,7 @@ def match_context(
 
   `noise`: `[B, D + 1, V]`; `seen`: `[B, V]`, for a repetition penalty.
   """
-  kw = {
-    **{'active': length > 0, 'rule': match.MatchRule(), 'target_bytes': 1},
-  } | kw
+  kw = {'active': length > 0, 'rule': match.MatchRule(), 'target_bytes': 1} | kw
   if seen is not None:
     penalty = adjusters_lib.RepetitionPenalty(seen.shape[1])
     kw |= {'adjusters': (penalty,), 'carried': (seen,)}

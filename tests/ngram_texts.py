@@ -21,8 +21,11 @@ def texts(vocab_size: int) -> st.SearchStrategy[list[list[int]]]:
   periods = st.lists(tokens, min_size=1, max_size=4)
   repeated = st.builds(lambda one, n: one * n, periods, st.integers(1, 20))
   drawn = st.builds(
-    *(text, st.sampled_from([max(vocab_size - 1, 1), vocab_size])),
-    *(st.integers(1, 300), st.integers(0, 99), st.sampled_from([1, 3])),
+    text,
+    st.sampled_from([max(vocab_size - 1, 1), vocab_size]),
+    st.integers(1, 300),
+    st.integers(0, 99),
+    st.sampled_from([1, 3]),
   )
   several = st.lists(repeated | drawn | st.just([]), max_size=5)
   return several.filter(any)

@@ -129,7 +129,8 @@ def _assert_alike(tokens, expected, family, temperature):
     pairs = enumerate(zip(ours, theirs, strict=False))
     at = next(place for place, (one, other) in pairs if one != other)
     margin = exactness.choice_margin(
-      *(_load(family, 'target', sharding_lib.Layout()), rows['rng_key'][row]),
+      _load(family, 'target', sharding_lib.Layout()),
+      rows['rng_key'][row],
       [*rows['prompts'][row], *theirs[:at]],
       tiny.sampling([temperature, 0.0][row % 2]),
     )
@@ -189,13 +190,19 @@ _PARTS = {
   **dict.fromkeys(('q_proj', 'o_proj'), ((16, 16),)),
   **dict.fromkeys(('k_proj', 'v_proj'), ((8, 16),)),
   **dict.fromkeys(('gate_proj', 'up_proj'), ((6, 16),)),
-  **{'down_proj': ((16, 6),), 'q_norm': ((8,),), 'norm': ((16,),)},
+  'down_proj': ((16, 6),),
+  'q_norm': ((8,),),
+  'norm': ((16,),),
 }
 # Eight devices cannot divide 4 heads, 2 KV heads or a vocabulary of 45. They do
 # divide features, and the hidden units of each expert.
 _WHOLE = {
-  **{'embed_tokens': ((45, 2),), 'lm_head': ((45, 2),), 'k_proj': ((16, 16),)},
-  **{'q_proj': ((32, 16),), 'up_proj': ((3, 16),), 'gate': ((4, 16),)},
+  'embed_tokens': ((45, 2),),
+  'lm_head': ((45, 2),),
+  'k_proj': ((16, 16),),
+  'q_proj': ((32, 16),),
+  'up_proj': ((3, 16),),
+  'gate': ((4, 16),),
 }
 
 

@@ -15,7 +15,8 @@ _KERNEL = {'display_name': 'Python 3', 'language': 'python', 'name': 'python3'}
 def stripped(notebook):
   """Without times, versions and stderr; consecutive printing is joined."""
   notebook.metadata = {
-    **{'kernelspec': _KERNEL, 'language_info': {'name': 'python'}},
+    'kernelspec': _KERNEL,
+    'language_info': {'name': 'python'},
   }
   for number, cell in enumerate(notebook.cells):
     cell.id, cell.metadata = f'cell-{number:02}', {}

@@ -146,7 +146,8 @@ def draft(kind: str, **shape) -> specdec.LanguageModel:
   """A draft of one of `DRAFTS` for `gpt2(**shape)`, with its definition."""
   target = gpt2(**shape)
   return {
-    **{'perfect': lambda: target, 'similar': lambda: perturbed(target, 0.05)},
+    'perfect': lambda: target,
+    'similar': lambda: perturbed(target, 0.05),
     'random': lambda: gpt2(seed=1, **shape),
     'hopeless': lambda: target.replace(
       params=target.params | {'bias': _bias(+1)}

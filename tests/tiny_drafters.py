@@ -76,7 +76,8 @@ def ngram_table(
 def table_of(texts: Sequence[Sequence[int]], kind: str) -> specdec.NGram:
   """Table of texts of the tiny models; all kinds of `TABLES` have one shape."""
   table = ngram_table(
-    *(texts, tiny.VOCAB_SIZE),
+    texts,
+    tiny.VOCAB_SIZE,
     order=5,
     num_continuations=3,
     num_contexts=2048 * -(-len(texts) // 2),

@@ -65,10 +65,15 @@ def tensors(kind: str, *, num_layers: int = 1, reduced=False, **flags):
 
 
 CONFIG = {
-  **{'model_type': 'llama', 'num_attention_heads': HEADS, 'hidden_size': WIDTH},
-  **{'num_key_value_heads': KV_HEADS, 'head_dim': HEAD_WIDTH},
-  **{'intermediate_size': INNER, 'num_hidden_layers': 40},
-  **{'max_position_embeddings': tiny.MAX_POSITIONS, 'rms_norm_eps': 1e-6},
+  'model_type': 'llama',
+  'num_attention_heads': HEADS,
+  'hidden_size': WIDTH,
+  'num_key_value_heads': KV_HEADS,
+  'head_dim': HEAD_WIDTH,
+  'intermediate_size': INNER,
+  'num_hidden_layers': 40,
+  'max_position_embeddings': tiny.MAX_POSITIONS,
+  'rms_norm_eps': 1e-6,
   'vocab_size': tiny.VOCAB_SIZE,
 }
 _AUX = 'eagle_aux_hidden_state_layer_ids'

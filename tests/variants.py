@@ -58,7 +58,8 @@ def _buffers(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
     f'transformer.h.{layer}.attn.{name}': array
     for layer in range(config['n_layer'])
     for name, array in (
-      *(('bias', causal), ('masked_bias', np.array(-1e4, np.float32))),
+      ('bias', causal),
+      ('masked_bias', np.array(-1e4, np.float32)),
     )
   }
 

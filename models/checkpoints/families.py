@@ -133,9 +133,14 @@ NO_ASSISTANTS = (
   ' is not supported; give another draft, such as a smaller Gemma 4'
 )
 _WITH_PICTURES = (
-  *('vision_config', 'mm_tokens_per_image', 'vision_feature_layer'),
-  *('multimodal_projector_bias', 'projector_hidden_act', 'spatial_merge_size'),
-  *('audio_config', 'vision_soft_tokens_per_image'),
+  'vision_config',
+  'mm_tokens_per_image',
+  'vision_feature_layer',
+  'multimodal_projector_bias',
+  'projector_hidden_act',
+  'spatial_merge_size',
+  'audio_config',
+  'vision_soft_tokens_per_image',
 )
 
 # Layers are unrolled: shapes alone of 4,000 take over a minute.

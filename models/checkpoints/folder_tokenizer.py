@@ -21,12 +21,19 @@ _CONFIG = 'tokenizer_config.json'
 _OLD = (('tokenizer.model',), ('vocab.json', 'merges.txt'))
 # Any of these shows that a folder should have a tokenizer.
 _FILES = (
-  *('tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json'),
+  'tokenizer_config.json',
+  'special_tokens_map.json',
+  'added_tokens.json',
   *(name for names in _OLD for name in names),
 )
 _ROLES = (
-  *('bos_token', 'eos_token', 'unk_token', 'sep_token', 'pad_token'),
-  *('cls_token', 'mask_token'),
+  'bos_token',
+  'eos_token',
+  'unk_token',
+  'sep_token',
+  'pad_token',
+  'cls_token',
+  'mask_token',
 )
 # Keys of tokenizer_config.json, and the types of their values.
 _KEPT: dict[str, Any] = {
@@ -85,7 +92,10 @@ def _special_tokens(
     elif token is not None:
       logging.warning(
         '%s: the %s %r is left out, because %s does not have it',
-        *(folder, role, token, _JSON),
+        folder,
+        role,
+        token,
+        _JSON,
       )
   return found
 
@@ -125,7 +135,9 @@ def _from_json(folder: pathlib.Path) -> transformers.PreTrainedTokenizerBase:
     ):
       logging.warning(
         '%s says add_%s, but %s adds none to a text, and it decides',
-        *(folder / _CONFIG, role, _JSON),
+        folder / _CONFIG,
+        role,
+        _JSON,
       )
   return tokenizer
 

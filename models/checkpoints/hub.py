@@ -222,16 +222,23 @@ def read_module(
   if whole := sharding_lib.undivided(layout, config):
     logging.warning(
       '%s: every device has all of %s, which %d devices cannot divide',
-      *(checkpoint.path.name, ', '.join(whole), layout.parts('heads')),
+      checkpoint.path.name,
+      ', '.join(whole),
+      layout.parts('heads'),
     )
   if isinstance(config, llama_config.LlamaConfig) and config.ends_with_training:
     logging.warning(
       '%s: the context is %d tokens, so --context may not be larger: a longer'
       ' text would rotate what is cached by other factors (longrope)',
-      *(checkpoint.path.name, config.num_positions),
+      checkpoint.path.name,
+      config.num_positions,
     )
   loaded = read_parameters(
-    *(checkpoint, family, expected, form, config),
+    checkpoint,
+    family,
+    expected,
+    form,
+    config,
     packed=packed,
     layout=layout,
     outputs=outputs,
@@ -378,7 +385,9 @@ def _read(
     logging.warning(
       '%s: %d matrices are in bfloat16, since no kernel computes their types:'
       ' %s, ...',
-      *(checkpoint.path.name, len(expanded), expanded[0]),
+      checkpoint.path.name,
+      len(expanded),
+      expanded[0],
     )
 
 

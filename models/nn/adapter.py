@@ -261,7 +261,7 @@ def _spec(
     apply=apply,
     hidden=hidden,
     **network_facts(
-      *(config, dtype, layout, amounts), hidden=hidden, on_gpu=on_gpu
+      config, dtype, layout, amounts, hidden=hidden, on_gpu=on_gpu
     ),
   )
 
@@ -297,6 +297,6 @@ def as_model(
   return model_lib.LanguageModel(
     params=params,
     spec=_spec(
-      *(graph, config, module.dtype, layout, amounts(read), hidden, on_gpu)
+      graph, config, module.dtype, layout, amounts(read), hidden, on_gpu
     ),
   )

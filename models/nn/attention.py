@@ -147,7 +147,9 @@ def _attend_by_library(operands: _Operands, scale: float) -> jax.Array:
   """Attention by cuDNN, in one call."""
   query, key, value = (one.swapaxes(1, 2) for one in operands[:3])
   out = jax.nn.dot_product_attention(
-    *(query, key, value),
+    query,
+    key,
+    value,
     mask=operands.mask[:, None],
     scale=scale,
     implementation='cudnn',

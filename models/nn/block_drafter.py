@@ -97,7 +97,10 @@ class _ConvolvedLayer(nn_llama.Layer):
     super().__init__(config, layer, **new)
     make = functools.partial(
       convolution.BlockConvolution,
-      *(config.width, config.block_size, config.conv_size, config.conv_group),
+      config.width,
+      config.block_size,
+      config.conv_size,
+      config.conv_group,
       **new,
     )
     self.attention_conv, self.mlp_conv = make(), make()
@@ -381,7 +384,11 @@ def as_drafter(
   return block_lib.BlockDrafter(
     params=params,
     spec=_spec(
-      *(graph, module.config, module.dtype, layout),
-      *(eagle.amounts(own, lm_head, LOOKED_UP), num_outputs),
+      graph,
+      module.config,
+      module.dtype,
+      layout,
+      eagle.amounts(own, lm_head, LOOKED_UP),
+      num_outputs,
     ),
   )

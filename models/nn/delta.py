@@ -157,10 +157,7 @@ def _visit(
   value = new['value'].reshape(of_key.shape)
   delta = strength * (value - decay * of_key)
   out = decay * of_query + jnp.sum(key * query, axis=1) * delta
-  added = {
-    **{'key': new['key'], 'decay': new['decay']},
-    'delta': delta.reshape(-1),
-  }
+  added = {'key': new['key'], 'decay': new['decay'], 'delta': delta.reshape(-1)}
   return added, out.reshape(-1)
 
 
@@ -189,7 +186,7 @@ class DeltaNet(mixer.Mixer):
 
   @property
   def projections(self) -> list[layers.Linear]:
-    return [*(self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)]
+    return [self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a]
 
   def by_kernel(
     self,
@@ -200,7 +197,10 @@ class DeltaNet(mixer.Mixer):
     weight, _ = self.conv1d.operands
     return state_ops.mix_delta(
       projected,
-      *(one.state, one.inputs, tree, weight),
+      one.state,
+      one.inputs,
+      tree,
+      weight,
       (self.rate[...], self.dt_bias[...]),
       self.norm.operand,
       tiled=self.config.tiled,

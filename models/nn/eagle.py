@@ -283,6 +283,6 @@ def as_head(
   return head_lib.Head(
     params=parameters,
     spec=_spec(
-      *(graph, module.config, module.dtype, layout, amounts(own, lm_head))
+      graph, module.config, module.dtype, layout, amounts(own, lm_head)
     ),
   )

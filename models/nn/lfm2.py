@@ -85,7 +85,10 @@ class ShortConv(mixer.Mixer):
     tree: tuple[jax.Array, jax.Array],
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     out, window = state_ops.mix_convolution(
-      *(projected, one.state['conv'], one.inputs['conv'], tree),
+      projected,
+      one.state['conv'],
+      one.inputs['conv'],
+      tree,
       *self.conv.operands,
     )
     return out, {'conv': window}

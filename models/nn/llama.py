@@ -184,7 +184,9 @@ class Llama(nnx.Module):
     self.layers = nnx.List(
       [
         self.layer(
-          *(config, layer, self.feed_forward),
+          config,
+          layer,
+          self.feed_forward,
           mixers=self.mixers,
           dtype=dtype,
           rngs=rngs,
@@ -222,7 +224,8 @@ class Llama(nnx.Module):
     given = cache
     if cache is None and config.kv_source is not None:
       cache = cache_lib.init_cache(
-        *(x.shape[0], mask.shape[2]),
+        x.shape[0],
+        mask.shape[2],
         num_heads=config.num_kv_heads,
         head_widths=config.cache_widths,
         dtype=self.dtype,

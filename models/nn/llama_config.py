@@ -11,8 +11,12 @@ from specdec.models.nn import rope as rope_lib
 
 _Rope = rope_lib.Rope | None
 _FACTORS = (
-  *('embedding_scale', 'attention_scale', 'residual_scale'),
-  *('logit_divisor', 'score_cap', 'logit_cap'),
+  'embedding_scale',
+  'attention_scale',
+  'residual_scale',
+  'logit_divisor',
+  'score_cap',
+  'logit_cap',
 )
 
 

@@ -92,7 +92,8 @@ class Experts(nnx.Module):
     # The last biases are added once, not by each device.
     weights = [
       (
-        *(expert.gate_proj.parameters, expert.up_proj.parameters),
+        expert.gate_proj.parameters,
+        expert.up_proj.parameters,
         (expert.down_proj.weight.get_value(), None),
       )
       for expert in self.experts

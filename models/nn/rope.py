@@ -195,7 +195,10 @@ class ProportionalScaling(Scaling):
 
 
 _KINDS: tuple[type[Scaling], ...] = (
-  *(LinearScaling, Llama3Scaling, YarnScaling, LongRopeScaling),
+  LinearScaling,
+  Llama3Scaling,
+  YarnScaling,
+  LongRopeScaling,
   ProportionalScaling,
 )
 SCALINGS = {kind.rope_type: kind for kind in _KINDS}

@@ -139,8 +139,11 @@ def _sequence(
   return Concatenation(
     tuple(
       _part(
-        *(op, argument, flags),
-        *(None if index else before, after if index == last else None),
+        op,
+        argument,
+        flags,
+        None if index else before,
+        after if index == last else None,
       )
       for index, (op, argument) in enumerate(rest)
     )

@@ -17,8 +17,17 @@ from specdec.models.text import expression as expression_lib
 from specdec.models.text import json_texts
 
 _ANNOTATIONS = {
-  *('$comment', '$defs', '$schema', 'default', 'definitions', 'deprecated'),
-  *('description', 'examples', 'readOnly', 'title', 'writeOnly'),
+  '$comment',
+  '$defs',
+  '$schema',
+  'default',
+  'definitions',
+  'deprecated',
+  'description',
+  'examples',
+  'readOnly',
+  'title',
+  'writeOnly',
 }
 _OF_TYPE = {
   'string': {'format', 'maxLength', 'minLength', 'pattern'},

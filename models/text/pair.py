@@ -151,12 +151,13 @@ def load_weights(vocabulary: vocabulary_lib.Vocabulary) -> Pair:
     logging.warning(
       'a forward of the draft %s reads more than one of the target %s, so'
       ' drafting hardly pays; swap them, or choose a smaller draft',
-      *(sources.choice.draft, sources.choice.target),
+      sources.choice.draft,
+      sources.choice.target,
     )
   if sources.head is not None:
     head = heads.load(sources.head, target, outputs=outputs, **of_draft)
   return Pair(
-    *(target, draft, vocabulary.tokenizer, vocabulary.eos_ids, layout, head)
+    target, draft, vocabulary.tokenizer, vocabulary.eos_ids, layout, head
   )
 
 
@@ -218,7 +219,8 @@ def drawn_pair(choice: choice_lib.ModelChoice) -> Pair:
   if stored is not None:
     number = draft_vocabulary.size_of(choice.draft_vocab)
     head = heads.load(
-      *(stored, target),
+      stored,
+      target,
       dtype=choice.draft_dtype or choice.dtype,
       packed=packed,
       outputs=None if number is None else np.arange(number),

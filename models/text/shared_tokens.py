@@ -207,6 +207,9 @@ def of_checkpoints(
     '%s differ: they share %d tokens, of which a text has about %d %%; the'
     ' draft proposes these, and reads others as up to %d of its own. A draft of'
     ' the same family would share all',
-    *(names, number, share, shared.parts.shape[1]),
+    names,
+    number,
+    share,
+    shared.parts.shape[1],
   )
   return shared

@@ -72,7 +72,11 @@ def _grow(
   inner_origin = first_origin + len(stage.scorer.facts.labels)
   is_fixed = isinstance(ctx.shape, topology_lib.Topology)
   policy = (_FixedTopology if is_fixed else _BestFirst)(
-    *(stage, ctx, expanded, bool(stages[1:]), first_origin),
+    stage,
+    ctx,
+    expanded,
+    bool(stages[1:]),
+    first_origin,
     _depth_limit(stage, ctx),
   )
 

@@ -33,9 +33,20 @@ ENTRY = 'digest'
 
 # Errors of code that reads damaged files: ours, NumPy's, safetensors'.
 _MALFORMED = (
-  *(ArithmeticError, AttributeError, BufferError, EOFError, LookupError),
-  *(MemoryError, OSError, RecursionError, SyntaxError, TypeError, ValueError),
-  *(safetensors.SafetensorError, struct.error, tokenize.TokenError),
+  ArithmeticError,
+  AttributeError,
+  BufferError,
+  EOFError,
+  LookupError,
+  MemoryError,
+  OSError,
+  RecursionError,
+  SyntaxError,
+  TypeError,
+  ValueError,
+  safetensors.SafetensorError,
+  struct.error,
+  tokenize.TokenError,
 )
 
 

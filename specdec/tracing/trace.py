@@ -29,7 +29,9 @@ _KINDS = {
 _KINDS_OF_BLOCK = {
   **dict.fromkeys(('tokens', 'parents', 'origins'), list[int]),
   **dict.fromkeys(('path', 'emitted'), list[int]),
-  **{'start': int, 'probs': list[float], 'forwards': dict[str, int]},
+  'start': int,
+  'probs': list[float],
+  'forwards': dict[str, int],
 }
 
 

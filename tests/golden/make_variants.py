@@ -80,12 +80,18 @@ def _of_family(name: str, variant: variants.Variant) -> dict[str, np.ndarray]:
 def main() -> None:
   for path, described, results, compute, save in (
     (
-      *(variants.DESCRIBED, variants.VARIANTS),
-      *(variants.RESULTS, _of_variant, np.savez),
+      variants.DESCRIBED,
+      variants.VARIANTS,
+      variants.RESULTS,
+      _of_variant,
+      np.savez,
     ),
     (
-      *(variants.FAMILIES_DESCRIBED, variants.FAMILIES),
-      *(variants.FAMILY_RESULTS, _of_family, np.savez_compressed),
+      variants.FAMILIES_DESCRIBED,
+      variants.FAMILIES,
+      variants.FAMILY_RESULTS,
+      _of_family,
+      np.savez_compressed,
     ),
   ):
     found: dict[str, np.ndarray] = {}

@@ -26,7 +26,8 @@ def _generate(pair, method):
   """Greedy and sampled rows, with the settings that scripts have by default."""
   sampling = specdec.Sampling(temperature=[0, 0, 1], top_k=[None, None, 50])
   return specdec.generate(
-    *(pair.target, jax.random.key(3)),
+    pair.target,
+    jax.random.key(3),
     [pair.encode(prompt) for prompt in _PROMPTS],
     drafter=drafters.make_drafter(method, pair, settings_lib.DraftSettings()),
     max_new_tokens=32,

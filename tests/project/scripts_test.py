@@ -322,8 +322,11 @@ def test_no_message_ends_a_conversation(
   )
   lines = ['caf\udce9', 'def', 'add', 'caf\udce9', '/new', 'def']
   broken, first, left_out, again, new, anew, _ = _converse(
-    *(monkeypatch, lines),
-    *(f'--target={folder}', *instruct[1:], '--max_new_tokens=0'),
+    monkeypatch,
+    lines,
+    f'--target={folder}',
+    *instruct[1:],
+    '--max_new_tokens=0',
   )
   for text in (broken, again):
     assert 'message 0, content has the lone surrogate' in text

@@ -54,7 +54,10 @@ def _expected(row):
   options = reference.Options(temperature=_TEMPERATURES[row])
   return reference.decode(
     lambda text: _TABLE[text[-1]] + _BIAS[sum(text) % _MOODS],
-    *(_PROMPTS[row], _LIMIT, _KEYS[row], options),
+    _PROMPTS[row],
+    _LIMIT,
+    _KEYS[row],
+    options,
   )[0]
 
 
@@ -66,10 +69,7 @@ def test_tokens_are_those_of_a_loop(kind):
     'adjusters': (Moods(np.float32(_BIAS)),),
   }
   decoding = specdec.Decoding(
-    *(_MODEL, _KEYS, _PROMPTS),
-    max_new_tokens=_LIMIT,
-    drafter=drafter,
-    **options,
+    _MODEL, _KEYS, _PROMPTS, max_new_tokens=_LIMIT, drafter=drafter, **options
   )
   decoding.run()
   tokens = decoding.result().tokens
@@ -94,11 +94,13 @@ def test_in_slots():
   )
   jobs = [
     {
-      **{'prompt': prompt, 'rng_key': key, 'max_new_tokens': _LIMIT},
+      'prompt': prompt,
+      'rng_key': key,
+      'max_new_tokens': _LIMIT,
       'sampling': specdec.Sampling(temperature=temperature),
     }
     for prompt, key, temperature in zip(
-      *(_PROMPTS, _KEYS, _TEMPERATURES), strict=True
+      _PROMPTS, _KEYS, _TEMPERATURES, strict=True
     )
   ]
   found, _ = tiny.in_slots(slots, jobs)
@@ -108,5 +110,5 @@ def test_in_slots():
 def test_what_is_no_adjuster_is_refused():
   with pytest.raises(ValueError, match=r'adjusters must be a sequence of'):
     specdec.generate(
-      *(_MODEL, _KEYS, _PROMPTS), max_new_tokens=2, adjusters=[Moods]
+      _MODEL, _KEYS, _PROMPTS, max_new_tokens=2, adjusters=[Moods]
     )

@@ -46,7 +46,10 @@ def _grown(scorer, sampling, key, text, length, *, children):
   hidden = {0: jax.nn.one_hot(text, _V)[None, None]}
   hidden = carried_lib.HiddenStates(hidden, jnp.zeros(1, jnp.int32))
   ctx = list_trees.match_context(
-    *(text[None], length[None], jnp.zeros((1, _DEPTH + 1, _V)), sampling),
+    text[None],
+    length[None],
+    jnp.zeros((1, _DEPTH + 1, _V)),
+    sampling,
     shape=drafter.shape,
     seen=seen[None],
     rule=rejection.RejectionRule(children),
@@ -124,7 +127,7 @@ def _expected(world, depth, root, text, num_candidates):
 def check_draws(children, num_candidates=2):
   """Children are drawn from the candidates of their depth, by the parent."""
   worlds = enumeration.make_worlds(
-    *(_V, _LENGTH), drafts=('similar', 'uniform'), samplings=_SAMPLINGS
+    _V, _LENGTH, drafts=('similar', 'uniform'), samplings=_SAMPLINGS
   )
   grown, keys = _all_grown(num_candidates, worlds, children)
   few = min(num_candidates, _V)
@@ -146,7 +149,7 @@ def check_draws(children, num_candidates=2):
       law = slow_walks.drawn_from(probs, few, children)
       np.testing.assert_allclose(proposals[root, node], law, atol=1e-6)
     expected, margin = slow_walks.pick_children(
-      *(probs[tokens], noise[root, node], few, stochastic, children, few)
+      probs[tokens], noise[root, node], few, stochastic, children, few
     )
     if margin < slow_walks.ENOUGH:
       num_close += 1

@@ -54,7 +54,8 @@ def _assert_holds(cache, expected):
   """The letters of each row that count, wherever they are kept."""
   upper = [text.upper() for text in expected]
   for array, texts in (
-    *((cache.keys[0], expected), (cache.values[0], upper)),
+    (cache.keys[0], expected),
+    (cache.values[0], upper),
     (cache.hidden[0], expected),
   ):
     rows = zip(np.asarray(array)[:, 0, :, 0], cache.length, strict=True)
@@ -68,8 +69,10 @@ def test_keep_by_hand():
   rows = ['tttt' + 'rxayb.', 'tttt' + 'rxayb.', 'ttt' + 'rxayb..']
   cache = _lettered(rows, [4, 4, 3])
   kept = cache_lib.keep(
-    *(cache, jnp.array([1, 1, 1])),
-    *(jnp.array([[2, 4, 1], [3, 3, 3], [2, 3, 4]]), jnp.array([2, 0, 3])),
+    cache,
+    jnp.array([1, 1, 1]),
+    jnp.array([[2, 4, 1], [3, 3, 3], [2, 3, 4]]),
+    jnp.array([2, 0, 3]),
     window=5,
   )
   _assert_holds(kept, ['ttttrab', 'ttttr', 'tttrayb'])

@@ -35,7 +35,9 @@ def test_one_program_for_all_prompts_limits_seeds_and_temperatures():
 
   def run(prompts, limit, seed, temperature, top_p):
     specdec.generate(
-      *(target, jax.random.key(seed), prompts),
+      target,
+      jax.random.key(seed),
+      prompts,
       max_new_tokens=limit,
       drafter=tiny_drafters.simple('staged', draft),
       sampling=specdec.Sampling(temperature=temperature, top_p=top_p),
@@ -55,8 +57,11 @@ def test_one_program_for_all_prompts_limits_seeds_and_temperatures():
 
   run([[3, 1, 4], [1] * 32], 10, 0, 1.0, 0.9)
   for changes in (
-    *((0, 0, 1.0, 0.9), (64, 0, 1.0, 0.9), (10, 1, 1.0, 0.9)),
-    *((10, 0, 0, 0.5), (10, 0, np.float64(0.3), 1)),
+    (0, 0, 1.0, 0.9),
+    (64, 0, 1.0, 0.9),
+    (10, 1, 1.0, 0.9),
+    (10, 0, 0, 0.5),
+    (10, 0, np.float64(0.3), 1),
   ):
     run([[1], [2]], *changes)
   target = target.replace(params=_table(7).params)

@@ -17,7 +17,10 @@ G = 3
 
 # Below, at and beyond the last position that can still be scored, and a mix.
 _PROMPTS = [
-  *([1, 2, 3], [4] * (CONTEXT - 1), [5] * CONTEXT, [6] * (CONTEXT + 1)),
+  [1, 2, 3],
+  [4] * (CONTEXT - 1),
+  [5] * CONTEXT,
+  [6] * (CONTEXT + 1),
   [7] * (CONTEXT + 12),
 ]
 _BATCHES = [[0, 4, 1], [2, 3, 0], [3, 4, 3], [1, 2, 1]]
@@ -38,7 +41,9 @@ _FIXED = tiny_drafters.Settings(topology=topology_lib.chain(G))
 
 def _generate(prompts, drafter=specdec.PLAIN):
   return specdec.generate(
-    *(_TARGET, jax.random.key(0), prompts),
+    _TARGET,
+    jax.random.key(0),
+    prompts,
     max_new_tokens=LIMIT,
     sampling=specdec.Sampling(temperature=[0.0, 1.0, 1.0]),
     drafter=drafter,

@@ -105,7 +105,9 @@ def update(request):
 @pytest.mark.parametrize(
   ('device', 'method'),
   [
-    *(('cpu', 'plain'), ('cpu', 'staged'), ('v5e', 'plain')),
+    ('cpu', 'plain'),
+    ('cpu', 'staged'),
+    ('v5e', 'plain'),
     _long('v5e', 'staged'),
   ],
 )
@@ -145,7 +147,8 @@ _VOCABULARY = {
     tie_embeddings=True,
   )
   for name, width, head_width, inner_width in (
-    *(('1.5b', 1536, 128, 8960), ('0.5b', 896, 64, 4864)),
+    ('1.5b', 1536, 128, 8960),
+    ('0.5b', 896, 64, 4864),
   )
 }
 
@@ -153,10 +156,12 @@ _VOCABULARY = {
 @pytest.mark.parametrize(
   ('method', 'topology', 'verify', 'megabytes'),
   [
-    *(('plain', None, 'match', 64), ('tree', 'k_ary:2x5', 'rejection', 128)),
+    ('plain', None, 'match', 64),
+    ('tree', 'k_ary:2x5', 'rejection', 128),
     _long('tree', None, 'rejection', 128),
     _long('chain', None, 'rejection', 64),
-    *(_long('chain', None, 'block', 64), _long('staged', None, 'match', 256)),
+    _long('chain', None, 'block', 64),
+    _long('staged', None, 'match', 256),
   ],
 )
 @pytest.mark.parametrize('device', ['cpu', _long('v5e')])
@@ -186,7 +191,8 @@ def test_weights_of_few_bits_are_computed_within_a_product(kind):
   (device, *_) = programs.abstract_devices(programs.DEVICES['v5e'])
   matrix = jax.tree.map(
     lambda leaf: jax.ShapeDtypeStruct(
-      *(shape[:1] + leaf.shape[1:], leaf.dtype),
+      shape[:1] + leaf.shape[1:],
+      leaf.dtype,
       sharding=jax.sharding.SingleDeviceSharding(device),
     ),
     tiny_blocks.matrix(np.random.default_rng(0), kind, (1, shape[1])).grouped(),

@@ -97,14 +97,20 @@ def test_plain_decoding_equals_a_loop_without_cache():
 _MODELS = [(kind, 'perfect') for kind in tiny.DRAFTS]
 _TABLES = [('perfect', inner) for inner in tiny_drafters.TABLES]
 _BOTH = [
-  *(('perfect', 'perfect'), ('hopeless', 'perfect'), ('hopeless', 'empty')),
-  *(('similar', 'random'), ('random', 'empty'), ('similar', 'wrong')),
+  ('perfect', 'perfect'),
+  ('hopeless', 'perfect'),
+  ('hopeless', 'empty'),
+  ('similar', 'random'),
+  ('random', 'empty'),
+  ('similar', 'wrong'),
 ]
 # Which drafters are tried of a shape, and how many tokens a step must have
 # emitted now and then: otherwise the equality would be tested at the extremes.
 _SHAPES = {
-  **{'ragged tree': (_MODELS, range(1, 4)), 'tree': (_MODELS, range(1, 5))},
-  **{'tables': (_TABLES, range(1, 3)), 'staged': (_BOTH, range(1, 7))},
+  'ragged tree': (_MODELS, range(1, 4)),
+  'tree': (_MODELS, range(1, 5)),
+  'tables': (_TABLES, range(1, 3)),
+  'staged': (_BOTH, range(1, 7)),
 }
 
 

@@ -235,7 +235,9 @@ def _grown_trees(drafter, vocab_size, rng):
   texts = rng.integers(vocab_size, size=shape)
   _, tree = list_growth.grown(
     drafter,
-    *(np.int32(texts), np.full(rows, 9, np.int32), np.ones(rows, bool)),
+    np.int32(texts),
+    np.full(rows, 9, np.int32),
+    np.ones(rows, bool),
     np.zeros((rows, drafter.max_depth + 1, vocab_size), np.float32),
     jax.tree.map(lambda *rows: np.concatenate(rows), *of_rows),
   )
@@ -391,9 +393,13 @@ def check_walks(children, name='rejection', num_batches=25):
       )
       emitted, places, margin = slow_walks.walk(
         np.array([place_of[node] if node >= 0 else -1 for node in above]),
-        *(tree.token[row, nodes[row]], target[row], draft[row].astype(float)),
-        *(randomness.uniforms[row], randomness.residual_noise[row]),
-        *(case['stochastic'][row], rule),
+        tree.token[row, nodes[row]],
+        target[row],
+        draft[row].astype(float),
+        randomness.uniforms[row],
+        randomness.residual_noise[row],
+        case['stochastic'][row],
+        rule,
       )
       if margin < slow_walks.ENOUGH:
         num_close += 1

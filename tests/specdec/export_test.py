@@ -63,7 +63,8 @@ def _export(method, dtype):
 @pytest.mark.parametrize(
   ('method', 'dtype', 'loops'),
   [
-    *(('chain', 'float32', 2), ('staged', 'float32', 3)),
+    ('chain', 'float32', 2),
+    ('staged', 'float32', 3),
     ('staged', 'bfloat16', 3),  # Its products differ by platform.
   ],
 )

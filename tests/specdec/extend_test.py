@@ -45,7 +45,8 @@ def _decoding(kind, prompts, **options):
   draft = _model('draft') if kind == 'chain' else similar
   return specdec.Decoding(
     _model('target') if kind == 'chain' else tiny.gpt2(num_layers=1),
-    *(tiny.row_keys(_ROWS), prompts),
+    tiny.row_keys(_ROWS),
+    prompts,
     drafter=tiny_drafters.simple(kind, draft, length=2),
     sampling=sampling,
     room_for_new_tokens=tiny.MAX_NEW_TOKENS,

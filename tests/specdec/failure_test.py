@@ -31,7 +31,9 @@ def _generate(target, drafter=specdec.PLAIN):
   options = {'logit_bias': {3: -np.inf}, 'repetition_penalty': 1.2}
   options |= {'top_k': 6, 'top_p': 0.9, 'min_p': 0.01}
   return specdec.generate(
-    *(target, jax.random.key(0), _PROMPTS),
+    target,
+    jax.random.key(0),
+    _PROMPTS,
     max_new_tokens=LIMIT,
     sampling=specdec.Sampling(temperature=[0.0, 1.0, 0.7, 2.0], **options),
     drafter=drafter,

@@ -68,7 +68,9 @@ def test_every_end_at_every_offset_of_a_block():
   assert max(np.add([*map(len, prompts)], limits)) == MAX_POSITIONS
   for step, temperature in ((1, 0.0), (2, 0.0), (1, 1.0)):
     generation = specdec.generate(
-      *(_model(), jax.random.key(0), prompts),
+      _model(),
+      jax.random.key(0),
+      prompts,
       max_new_tokens=limits,
       drafter=tiny_drafters.simple('chain', _model(step), length=G),
       sampling=specdec.Sampling(temperature=temperature, top_k=1),
@@ -90,7 +92,9 @@ def _run(make=specdec.generate, **kw):
   """Rows of many tokens; the last is done at once."""
   target = table_model.table_model(tiny.table(VOCAB_SIZE, 3), max_positions=200)
   return make(
-    *(target, jax.random.key(1), [[1], [2, 3], [4], [5]]),
+    target,
+    jax.random.key(1),
+    [[1], [2, 3], [4], [5]],
     max_new_tokens=[120, 30, 120, 0],
     drafter=tiny_drafters.simple('chain', target, length=G),
     sampling=specdec.Sampling(temperature=1.0),

@@ -26,7 +26,9 @@ def _draft(
 
 def _run(drafter, break_even=None, run=specdec.generate):
   return run(
-    *(tiny.gpt2(num_layers=1), tiny.row_keys(_ROWS), tiny.prompts(_ROWS)),
+    tiny.gpt2(num_layers=1),
+    tiny.row_keys(_ROWS),
+    tiny.prompts(_ROWS),
     drafter=drafter,
     max_new_tokens=_LIMIT,
     sampling=specdec.Sampling(temperature=[0.0, 1.0, 0.7]),

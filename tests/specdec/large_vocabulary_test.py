@@ -73,7 +73,7 @@ def _decisions(logits, positions, params, keys):
   nodes = jnp.zeros(logits.shape[:2], jnp.int32)
   drawn = [
     ranking_lib.draw_children(
-      *(logits, nodes, keys, params, 4), children=children, counts=nodes + 4
+      logits, nodes, keys, params, 4, children=children, counts=nodes + 4
     )
     for children in (sampling_lib.WITHOUT_REPLACEMENT,)
   ]
@@ -173,7 +173,9 @@ def _by_few(logits, keys, params):
   )
   return (
     sampling_lib.choose(logits, noise, params),
-    *(ranking.tokens, ranking.best_log_probs, of_best),
+    ranking.tokens,
+    ranking.best_log_probs,
+    of_best,
   )
 
 

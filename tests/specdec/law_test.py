@@ -27,7 +27,9 @@ _BATCH_SIZE = 100
 _FILTERS = {'temperature': 0.7, 'top_p': 0.9, 'min_p': 0.02}
 _FILTERS |= {'repetition_penalty': 1.4, 'logit_bias': 0.3}
 _SAMPLINGS = {
-  **{'temperature 1': {}, 'filters': _FILTERS, 'greedy': {'temperature': 0.0}},
+  'temperature 1': {},
+  'filters': _FILTERS,
+  'greedy': {'temperature': 0.0},
 }
 _DRAWN = ('temperature 1', 'filters')  # those whose distribution is tested
 
@@ -106,7 +108,8 @@ def _decode(rule, children, name, num_rows, seed):
     table_model.table_model(target, max_positions=1000),
     enumeration.drafter(name, draft),
     jax.tree.map(lambda *rows: jnp.concatenate(rows), *samplings),
-    *(keys.reshape(-1, _BATCH_SIZE), kinds.reshape(-1, _BATCH_SIZE)),
+    keys.reshape(-1, _BATCH_SIZE),
+    kinds.reshape(-1, _BATCH_SIZE),
     config=specdec.DecodeConfig(
       max_new_tokens=_LENGTH, rule=rules_lib.RULES[rule](children)
     ),

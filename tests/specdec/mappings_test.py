@@ -19,7 +19,9 @@ _KEY = jax.random.key(0)
 
 def _decoding(room):
   return specdec.Decoding(
-    *(_MODEL, _KEY, [[1], [2, 3]]),
+    _MODEL,
+    _KEY,
+    [[1], [2, 3]],
     max_new_tokens=9,
     room_for_new_tokens=room,
     drafter=_DRAFTER,

@@ -135,7 +135,8 @@ def test_any_wrong_state_would_show(kind):
   prompts = _prompts(0, 3, 40, 1)
   result = specdec.generate(
     tiny_recurrent.hashed(_VOCAB),
-    *(tiny.row_keys(3), prompts),
+    tiny.row_keys(3),
+    prompts,
     max_new_tokens=24,
     drafter=_drafter(kind),
   )
@@ -148,7 +149,9 @@ def test_plain_steps_between_trees():
   """The draft reads later what the fallback decoded without it."""
   prompts = _prompts(3, 4, 9)
   result = specdec.generate(
-    *(tiny_recurrent.hashed(_VOCAB), tiny.row_keys(2), prompts),
+    tiny_recurrent.hashed(_VOCAB),
+    tiny.row_keys(2),
+    prompts,
     max_new_tokens=90,
     drafter=_drafter('tree'),
     break_even=9.0,
@@ -162,7 +165,8 @@ def test_a_conversation_of_five_turns():
   prompts = _prompts(1, 6, 4)
   decoding = specdec.Decoding(
     tiny_recurrent.hashed(_VOCAB),
-    *(tiny.row_keys(2), prompts),
+    tiny.row_keys(2),
+    prompts,
     max_new_tokens=8,
     room_for_new_tokens=256,
     drafter=_drafter('tree'),
@@ -206,7 +210,7 @@ def test_prompts_in_slots(name):
     draft = adapter.as_model(tiny.llama_module('delta'))
     drafter = tiny_drafters.simple('tree', draft)
     expected = specdec.generate(
-      *(target, tiny.row_keys(len(prompts)), prompts), max_new_tokens=20
+      target, tiny.row_keys(len(prompts)), prompts, max_new_tokens=20
     ).tokens
   slots = specdec.Slots(
     target,
@@ -349,7 +353,9 @@ def test_whatever_drafts_tokens_are_those_of_plain_decoding(make, tmp_path):
   target, drafter = make(tmp_path)
   found = [
     specdec.generate(
-      *(target, tiny.row_keys(2), [[2, 3, 4, 5], [6]]),
+      target,
+      tiny.row_keys(2),
+      [[2, 3, 4, 5], [6]],
       max_new_tokens=24,
       sampling=specdec.Sampling(temperature=[0.0, 0.8]),
       constraint=constraint_test.Turns(),
@@ -384,14 +390,18 @@ def mixed_by_kernels(heads, picked):
   weight, rates = vectors(3, 4), numbers(2)
   parents = np.tile(np.int32([-1, 0, 1, 2, 3, 4, 3, 3, 5]), (rows, 1))
   out, inputs = state_ops.mix_delta(
-    *(projected, state, inputs, (parents, np.int32([3, 2])), weight),
+    projected,
+    state,
+    inputs,
+    (parents, np.int32([3, 2])),
+    weight,
     (-np.abs(rates[0]), rates[1]),
     ops.Norm(draw(width), None, 1e-6, center=False),
     tiled=False,
   )
   slots = np.tile(np.int32([0, 4, 2]), (rows, 1))
   folded = state_ops.fold_delta(
-    *(matrix, inputs, slots, np.int32([3, 2])), tiled=False
+    matrix, inputs, slots, np.int32([3, 2]), tiled=False
   )
   of_heads = lambda name, row, slot: np.asarray(
     inputs[name][row, 0, slot]

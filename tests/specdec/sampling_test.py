@@ -42,8 +42,12 @@ def _probs(logits, sampling):
 @pytest.mark.parametrize(
   ('top_k', 'top_p', 'min_p'),
   [
-    *((None, None, None), (1000, None, None), (None, 0.6, None)),
-    *((None, None, 0.2), (1, 1.0, 0.0), (7, 0.6, None)),
+    (None, None, None),
+    (1000, None, None),
+    (None, 0.6, None),
+    (None, None, 0.2),
+    (1, 1.0, 0.0),
+    (7, 0.6, None),
     # Each row has its own.
     (7, [0.5, 1.0, 0.8, 0.7, 0.9, 0.2], [0.0, 0.3, 0.05, 0.0, 0.1, 0.0]),
   ],
@@ -111,7 +115,8 @@ def test_no_temperature_and_no_penalty_brings_a_banned_token_back():
       repetition_penalty=penalty,
       top_p=0.999,
     ),
-    *(12, 5),
+    12,
+    5,
   )
   logits = np.tile(np.float32([-1e4, -2e4, 1e6, -1e4, -3e4]), (12, 200, 1))
   seen = np.broadcast_to(np.arange(5) == 2, logits.shape)

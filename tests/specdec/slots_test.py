@@ -25,7 +25,8 @@ _SAMPLING = specdec.Sampling(
 _LARGER_K = dataclasses.replace(_SAMPLING, top_k=40)
 _SAMPLED = dataclasses.replace(_SAMPLING, temperature=1.5, top_k=9)
 _OF_JOBS = (
-  *(_SAMPLING, _SAMPLED),
+  _SAMPLING,
+  _SAMPLED,
   dataclasses.replace(_SAMPLED, logit_bias={7: 9.0, 5: -np.inf}),
   dataclasses.replace(_SAMPLED, repetition_penalty=0.3),
   dataclasses.replace(_SAMPLED, top_p=0.5),
@@ -55,7 +56,8 @@ def _jobs():
   for index in range(12):
     prompt = rng.integers(tiny.TABOO, size=rng.integers(1, 50)).tolist()
     yield {
-      **{'prompt': prompt, 'rng_key': jax.random.key(index)},
+      'prompt': prompt,
+      'rng_key': jax.random.key(index),
       'max_new_tokens': min(rng.integers(_CONTEXT - len(prompt)).item(), 24),
       'sampling': _OF_JOBS[index % len(_OF_JOBS)],
     }
@@ -72,7 +74,9 @@ def _together(kind='plain', verify='match', only=None):
   own = lambda name: [job[name] for job in jobs]
   sampled = lambda name: [getattr(job['sampling'], name) for job in jobs]
   return specdec.generate(
-    *(tiny.gpt2(num_layers=1), jax.numpy.stack(own('rng_key')), own('prompt')),
+    tiny.gpt2(num_layers=1),
+    jax.numpy.stack(own('rng_key')),
+    own('prompt'),
     max_new_tokens=own('max_new_tokens'),
     room_for_new_tokens=24,
     drafter=_drafter(kind),
@@ -205,7 +209,8 @@ def test_bad_slots_are_refused(options, words):
 def test_bad_prompts_are_refused_and_take_no_slot():
   slots, key = _slots('plain'), jax.random.key(0)
   for prompt, options, words in (
-    *(([], {}, 'the prompt is empty'), ([99], {}, 'the prompt has token 99')),
+    ([], {}, 'the prompt is empty'),
+    ([99], {}, 'the prompt has token 99'),
     ([1] * 79, {}, '79 tokens .* exceed the context of 80'),
     ([1], {'max_new_tokens': -1}, 'an integer of at least 0'),
     ([1], {'sampling': specdec.Sampling(top_p=0.5)}, 'sets other options'),

@@ -63,8 +63,10 @@ def test_figures_follow_from_origins(prompts, g):
     lengths = [*map(len, generation.origins)]
     drafts = {'draft': g * sum(forwards)}
     expected = {
-      **{'target_forwards': sum(forwards), 'accepted_histogram': histogram},
-      **{'stage_forwards': drafts, 'nodes_per_forward': g + 1},
+      'target_forwards': sum(forwards),
+      'accepted_histogram': histogram,
+      'stage_forwards': drafts,
+      'nodes_per_forward': g + 1,
       # One in each forward of the draft.
       'positions': {'target': (g + 1) * sum(forwards)} | drafts,
       'new_tokens': sum(lengths),
@@ -76,7 +78,8 @@ def test_figures_follow_from_origins(prompts, g):
     if temperature and not ends:
       assert min(histogram) > 0, 'the draft should be right now and then'
     of = lambda counts, slots: {
-      **{'forwards': max(counts), 'rows': sum(counts)},
+      'forwards': max(counts),
+      'rows': sum(counts),
       'slots': slots,
     }
     assert reads['plain'] == of(lengths, plain_slots)
@@ -146,7 +149,9 @@ def test_figures_of_long_texts_do_not_overflow():
     tiny.table(VOCAB_SIZE), max_positions=length + limit
   )
   stats = specdec.generate(
-    *(model, jax.random.key(0), [[4] * length]),
+    model,
+    jax.random.key(0),
+    [[4] * length],
     max_new_tokens=limit,
     drafter=tiny_drafters.simple('chain', model, length=g),
   ).stats

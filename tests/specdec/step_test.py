@@ -90,7 +90,9 @@ def test_a_decode_of_all_that_a_step_does():
     for field in dataclasses.fields(reference.Options)
   }
   result = specdec.generate(
-    *(target, keys, _PROMPTS),
+    target,
+    keys,
+    _PROMPTS,
     max_new_tokens=_LIMITS,
     drafter=drafter,
     sampling=specdec.Sampling(**per_row),

@@ -182,7 +182,8 @@ def test_a_table_of_another_tokenizer_is_refused(target, tmp_path):
   # With --method=staged and no --inner, the table is named.
   for path, method, inner in (
     *((path, 'ngram', None) for path in (other, larger)),
-    *((other, 'ngram+lookup', None), (other, 'staged', None)),
+    (other, 'ngram+lookup', None),
+    (other, 'staged', None),
     (other, 'staged', 'ngram'),
   ):
     with pytest.raises(ValueError, match='built with another tokenizer') as e:

@@ -112,10 +112,14 @@ _LISTS: dict[str, Any] = {
   'target_layers': list[int],
 }
 _TYPES = _LISTS | {
-  **{'rope.scaling.type': str, 'tensor_data_layout': str},
-  **{'rope.scaling.finetuned': bool, 'norm_before_residual': bool},
-  **{'attention.causal': bool, 'sample_from_anchor': bool},
-  **{'rope_is_neox_style': bool, INNER: int | list[int]},
+  'rope.scaling.type': str,
+  'tensor_data_layout': str,
+  'rope.scaling.finetuned': bool,
+  'norm_before_residual': bool,
+  'attention.causal': bool,
+  'sample_from_anchor': bool,
+  'rope_is_neox_style': bool,
+  INNER: int | list[int],
 }
 _NUMBERS = re.compile(r'epsilon|scale|softcapping|freq_base|factor|beta|multi')
 

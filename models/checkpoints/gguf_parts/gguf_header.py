@@ -131,8 +131,12 @@ def _read(path: pathlib.Path, size: int, modified: int) -> Header:
       try:
         return _parse(reader, path)
       except (
-        *(ArithmeticError, MemoryError, RecursionError, TypeError),
-        *(ValueError, struct.error),
+        ArithmeticError,
+        MemoryError,
+        RecursionError,
+        TypeError,
+        ValueError,
+        struct.error,
       ) as error:
         raise ValueError(
           f'{path} cannot be read as a complete GGUF file: {error}'

@@ -36,14 +36,40 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 # Tokens that end a text or a turn, of whatever type: many files have but one
 # key, or tokens of a wrong type.
 _ENDS = {
-  *('<|eot_id|>', '<|im_end|>', '<|end|>', '<|return|>', '<|call|>'),
-  *('<|flush|>', '<|calls|>', '<end_of_turn>', '<|endoftext|>', '</s>'),
-  *('<|eom_id|>', '<EOT>', '_<EOT>', '[EOT]', '[EOS]', '<|end_of_text|>'),
-  *('<end_of_utterance>', '<eos>', '<turn|>', '<|tool_response>', '[e~['),
+  '<|eot_id|>',
+  '<|im_end|>',
+  '<|end|>',
+  '<|return|>',
+  '<|call|>',
+  '<|flush|>',
+  '<|calls|>',
+  '<end_of_turn>',
+  '<|endoftext|>',
+  '</s>',
+  '<|eom_id|>',
+  '<EOT>',
+  '_<EOT>',
+  '[EOT]',
+  '[EOS]',
+  '<|end_of_text|>',
+  '<end_of_utterance>',
+  '<eos>',
+  '<turn|>',
+  '<|tool_response>',
+  '[e~[',
   '<\uff5cend▁of▁sentence\uff5c>',
   # Between files of a repository, and after code that was filled in.
-  *('<|fim_pad|>', '<fim-pad>', '<fim_pad>', '<PAD>', '[PAD]', '<|fim_repo|>'),
-  *('<|repo_name|>', '<fim-repo>', '<REPO>', '<reponame>', '<|file_sep|>'),
+  '<|fim_pad|>',
+  '<fim-pad>',
+  '<fim_pad>',
+  '<PAD>',
+  '[PAD]',
+  '<|fim_repo|>',
+  '<|repo_name|>',
+  '<fim-repo>',
+  '<REPO>',
+  '<reponame>',
+  '<|file_sep|>',
 }
 _END_KEYS = ('eos', 'eot', 'eom', 'fim_pad', 'fim_rep', 'fim_sep')
 
@@ -156,7 +182,8 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
       ' llama.cpp does by default, so prompts may get other tokens than the'
       ' model was trained with; the safetensors files of the model do not have'
       ' this problem',
-      *(vocabulary.file, pre),
+      vocabulary.file,
+      pre,
     )
   backend.decoder = decoders.ByteLevel()
   return backend

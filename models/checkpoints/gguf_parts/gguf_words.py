@@ -29,15 +29,20 @@ _LLAMA3 = '|'.join([_SUFFIXES, _LETTERS, r'\p{N}{1,3}', _SIGNS, _SPACES])
 _QWEN2 = '|'.join([_SUFFIXES, _LETTERS, r'\p{N}', _SIGNS, _SPACES])
 _QWEN35 = '|'.join(
   [
-    *(_SUFFIXES, r'[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+', r'\p{N}'),
-    *(r' ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*', _SPACES),
+    _SUFFIXES,
+    r'[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+',
+    r'\p{N}',
+    r' ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*',
+    _SPACES,
   ]
 )
 _TEKKEN = '|'.join([*_CASES, r'\p{N}', _SIGNS_OR_SLASHES, _SPACES])
 _GPT4O = '|'.join(
   [
     *(f'{case}{_SUFFIXES}?' for case in _CASES),
-    *(r'\p{N}{1,3}', _SIGNS_OR_SLASHES, _SPACES),
+    r'\p{N}{1,3}',
+    _SIGNS_OR_SLASHES,
+    _SPACES,
   ]
 )
 _SEED = '|'.join(
@@ -51,8 +56,15 @@ _DEEPSEEK3 = (
 _BLOOM = ' ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+'
 
 _LLAMA3_NAMES = {
-  *('llama3', 'llama-v3', 'llama-bpe', 'falcon3', 'falcon-h1', 'pixtral'),
-  *('midm-2.0', 'lfm2', 'jina-v5-nano'),
+  'llama3',
+  'llama-v3',
+  'llama-bpe',
+  'falcon3',
+  'falcon-h1',
+  'pixtral',
+  'midm-2.0',
+  'lfm2',
+  'jina-v5-nano',
 }
 # Whose texts begin with the BOS token unless the file says otherwise, and whose
 # words are one token if the vocabulary has them, whatever the merges make.
@@ -64,8 +76,15 @@ _EXPRESSIONS: list[tuple[set[str], list[str]]] = [
   ({'dbrx', 'smaug-bpe', 'glm4', 'chatglm-bpe'}, [_LLAMA3]),
   (
     {
-      *('qwen2', 'deepseek-r1-qwen', 'kormo', 'f2llmv2', 'megrez', 'stablelm2'),
-      *('hunyuan', 'solar-open', 'grok-2'),
+      'qwen2',
+      'deepseek-r1-qwen',
+      'kormo',
+      'f2llmv2',
+      'megrez',
+      'stablelm2',
+      'hunyuan',
+      'solar-open',
+      'grok-2',
     },
     [_QWEN2],
   ),
@@ -82,24 +101,43 @@ _EXPRESSIONS: list[tuple[set[str], list[str]]] = [
   ({'seed-coder'}, [_SEED]),
   (
     {
-      *('gpt-2', 'phi-2', 'mpt', 'olmo', 'jais', 'mellum', 'trillion'),
-      *('exaone4', 'gigachat', 'a.x-4.0', 'granite-docling', 'modern-bert'),
+      'gpt-2',
+      'phi-2',
+      'mpt',
+      'olmo',
+      'jais',
+      'mellum',
+      'trillion',
+      'exaone4',
+      'gigachat',
+      'a.x-4.0',
+      'granite-docling',
+      'modern-bert',
     },
     [_GPT2],
   ),
   (
     {
-      *('smollm', 'starcoder', 'refact', 'command-r', 'codeshell', 'exaone'),
-      *('minerva-7b', 'mellum2'),
+      'smollm',
+      'starcoder',
+      'refact',
+      'command-r',
+      'codeshell',
+      'exaone',
+      'minerva-7b',
+      'mellum2',
     },
     [r'\p{N}', _GPT2],
   ),
   (
     {'deepseek-llm'},
     [
-      *(r'[\r\n]', r'\s?[\p{Lu}\p{Ll}\p{Lt}]+'),
+      r'[\r\n]',
+      r'\s?[\p{Lu}\p{Ll}\p{Lt}]+',
       '\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+',
-      *(r'\s+$', _CHINESE, r'\p{N}+'),
+      r'\s+$',
+      _CHINESE,
+      r'\p{N}+',
     ],
   ),
   (

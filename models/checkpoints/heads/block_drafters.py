@@ -210,6 +210,4 @@ def save(
     }
   else:
     keys |= {'architectures': ['DFlashDraftModel'], 'dflash_config': own}
-  head_files.write(
-    *(module, folder, keys), lm_head=lm_head, ids=ids, dtype=dtype
-  )
+  head_files.write(module, folder, keys, lm_head=lm_head, ids=ids, dtype=dtype)

@@ -76,9 +76,13 @@ _OWN_KEYS = {
     **{
       key: key
       for key in (
-        *('block_size', 'sample_from_anchor', 'rope_is_neox_style'),
-        *('conv_kernel_size', 'conv_group_size'),
-        *('selector_rank', 'selector_top_k'),
+        'block_size',
+        'sample_from_anchor',
+        'rope_is_neox_style',
+        'conv_kernel_size',
+        'conv_group_size',
+        'selector_rank',
+        'selector_top_k',
       )
     },
   },

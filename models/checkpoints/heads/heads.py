@@ -111,7 +111,8 @@ class StoredHead(head_tensors.Drafter):
       'hidden_size': shape('fc.weight')[0],
       'intermediate_size': shape('layers.0.mlp.gate_proj.weight')[0],
       'target_hidden_size': self.target.width,
-      **{'draft_vocab_size': outputs, 'truncated_vocab_size': outputs},
+      'draft_vocab_size': outputs,
+      'truncated_vocab_size': outputs,
       'bias': 'fc.bias' in has,
       'fc_norm': 'fc_norm.0.weight' in has,
       'norm_before_fc': 'input_norm.weight' in has,
@@ -411,7 +412,9 @@ def save(
   if lm_head is not None:  # Without it SGLang takes the target's matrix.
     keys['draft_vocab_size'] = len(lm_head)
   head_files.write(
-    *(module, folder, keys),
+    module,
+    folder,
+    keys,
     lm_head=lm_head,
     ids=ids,
     dtype=dtype,

@@ -17,17 +17,32 @@ _NESTED = 'dflash_config'
 _SPECULATORS = 'speculators_model_type'
 _WRITTEN, _READ = 'target_layer_ids', 'aux_hidden_state_layer_ids'
 _NUMBERS = (
-  *('block_size', 'mask_token_id', 'markov_rank', 'draft_vocab_size'),
-  *('target_hidden_size', 'num_target_layers', 'conv_kernel_size'),
-  *('conv_group_size', 'selector_rank', 'selector_top_k', 'vocab_size'),
+  'block_size',
+  'mask_token_id',
+  'markov_rank',
+  'draft_vocab_size',
+  'target_hidden_size',
+  'num_target_layers',
+  'conv_kernel_size',
+  'conv_group_size',
+  'selector_rank',
+  'selector_top_k',
+  'vocab_size',
 )
 _FLAGS = (
-  *('sample_from_anchor', 'is_causal', 'causal', 'causal_head'),
-  *('sliding_window_non_causal', 'enable_confidence_head'),
-  *('confidence_head_with_markov', 'rope_is_neox_style', 'use_sliding_window'),
+  'sample_from_anchor',
+  'is_causal',
+  'causal',
+  'causal_head',
+  'sliding_window_non_causal',
+  'enable_confidence_head',
+  'confidence_head_with_markov',
+  'rope_is_neox_style',
+  'use_sliding_window',
 )
 _FACTORS = (
-  *('output_multiplier', 'input_embedding_scale'),
+  'output_multiplier',
+  'input_embedding_scale',
   'final_logit_softcapping',
 )
 _TEXTS = ('markov_head_type', 'projector_type', 'attention_mode', _SPECULATORS)
@@ -40,8 +55,12 @@ _TYPES: dict[str, Any] = {
 }
 # Keys of the training, and of how others run a drafter.
 _IDLE = (
-  *('num_anchors', 'confidence_head_alpha', 'runtime_block_size'),
-  *('block_size_policy', 'prefer_requested_block_size', 'loss_decay_gamma'),
+  'num_anchors',
+  'confidence_head_alpha',
+  'runtime_block_size',
+  'block_size_policy',
+  'prefer_requested_block_size',
+  'loss_decay_gamma',
 )
 # Values of keys that name what is supported.
 _KNOWN = {
@@ -53,8 +72,11 @@ _KNOWN = {
 }
 _LAYERS = {'vocab_size', 'use_sliding_window'}  # Keys of layers, too.
 SIZES = (
-  *('hidden_size', 'intermediate_size', 'num_hidden_layers'),
-  *('head_dim', 'vocab_size'),
+  'hidden_size',
+  'intermediate_size',
+  'num_hidden_layers',
+  'head_dim',
+  'vocab_size',
 )
 """Keys of layers that the tensors or the target say."""
 

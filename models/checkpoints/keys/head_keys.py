@@ -21,9 +21,12 @@ _SPECULATORS = 'speculators_model_type'
 _LAYER_TYPES = ('llama', 'mistral', 'ministral', 'phi3', 'qwen2', 'qwen3')
 # Keys that are no claims about tensors, and of which no layer is made.
 _TYPES: dict[str, Any] = {
-  **{READS: list[int] | None, 'vocab_size': int | None},
-  **{'norm_before_residual': bool | None, 'norm_output': bool | None},
-  **{'tie_word_embeddings': bool | None, _SPECULATORS: str | None},
+  READS: list[int] | None,
+  'vocab_size': int | None,
+  'norm_before_residual': bool | None,
+  'norm_output': bool | None,
+  'tie_word_embeddings': bool | None,
+  _SPECULATORS: str | None,
 }
 
 

@@ -61,13 +61,18 @@ _TYPES = {
   'head_dim': int | None,
   'rope_theta': float | None,
   'partial_rotary_factor': float | None,
-  **{'rope_parameters': dict | None, 'rope_scaling': dict | None},
-  **{'sliding_window': int | None, 'use_sliding_window': bool | None},
-  **{'max_window_layers': int | None, 'layer_types': list[str] | None},
+  'rope_parameters': dict | None,
+  'rope_scaling': dict | None,
+  'sliding_window': int | None,
+  'use_sliding_window': bool | None,
+  'max_window_layers': int | None,
+  'layer_types': list[str] | None,
   ROUNDED: dict | None,
 }
 WINDOWS = (
-  *('sliding_window', 'use_sliding_window', 'max_window_layers'),
+  'sliding_window',
+  'use_sliding_window',
+  'max_window_layers',
   'layer_types',
 )
 _TOKENS = frozenset({'bos_token_id', 'eos_token_id', 'pad_token_id'})
@@ -76,8 +81,11 @@ _OF_ROPES -= {*WINDOWS, ROUNDED}
 ORIGINAL = 'original_max_position_embeddings'
 # Keys that are read if the class has such a field.
 _SOMETIMES = (
-  *('no_rope_layers', 'no_rope_layer_interval'),
-  *('position_embedding_type', 'num_local_experts', ORIGINAL),
+  'no_rope_layers',
+  'no_rope_layer_interval',
+  'position_embedding_type',
+  'num_local_experts',
+  ORIGINAL,
 )
 
 
@@ -170,26 +178,37 @@ _QWEN_MOE: dict[str, Any] = {
   'idle': ('intermediate_size',),
 }
 _GEMMA4_EXTRA = {
-  **{'global_head_dim': int | None, 'per_layer_config': dict | None},
-  **{'num_kv_shared_layers': int, 'use_double_wide_mlp': bool},
+  'global_head_dim': int | None,
+  'per_layer_config': dict | None,
+  'num_kv_shared_layers': int,
+  'use_double_wide_mlp': bool,
   'vocab_size_per_layer_input': int,
 }
 _LFM2_EXTRA = {
-  **{'block_ff_dim': int, 'tie_embedding': bool, 'block_multiple_of': int},
-  **{'layer_types': list[str] | None, 'block_auto_adjust_ff_dim': bool},
+  'block_ff_dim': int,
+  'tie_embedding': bool,
+  'block_multiple_of': int,
+  'layer_types': list[str] | None,
+  'block_auto_adjust_ff_dim': bool,
   'block_ffn_dim_multiplier': float | None,
   'full_attn_idxs': list[int] | None,
 }
 _LFM2_NAMES = {
   'input_layernorm': 'operator_norm',
   'post_attention_layernorm': 'ffn_norm',
-  **{'norm': 'embedding_norm', 'mlp': 'feed_forward', 'o_proj': 'out_proj'},
-  **{'q_norm': 'q_layernorm', 'k_norm': 'k_layernorm'},
-  **{'gate_proj': 'w1', 'up_proj': 'w3', 'down_proj': 'w2'},
+  'norm': 'embedding_norm',
+  'mlp': 'feed_forward',
+  'o_proj': 'out_proj',
+  'q_norm': 'q_layernorm',
+  'k_norm': 'k_layernorm',
+  'gate_proj': 'w1',
+  'up_proj': 'w3',
+  'down_proj': 'w2',
 }
 # The last one is of GGUF files, see `models/checkpoints/gguf_parts`.
 _DELTA_EXTRA = {
-  **{'full_attention_interval': int, 'layer_types': list[str] | None},
+  'full_attention_interval': int,
+  'layer_types': list[str] | None,
   'linear_heads_tiled': bool,
 }
 _LOCAL = {'sliding_window_pattern': int, 'rope_local_base_freq': float | None}
@@ -205,8 +224,12 @@ _GRANITE_4: dict[str, Any] = {
   'idle': (
     *(f'mamba_{key}' for key in ('n_heads', 'n_groups', 'd_state', 'd_head')),
     *(f'mamba_{key}' for key in ('d_conv', 'expand', 'chunk_size')),
-    *('mamba_conv_bias', 'mamba_proj_bias', 'init_method'),
-    *('normalization_function', 'num_experts_per_tok', 'intermediate_size'),
+    'mamba_conv_bias',
+    'mamba_proj_bias',
+    'init_method',
+    'normalization_function',
+    'num_experts_per_tok',
+    'intermediate_size',
   ),
   # The matrices of all experts are in one tensor.
   'renames': {
@@ -310,8 +333,10 @@ MODEL_TYPES = {
     transformers.MixtralConfig,
     shape=mixtral_lib.MixtralConfig,
     renames={
-      **{'mlp': 'block_sparse_moe', 'gate_proj': 'w1'},
-      **{'up_proj': 'w3', 'down_proj': 'w2'},
+      'mlp': 'block_sparse_moe',
+      'gate_proj': 'w1',
+      'up_proj': 'w3',
+      'down_proj': 'w2',
     },
   ),
   'gpt_oss': ModelType(
@@ -319,7 +344,9 @@ MODEL_TYPES = {
     shape=mixtral_lib.GptOssConfig,
     fixed={'mlp_bias': True, 'sinks': True, 'clamped': True},
     constants={
-      **{'swiglu_limit': 7.0, 'swiglu_alpha': 1.702, 'hidden_act': 'silu'}
+      'swiglu_limit': 7.0,
+      'swiglu_alpha': 1.702,
+      'hidden_act': 'silu',
     },
     idle=('initial_context_length',),
     rounded=('mxfp4',),

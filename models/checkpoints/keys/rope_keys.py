@@ -21,8 +21,11 @@ _OF_LAYERS = ('full_attention', 'sliding_attention')
 # of them are the same.
 _UNSCALED = ('default', 'mrope')
 _TYPES: dict[str, Any] = {
-  **{'rope_type': str, 'type': str, 'rope_theta': float},
-  **{'partial_rotary_factor': float, 'mrope_section': list[int]},
+  'rope_type': str,
+  'type': str,
+  'rope_theta': float,
+  'partial_rotary_factor': float,
+  'mrope_section': list[int],
   'mrope_interleaved': bool,
 }
 _GROWTH = 'llama_4_scaling_beta'

@@ -86,8 +86,12 @@ _CATEGORY: _Columns = {
 }
 # Figures that are averaged over categories.
 _MEANS = (
-  *('tokens_per_second', 'decoding_tokens_per_second', 'block_efficiency'),
-  *('speed', 'decoding_speed', 'acceptance_by_position'),
+  'tokens_per_second',
+  'decoding_tokens_per_second',
+  'block_efficiency',
+  'speed',
+  'decoding_speed',
+  'acceptance_by_position',
 )
 
 
@@ -317,8 +321,12 @@ def _find_flips(
     texts = zip(*(one.generation.tokens for one in both), strict=True)
     for row, (tokens, expected) in enumerate(texts):
       found = exactness.divergence(
-        *(pairs[spec.dtype].target, keys[row], batches[number][row]),
-        *(tokens, expected, task.sampling),
+        pairs[spec.dtype].target,
+        keys[row],
+        batches[number][row],
+        tokens,
+        expected,
+        task.sampling,
       )
       if found is not None:
         place = {'batch': number, 'row': row}

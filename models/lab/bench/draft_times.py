@@ -87,9 +87,7 @@ def measure(
 
   def arm(drafter: specdec.Drafter) -> timing.Arm:
     return lambda prompts, limit: specdec.generate(
-      *(oracle, jax.random.key(0), prompts),
-      drafter=drafter,
-      max_new_tokens=limit,
+      oracle, jax.random.key(0), prompts, drafter=drafter, max_new_tokens=limit
     )
 
   chosen = {
@@ -101,7 +99,8 @@ def measure(
   found = timing.time_arms(arms, batches, max_new_tokens=_NEW_TOKENS)
   sizes = {name: one.shape.num_nodes for name, one in chosen.items()}
   verification = machine.measure_step_costs(
-    *(pair.target, [text]),
+    pair.target,
+    [text],
     prompt_slots=context,
     max_new_tokens=64,
     context=context,
@@ -126,8 +125,11 @@ def _row(
   draft = float(np.median(np.divide(seconds, steps)))
   plain, verify = verification[1], verification[num_nodes]
   return {
-    **{'method': name, 'N': num_nodes, 'draft_ms': 1e3 * draft},
-    **{'plain_ms': 1e3 * plain, 'verify_ms': 1e3 * verify},
+    'method': name,
+    'N': num_nodes,
+    'draft_ms': 1e3 * draft,
+    'plain_ms': 1e3 * plain,
+    'verify_ms': 1e3 * verify,
     'draft_per_plain': draft / plain,
   }
 

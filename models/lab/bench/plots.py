@@ -11,8 +11,14 @@ import numpy as np
 from specdec.models.text import plan as plan_lib
 
 _COLORS = (
-  *('#4477aa', '#ee6677', '#228833', '#ccbb44'),
-  *('#aa3377', '#66ccee', '#994f00', '#117777'),
+  '#4477aa',
+  '#ee6677',
+  '#228833',
+  '#ccbb44',
+  '#aa3377',
+  '#66ccee',
+  '#994f00',
+  '#117777',
 )
 
 

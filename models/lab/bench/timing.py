@@ -103,8 +103,13 @@ def time_arms(
 
 
 _COUNTS = (
-  *('new_tokens', 'target_forwards', 'accepted_histogram', 'stage_forwards'),
-  *('origins', 'reads', 'positions'),
+  'new_tokens',
+  'target_forwards',
+  'accepted_histogram',
+  'stage_forwards',
+  'origins',
+  'reads',
+  'positions',
 )
 
 

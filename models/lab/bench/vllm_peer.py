@@ -22,8 +22,10 @@ _SPECULATION: Mapping[str, Mapping[str, Any]] = {
   'vllm': {},
   'vllm-draft': {'method': 'draft_model', 'num_speculative_tokens': 3},
   'vllm-lookup': {
-    **{'method': 'ngram', 'num_speculative_tokens': 3},
-    **{'prompt_lookup_min': 2, 'prompt_lookup_max': 4},
+    'method': 'ngram',
+    'num_speculative_tokens': 3,
+    'prompt_lookup_min': 2,
+    'prompt_lookup_max': 4,
   },
 }
 _COUNT = r'^vllm:spec_decode_num_{}_tokens_total\S* (\S+)$'
@@ -78,8 +80,10 @@ class Vllm(server_lib.ServerPeer):
     """See the base class."""
     flags = {
       'model': paths['target'],
-      **{'served-model-name': 'target', 'dtype': spec.dtype},
-      **{'max-model-len': server_lib.CONTEXT, 'max-num-seqs': 1},
+      'served-model-name': 'target',
+      'dtype': spec.dtype,
+      'max-model-len': server_lib.CONTEXT,
+      'max-num-seqs': 1,
       # The settings of the checkpoint would replace those of the request.
       'generation-config': 'vllm',
     }

@@ -9,8 +9,15 @@ from typing import Any
 from specdec.models.lab.cost_model import forward as forward_lib
 
 _SIZES = (
-  *('num_layers', 'width', 'num_heads', 'num_kv_heads', 'mlp_width'),
-  *('vocab_size', 'num_experts', 'experts_per_token', 'head_width'),
+  'num_layers',
+  'width',
+  'num_heads',
+  'num_kv_heads',
+  'mlp_width',
+  'vocab_size',
+  'num_experts',
+  'experts_per_token',
+  'head_width',
 )
 _MODELS = {
   # Touvron et al. 2023 (arXiv 2307.09288); config.json of Llama-2-70b-hf.

@@ -143,8 +143,12 @@ def loss_function(
     for place in range(depth):
       before = anchors + place
       one, drafted = _judge(
-        *(module, states[:, :, place], at(tokens, before)),
-        *(at(batch['normed'], before).astype(jnp.float32), lm_head, ids),
+        module,
+        states[:, :, place],
+        at(tokens, before),
+        at(batch['normed'], before).astype(jnp.float32),
+        lm_head,
+        ids,
       )
       losses.append(one.mean())
       accepted.append(jnp.mean(drafted == at(batch['choice'], before)))

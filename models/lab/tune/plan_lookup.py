@@ -98,7 +98,9 @@ def find_plan(
     f' in about {plan_seconds:.0f} s (Ctrl-C: from what is known by then)'
   )
   plan = planner.make_plan(
-    *(pair_lib.load_pair(task.models), prompts(), task),
+    pair_lib.load_pair(task.models),
+    prompts(),
+    task,
     context=context,
     plan_seconds=plan_seconds,
     report=report,

@@ -112,7 +112,9 @@ class _Search:
     checks = itertools.count()
     is_late = lambda: next(checks) >= _LEAST_CHECKS and self.is_late(share)
     decoding = specdec.Decoding(
-      *(target, self.key, sample.prompts),
+      target,
+      self.key,
+      sample.prompts,
       drafter=drafter,
       max_new_tokens=[min(len(new), limit) for new in sample.new],
       **self.options,
@@ -195,7 +197,9 @@ def _measure_reading(
   ) -> float:
     start = time.perf_counter()
     specdec.Decoding(
-      *(one, search.key, prompts),
+      one,
+      search.key,
+      prompts,
       drafter=its_drafter,
       max_new_tokens=0,
       **search.options,

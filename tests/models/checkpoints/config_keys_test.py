@@ -30,15 +30,29 @@ _OF_TYPE = {
 # Fields of the classes that change nothing. Those of windows are read where a
 # window is; `mlp_only_layers` and others are refused.
 _IDLE = {
-  *('attention_dropout', 'attn_pdrop', 'embd_pdrop', 'resid_pdrop'),
-  *('bos_token_id', 'eos_token_id', 'pad_token_id', 'use_cache'),
-  *('initializer_range', 'pretraining_tp', 'reorder_and_upcast_attn'),
-  *('output_router_logits', 'router_aux_loss_coef', 'router_jitter_noise'),
-  *('summary_type', 'summary_use_proj', 'summary_activation'),
-  *('summary_proj_to_labels', 'summary_first_dropout'),
+  'attention_dropout',
+  'attn_pdrop',
+  'embd_pdrop',
+  'resid_pdrop',
+  'bos_token_id',
+  'eos_token_id',
+  'pad_token_id',
+  'use_cache',
+  'initializer_range',
+  'pretraining_tp',
+  'reorder_and_upcast_attn',
+  'output_router_logits',
+  'router_aux_loss_coef',
+  'router_jitter_noise',
+  'summary_type',
+  'summary_use_proj',
+  'summary_activation',
+  'summary_proj_to_labels',
+  'summary_first_dropout',
 }
 _IDLE_OF_TYPE = {
-  **{'phi3': {'original_max_position_embeddings'}, 'qwen2': {'attention_bias'}},
+  'phi3': {'original_max_position_embeddings'},
+  'qwen2': {'attention_bias'},
   **{kind: {'intermediate_size'} for kind in ('qwen2_moe', 'qwen3_moe')},
   'mistral': {'use_sliding_window'},
   'gemma4_text': {'use_bidirectional_attention'},  # But `all` is refused.
@@ -47,7 +61,9 @@ _IDLE_OF_TYPE = {
       f'mamba_{key}' for key in ('chunk_size', 'conv_bias', 'd_conv', 'expand')
     ),
     *(f'mamba_{key}' for key in ('d_head', 'd_state', 'n_groups', 'n_heads')),
-    *('mamba_proj_bias', 'time_step_limit', 'sliding_window'),
+    'mamba_proj_bias',
+    'time_step_limit',
+    'sliding_window',
   },
 }
 # Without lists of layers, other keys say which layers have what.
@@ -59,9 +75,28 @@ _FIRST['smollm3'] = {'no_rope_layer_interval': 2}
 _OLDER = {'rope_theta', 'rope_scaling', 'partial_rotary_factor', 'head_dim'}
 # Values of every type; and others that are unusual and good.
 _VALUES = (
-  *(True, False, 'relu', [1], ['full_attention'], ['sliding_attention'] * 2),
-  *([0, 1], [1, 1], 0, 1, 2, 3, 4, 6, 8, 32, 0.25, 0.5, 7.5, {'a': 1}),
-  *({'rope_theta': 50.0}, {'rope_type': 'linear', 'factor': 2.0}),
+  True,
+  False,
+  'relu',
+  [1],
+  ['full_attention'],
+  ['sliding_attention'] * 2,
+  [0, 1],
+  [1, 1],
+  0,
+  1,
+  2,
+  3,
+  4,
+  6,
+  8,
+  32,
+  0.25,
+  0.5,
+  7.5,
+  {'a': 1},
+  {'rope_theta': 50.0},
+  {'rope_type': 'linear', 'factor': 2.0},
 )
 
 

@@ -17,8 +17,13 @@ from specdec.models.checkpoints import folder_tokenizer
 from specdec.models.lab.training import tokenizer as tokenizer_lib
 
 _TEXTS = [
-  *(' 12 + 3', 'x = [\n    10,\n     2]\n', 'Don\'t "STOP"  a\t b'),
-  *('ÄÉ ﬁ naïve\n\n 日本', '<s>a<|end|> b </s>', 'a <|end|>', '  '),
+  ' 12 + 3',
+  'x = [\n    10,\n     2]\n',
+  'Don\'t "STOP"  a\t b',
+  'ÄÉ ﬁ naïve\n\n 日本',
+  '<s>a<|end|> b </s>',
+  'a <|end|>',
+  '  ',
 ]
 _byte_level = pre_tokenizers.ByteLevel
 _bare = _byte_level(add_prefix_space=False, use_regex=False)
@@ -38,7 +43,8 @@ _LAYOUTS = {
     decoders.ByteLevel(),
   ),
   'pieces': (
-    *(normalizers.Sequence([normalizers.Prepend('▁'), _SPACES]), None),
+    normalizers.Sequence([normalizers.Prepend('▁'), _SPACES]),
+    None,
     decoders.Sequence([*_LLAMA, decoders.Strip(' ', 1, 0)]),
   ),
 }
@@ -186,8 +192,10 @@ _LLAMA_KEYS = {'config.json': '{"model_type": "llama"}'}
 @pytest.mark.parametrize(
   ('files', 'message'),
   [
-    *((_OLD | _GONE, _NONE), (_OLD | {'merges.txt': None}, _NONE)),
-    *((_OLD | {'vocab.json': None}, _NONE), (_OLD | {'vocab.json': ''}, _NONE)),
+    (_OLD | _GONE, _NONE),
+    (_OLD | {'merges.txt': None}, _NONE),
+    (_OLD | {'vocab.json': None}, _NONE),
+    (_OLD | {'vocab.json': ''}, _NONE),
     (_OLD | {'vocab.json': None, 'tokenizer_config.json': None}, _NONE),
     # They would have a vocabulary of their own, or need another package.
     *(

@@ -105,8 +105,12 @@ _CONFIGS = {
   ),
 }
 _BLOCKS = (
-  *(('gpt2', Kind.Q8_0), ('llama', Kind.Q4_K), ('llama, mixture', Kind.Q5_0)),
-  *(('gpt-oss', Kind.MXFP4), ('gemma4', Kind.Q4_K), ('phi3', Kind.Q8_0)),
+  ('gpt2', Kind.Q8_0),
+  ('llama', Kind.Q4_K),
+  ('llama, mixture', Kind.Q5_0),
+  ('gpt-oss', Kind.MXFP4),
+  ('gemma4', Kind.Q4_K),
+  ('phi3', Kind.Q8_0),
 )
 
 
@@ -134,7 +138,8 @@ def path(tmp_path):
     *((name, Kind.F32) for name in ('llama, llama3', 'gemma2', 'gemma3')),
     *((name, Kind.F32) for name in ('qwen35', 'smollm3', 'mistral3')),
     *((name, Kind.F16) for name in ('gpt2', 'llama, mixture')),
-    *(('gpt2', Kind.BF16), *_BLOCKS),
+    ('gpt2', Kind.BF16),
+    *_BLOCKS,
   ],
 )
 def test_parameters_and_shape_are_those_that_were_written(name, kind, path):
@@ -151,9 +156,15 @@ def test_parameters_and_shape_are_those_that_were_written(name, kind, path):
 # Variants that a file can be of; `families_test` has more.
 _VARIANTS = {
   **dict.fromkeys(('tied', 'linear', 'yarn', 'mistral', 'mixtral'), 'llama'),
-  **{'gpt2': 'gpt2', 'gpt2_untied': 'gpt2', 'lfm2': 'lfm2', 'olmo2': 'olmo2'},
-  **{'qwen2': 'qwen2', 'qwen3': 'qwen3', 'qwen3_moe_renormalized': 'qwen3moe'},
-  **{'gemma': 'gemma', 'granite': 'granite'},
+  'gpt2': 'gpt2',
+  'gpt2_untied': 'gpt2',
+  'lfm2': 'lfm2',
+  'olmo2': 'olmo2',
+  'qwen2': 'qwen2',
+  'qwen3': 'qwen3',
+  'qwen3_moe_renormalized': 'qwen3moe',
+  'gemma': 'gemma',
+  'granite': 'granite',
 }
 
 
@@ -382,7 +393,8 @@ def test_auto_is_what_is_stored_and_native(path, monkeypatch):
     (Kind.F16, {'bfloat16'}, 'float32'),
     (Kind.BF16, {'bfloat16'}, 'bfloat16'),
     (Kind.Q8_0, {'float16', 'bfloat16'}, 'bfloat16'),
-    *((Kind.Q8_0, {'float16'}, 'float16'), (Kind.Q8_0, set(), 'float32')),
+    (Kind.Q8_0, {'float16'}, 'float16'),
+    (Kind.Q8_0, set(), 'float32'),
     (Kind.F32, {'float16', 'bfloat16'}, 'float32'),
   ):
     monkeypatch.setattr(dtypes, 'native_dtypes', lambda found=native: found)

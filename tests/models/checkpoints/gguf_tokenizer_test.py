@@ -39,31 +39,42 @@ def _write(path, words, *, model='gpt2', kinds=None, **keys):
 _TEXTS = ["we'RE a12345", 'x +=\n\n\t y', 'mixUp Éd', '=\n/z']
 _DIGITS = list('12345')
 _SMOLLM = [
-  *(['we', "'", 'RE', ' a', *_DIGITS], ['x', ' +=', '\n\n\t', ' y']),
-  *(['mixUp', ' Éd'], ['=', '\n', '/', 'z']),
+  ['we', "'", 'RE', ' a', *_DIGITS],
+  ['x', ' +=', '\n\n\t', ' y'],
+  ['mixUp', ' Éd'],
+  ['=', '\n', '/', 'z'],
 ]
 _LLAMA = [
-  *(['we', "'RE", ' a', '123', '45'], ['x', ' +=\n\n', '\t', ' y']),
-  *(['mixUp', ' Éd'], ['=\n', '/z']),
+  ['we', "'RE", ' a', '123', '45'],
+  ['x', ' +=\n\n', '\t', ' y'],
+  ['mixUp', ' Éd'],
+  ['=\n', '/z'],
 ]
 _DEEPSEEK = [
-  *(['we', "'", 'RE', ' a', '12345'], ['x', ' +=', '\n', '\n', '\t', ' y']),
+  ['we', "'", 'RE', ' a', '12345'],
+  ['x', ' +=', '\n', '\n', '\t', ' y'],
   *_SMOLLM[2:],
 ]
 _TEKKEN = [
   ['we', "'RE", ' a', *_DIGITS],
-  *(_LLAMA[1], ['mix', 'Up', ' Éd'], ['=\n/', 'z']),
+  _LLAMA[1],
+  ['mix', 'Up', ' Éd'],
+  ['=\n/', 'z'],
 ]
 _WORDS = {
-  **{'gpt-2': [_DEEPSEEK[0], *_SMOLLM[1:]], 'smollm': _SMOLLM},
-  **{'llama-bpe': _LLAMA, 'qwen2': [_TEKKEN[0], *_LLAMA[1:]]},
+  'gpt-2': [_DEEPSEEK[0], *_SMOLLM[1:]],
+  'smollm': _SMOLLM,
+  'llama-bpe': _LLAMA,
+  'qwen2': [_TEKKEN[0], *_LLAMA[1:]],
   'tekken': _TEKKEN,
   'gpt-4o': [["we'RE", ' a', '123', '45'], *_TEKKEN[1:]],
   # Among its signs are the letters of ASCII, which are cut from others.
   'deepseek-llm': [*_DEEPSEEK[:2], ['mixUp', ' É', 'd'], _DEEPSEEK[3]],
-  **{'deepseek-coder': [_SMOLLM[0], *_DEEPSEEK[1:]], 'deepseek-v3': _LLAMA},
+  'deepseek-coder': [_SMOLLM[0], *_DEEPSEEK[1:]],
+  'deepseek-v3': _LLAMA,
   'falcon': [
-    *(['we', "'", 'RE', ' a', '123', '45'], ['x', ' ', '+=', '\n\n\t', ' y']),
+    ['we', "'", 'RE', ' a', '123', '45'],
+    ['x', ' ', '+=', '\n\n\t', ' y'],
     *_SMOLLM[2:],
   ],
 }
@@ -146,7 +157,8 @@ def test_lines_are_merged_as_for_llama_cpp(text, expected, path):
   kinds += [TokenType.NORMAL] * len(pieces)
   merges = ['\n b', '▁ b', 'b ▁', '▁ a']
   _write(
-    *(path, [*words, *pieces]),
+    path,
+    [*words, *pieces],
     **{'model': 'gemma4', 'kinds': kinds, 'merges': merges},
     **{'bos_token_id': 2, 'eos_token_id': 1},
   )
@@ -159,9 +171,11 @@ def test_lines_are_merged_as_for_llama_cpp(text, expected, path):
 @pytest.mark.parametrize(
   ('text', 'prefix', 'expected'),
   [
-    *(('hi', True, ['▁hi']), ('hi', False, ['hi'])),
+    ('hi', True, ['▁hi']),
+    ('hi', False, ['hi']),
     # The space that a text begins with is not the one before each text.
-    *((' hi', True, ['▁', '▁hi']), (' hi', False, ['▁hi'])),
+    (' hi', True, ['▁', '▁hi']),
+    (' hi', False, ['▁hi']),
     ('hi<end>hi', True, ['▁hi', '<end>', '▁hi']),
     ('hi<end>hi', False, ['hi', '<end>', 'hi']),
     # Tags that other files have are text.

@@ -27,12 +27,23 @@ INDEX = 'model.safetensors.index.json'
 
 # Keys of configs that do not shape a model, or whose value other keys imply.
 _SAID_OTHERWISE = {
-  *('_name_or_path', 'architectures', 'dtype', 'reorder_and_upcast_attn'),
-  *('bos_token_id', 'eos_token_id', 'pad_token_id'),
-  *('use_sliding_window', 'max_window_layers', 'full_attn_idxs'),
-  *('sliding_window_pattern', '_sliding_window_pattern', 'intermediate_size'),
-  *('block_auto_adjust_ff_dim', 'block_ffn_dim_multiplier'),
-  *('block_multiple_of', 'partial_rotary_factor'),
+  '_name_or_path',
+  'architectures',
+  'dtype',
+  'reorder_and_upcast_attn',
+  'bos_token_id',
+  'eos_token_id',
+  'pad_token_id',
+  'use_sliding_window',
+  'max_window_layers',
+  'full_attn_idxs',
+  'sliding_window_pattern',
+  '_sliding_window_pattern',
+  'intermediate_size',
+  'block_auto_adjust_ff_dim',
+  'block_ffn_dim_multiplier',
+  'block_multiple_of',
+  'partial_rotary_factor',
   'original_max_position_embeddings',
 }
 
@@ -158,7 +169,8 @@ _UNUSUAL |= {'scale_attention': False, 'scale_attention_by_layer': True}
 @pytest.mark.parametrize(
   ('dtype', 'stored', 'rounding', 'shape'),
   [
-    *(('float32', 'F32', 0, _UNUSUAL), ('float16', 'F16', 2**-11, {})),
+    ('float32', 'F32', 0, _UNUSUAL),
+    ('float16', 'F16', 2**-11, {}),
     ('bfloat16', 'BF16', 2**-8, _UNUSUAL),
   ],
 )
@@ -208,7 +220,9 @@ _ones = lambda *shape: lambda _: np.ones(shape, np.float32)
     ('mixtral', _LAST, _ones(24, 16), f'{_LAST} is not part of a Mixtral'),
     ('gpt2', _WEIGHT, _ones(24, 16), r'c_fc.*\(24, 16\), expected \(16, 24\)'),
     (
-      *('gpt2', _WEIGHT, lambda tensors: tensors[_WEIGHT].astype(np.int8)),
+      'gpt2',
+      _WEIGHT,
+      lambda tensors: tensors[_WEIGHT].astype(np.int8),
       'h.1.mlp.c_fc.weight: it has dtype I8, expected one of',
     ),
     ('gpt2', 'lm_head.weight', _ones(40, 16), _TIED),

@@ -32,8 +32,12 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize(
   ('eos', 'generation', 'expected'),
   [
-    *((5, None, (5,)), ([5, 7], None, (5, 7)), ([5, 50256], None, (5,))),
-    *((50256, None, (0,)), (None, None, (0,)), (5, [9], (9,))),
+    (5, None, (5,)),
+    ([5, 7], None, (5, 7)),
+    ([5, 50256], None, (5,)),
+    (50256, None, (0,)),
+    (None, None, (0,)),
+    (5, [9], (9,)),
   ],
 )
 def test_eos_is_what_the_configs_state_if_usable(

@@ -26,7 +26,8 @@ def test_v_is_linear_between_the_measured_sizes():
 
 def _measure(target=None, texts=((1, 2, 3), (4,)), context=40, **effort):
   return machine.measure_step_costs(
-    *(tiny.gpt2(num_layers=1) if target is None else target, texts),
+    tiny.gpt2(num_layers=1) if target is None else target,
+    texts,
     prompt_slots=32,
     max_new_tokens=64,
     context=context,

@@ -130,10 +130,16 @@ _GGUF = {
 _OF_FILES = {
   'speculators dspark': {'sample_from_anchor': True},
   'z-lab 2': {
-    **{'attention.causal': False, 'logit_scale': 0.5, 'embedding_scale': 2.0},
-    **{'final_logit_softcapping': 3.0, 'attention.sliding_window': 4},
-    **{'attention.sliding_window_pattern': [True, False], 'block_count': 2},
-    **{'conv_kernel_size': 2, 'conv_group_size': 8, 'selector_rank': 8},
+    'attention.causal': False,
+    'logit_scale': 0.5,
+    'embedding_scale': 2.0,
+    'final_logit_softcapping': 3.0,
+    'attention.sliding_window': 4,
+    'attention.sliding_window_pattern': [True, False],
+    'block_count': 2,
+    'conv_kernel_size': 2,
+    'conv_group_size': 8,
+    'selector_rank': 8,
     'selector_top_k': 6,
   },
 }
@@ -171,8 +177,10 @@ def check_layout(layout, case):
 @pytest.mark.parametrize(
   ('layout', 'case'),
   [
-    *(('deepspec', 'speculators dspark'), ('liquid', 'speculators dspark')),
-    *(('gguf', 'speculators dspark'), ('gguf', 'z-lab 2')),
+    ('deepspec', 'speculators dspark'),
+    ('liquid', 'speculators dspark'),
+    ('gguf', 'speculators dspark'),
+    ('gguf', 'z-lab 2'),
   ],
 )
 def test_other_layouts_of_the_same_drafter(layout, case):
@@ -187,7 +195,8 @@ def _decode(drafter, **options):
     chain = topology_lib.chain(drafter.spec.depth)
     chosen = specdec.fixed_drafter(scorer, chain)
   return specdec.Decoding(
-    *(model, jax.random.key(0)),
+    model,
+    jax.random.key(0),
     **{'prompts': [_PROMPT], 'max_new_tokens': 24} | options,
     sampling=specdec.Sampling(temperature=0.0),
     drafter=chosen,
@@ -214,8 +223,12 @@ def test_chains_of_another_package(case, tmp_path):
 @pytest.mark.parametrize(
   ('dtype', 'packed'),
   [
-    *(('int8', False), ('int4', False), ('bfloat16', True), ('int8', True)),
-    *(('int4', True), ('stored', True)),
+    ('int8', False),
+    ('int4', False),
+    ('bfloat16', True),
+    ('int8', True),
+    ('int4', True),
+    ('stored', True),
   ],
 )
 def test_few_bits_draft_and_change_no_token(dtype, packed, tmp_path):

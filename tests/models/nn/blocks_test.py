@@ -68,8 +68,10 @@ def test_xla_expands_what_gguf_does(kind):
 @pytest.mark.parametrize(
   ('width', 'is_head', 'kind', 'simpler'),
   [
-    *((512, False, 'Q4_K', 'Q4_1'), (96, False, 'Q4_1', 'Q4_0')),
-    *((70, False, 'Q4_1', None), (96, True, 'Q8_0', None)),
+    (512, False, 'Q4_K', 'Q4_1'),
+    (96, False, 'Q4_1', 'Q4_0'),
+    (70, False, 'Q4_1', None),
+    (96, True, 'Q8_0', None),
   ],
 )
 def test_four_bits_are_near_the_weights(width, is_head, kind, simpler):
@@ -132,7 +134,9 @@ def test_a_model_written_in_four_bits_is_not_rounded_again(family, tmp_path):
   loaded = [
     hub.flat_params(hub.load_module(path, dtype=dtype))[1]
     for path, dtype in (
-      *((folder, 'int4'), (rounded, 'stored'), (rounded, 'float32')),
+      (folder, 'int4'),
+      (rounded, 'stored'),
+      (rounded, 'float32'),
     )
   ]
   for whole, again, floats in zip(

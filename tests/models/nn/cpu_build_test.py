@@ -32,8 +32,11 @@ def _flipped(content):
 @pytest.mark.parametrize(
   'damage',
   [
-    *(lambda content: b'', lambda content: content[:40], _flipped),
-    *(lambda content: content[:-1], lambda content: content + b' '),
+    lambda content: b'',
+    lambda content: content[:40],
+    _flipped,
+    lambda content: content[:-1],
+    lambda content: content + b' ',
   ],
 )
 def test_a_library_is_compiled_once_for_its_flags(

@@ -340,7 +340,9 @@ _MIXTURES = [*itertools.product((*_DTYPES, 'int4'), (64, 128))]
 @pytest.mark.parametrize(
   ('family', 'dtype', 'num_experts'),
   [
-    *(('gpt2', 'float32', 0), ('gpt2', 'int8', 0), ('llama', 'bfloat16', 0)),
+    ('gpt2', 'float32', 0),
+    ('gpt2', 'int8', 0),
+    ('llama', 'bfloat16', 0),
     ('gpt2', 'int4', 0),
     ('mixtral', 'float32', 64),
     *(_long('mixtral', *case) for case in _MIXTURES[1:]),

@@ -27,7 +27,8 @@ _MATRIX = ops.Matrix(_WORDS, _floats(40), 40, _floats(40))
 _CACHE = 2, 3, 9, 8
 _STATE = _floats((2, 6, 5, 7))
 _INPUTS = {
-  **{'key': _floats((2, 1, 9, 3 * 5)), 'delta': _floats((2, 1, 9, 6 * 7))},
+  'key': _floats((2, 1, 9, 3 * 5)),
+  'delta': _floats((2, 1, 9, 6 * 7)),
   'decay': _floats((2, 1, 9, 6)),
 }
 _MIXED = 2 * 3 * 5 + 6 * 7
@@ -35,17 +36,23 @@ _TREE = _ints((2, 9)), _ints(2)
 # Functions, and operands that fit.
 _CALLS = {
   functools.partial(ops.multiply, dtype='int8'): {
-    **{'x': _floats((2, 3, 20)), 'matrices': [_MATRIX] * 2},
-    **{'norm': _norm(20, _floats(20)), 'residual': _floats((2, 3, 80))},
+    'x': _floats((2, 3, 20)),
+    'matrices': [_MATRIX] * 2,
+    'norm': _norm(20, _floats(20)),
+    'residual': _floats((2, 3, 80)),
   },
   functools.partial(ops.attend, scale=1.0): {
-    **{'keys': _floats(_CACHE), 'values': _floats(_CACHE)},
+    'keys': _floats(_CACHE),
+    'values': _floats(_CACHE),
     'projections': _floats((2, 4, 12 * 8)),
-    **{'mask': np.zeros((2, 4, 9), bool), 'start': _ints(2)},
-    **{'norms': [_norm(8)] * 3, 'rotation': [_floats((2, 1, 4, 4))] * 2},
+    'mask': np.zeros((2, 4, 9), bool),
+    'start': _ints(2),
+    'norms': [_norm(8)] * 3,
+    'rotation': [_floats((2, 1, 4, 4))] * 2,
   },
   ops.write_slots: {
-    **{'slots': _floats(_CACHE), 'new': _floats((2, 3, 4, 8))},
+    'slots': _floats(_CACHE),
+    'new': _floats((2, 3, 4, 8)),
     'start': _ints(2),
   },
   ops.normalize: {'x': _floats((2, 5)), 'norm': _norm(5, _floats(5))},
@@ -53,25 +60,33 @@ _CALLS = {
     'logits': _floats((2, 3))
   },
   ops.sum_rows: {
-    **{'rows': _floats((5, 7)), 'index': _ints((2, 3))},
+    'rows': _floats((5, 7)),
+    'index': _ints((2, 3)),
     'weights': _floats((2, 3)),
   },
   state_ops.mix_convolution: {
-    **{'projected': _floats((2, 4, 60)), 'state': _floats((2, 3, 20))},
-    **{'window': _floats((2, 1, 9, 20)), 'tree': _TREE},
-    **{'weight': _floats((4, 20)), 'bias': _floats(20)},
+    'projected': _floats((2, 4, 60)),
+    'state': _floats((2, 3, 20)),
+    'window': _floats((2, 1, 9, 20)),
+    'tree': _TREE,
+    'weight': _floats((4, 20)),
+    'bias': _floats(20),
   },
   state_ops.gate: {'x': _floats((2, 5)), 'gates': _floats((2, 5))},
   functools.partial(state_ops.fold_delta, tiled=False): {
-    **{'state': _STATE, 'inputs': _INPUTS},
-    **{'slots': _ints((2, 8)), 'count': _ints(2)},
+    'state': _STATE,
+    'inputs': _INPUTS,
+    'slots': _ints((2, 8)),
+    'count': _ints(2),
   },
   functools.partial(state_ops.mix_delta, tiled=False): {
     'projected': _floats((2, 4, _MIXED + 6 * 9)),
     'state': {'conv': _floats((2, 3, _MIXED)), 'matrix': _STATE},
     'inputs': _INPUTS | {'conv': _floats((2, 1, 9, _MIXED))},
-    **{'tree': _TREE, 'weight': _floats((4, _MIXED))},
-    **{'rates': [_floats(6)] * 2, 'norm': _norm(7)},
+    'tree': _TREE,
+    'weight': _floats((4, _MIXED)),
+    'rates': [_floats(6)] * 2,
+    'norm': _norm(7),
   },
 }
 _multiply, _attend, _, _, _route, *_, _fold_delta, _mix_delta = _CALLS
@@ -111,7 +126,8 @@ def test_an_operand_that_does_not_fit_is_named_with_both_shapes(function):
 
 
 _MORE = {
-  **{'projections': _floats((2, 10, 96)), 'mask': np.zeros((2, 10, 9), bool)},
+  'projections': _floats((2, 10, 96)),
+  'mask': np.zeros((2, 10, 9), bool),
   'rotation': [_floats((2, 1, 10, 4))] * 2,
 }
 _with = lambda **changed: {'matrices': [_MATRIX._replace(**changed)] * 2}
@@ -130,7 +146,8 @@ _MISFITS = [
   (ops.write_slots, {'new': _floats((2, 3, 10, 8))}, 'new .* does not fit'),
   (_route, {'logits': _floats((2, 2))}, '3 experts of logits'),
   (
-    *(_fold_delta, {'inputs': _INPUTS | {'key': _floats((2, 1, 9, 20))}}),
+    _fold_delta,
+    {'inputs': _INPUTS | {'key': _floats((2, 1, 9, 20))}},
     'key .* does not fit a state',
   ),
   (

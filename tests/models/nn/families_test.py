@@ -41,8 +41,13 @@ _FIRST += ('gpt_oss_0', 'gemma4_3')
 # windows that begin with the second layer, where a MiniCPM changes its factors,
 # and other rotations of a Gemma 4 than its own.
 _NOT_IN_FILES = (
-  *('gemma4_3', 'gemma4_7', 'gemma4_11'),
-  *('granite4_5', 'granite4_8', 'gpt_oss_4', 'gpt_oss_8'),
+  'gemma4_3',
+  'gemma4_7',
+  'gemma4_11',
+  'granite4_5',
+  'granite4_8',
+  'gpt_oss_4',
+  'gpt_oss_8',
   *(f'minicpm_{number}' for number in (6, 8, 9, 10, 11)),
 )
 _ARCHITECTURES = {'granite4': 'granitemoe', 'ministral3': 'mistral3'}
@@ -232,7 +237,9 @@ def test_greedy_text_is_that_of_a_forward_without_a_cache(name, kind, tmp_path):
   draft = target.replace(params=jax.tree.map(noise, target.params))
   start = 9
   result = specdec.generate(
-    *(target, jax.random.key(0), [variants.LONG[:start].tolist()]),
+    target,
+    jax.random.key(0),
+    [variants.LONG[:start].tolist()],
     max_new_tokens=_LENGTH - start,
     drafter=tiny_drafters.simple(kind, draft),
   )
@@ -267,7 +274,8 @@ def test_folders_in_mxfp4_are_read_as_they_are_stored(tmp_path):
     values = values * np.float32(2) ** (np.float32(exponents) - 127)[..., None]
     floats[name] = values.reshape(*size[:2], -1).swapaxes(1, 2)
     blocks |= {
-      **{name: None, f'{name}_scales': exponents},
+      name: None,
+      f'{name}_scales': exponents,
       f'{name}_blocks': codes[..., ::2] | codes[..., 1::2] << 4,
     }
   edit = lambda edits: variants.edit_tensors(

@@ -63,7 +63,8 @@ def test_it_computes_what_the_other_form_computes(name, most_sums, monkeypatch):
     for ours, theirs in zip(one.layer(layer), cache.layer(layer), strict=True):
       np.testing.assert_allclose(
         *(each[:, :, :9].astype('float32') for each in (ours, theirs)),
-        *(0.05, 0.05),
+        0.05,
+        0.05,
       )
   for ours, theirs in zip(
     *map(jax.tree.leaves, (one.recurrent, cache.recurrent)), strict=True
@@ -75,7 +76,9 @@ def test_it_decodes_as_plainly():
   """Path by path, in rows of several lengths."""
   _, target = _forms('gpt2')
   decode = lambda drafter: specdec.generate(
-    *(target, jax.random.key(0), [[1, 2, 3], [4, 5]]),
+    target,
+    jax.random.key(0),
+    [[1, 2, 3], [4, 5]],
     drafter=drafter,
     max_new_tokens=24,
   )

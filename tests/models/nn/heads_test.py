@@ -140,29 +140,53 @@ _ones = lambda *shape: np.ones(shape, np.float32)
 
 # Keys as those who train heads write them, which change nothing.
 _SPECFORGE = {
-  **{'architectures': ['LlamaForCausalLMEagle3'], 'attention_bias': False},
-  **{'attention_dropout': 0.0, 'bos_token_id': 151643, 'pad_token_id': 0},
-  **{'decoder_sparse_step': 1, 'draft_vocab_size': 48, 'hidden_act': 'silu'},
-  **{'initializer_range': 0.02, 'max_window_layers': 28, 'pretraining_tp': 1},
-  **{'rope_theta': 1e4, 'sliding_window': 5, 'use_sliding_window': False},
-  **{'rope_scaling': {'type': 'mrope', 'mrope_section': [16, 24, 24]}},
-  **{'target_model_type': 'qwen2_5_vl', 'tie_word_embeddings': False},
-  **{'torch_dtype': 'bfloat16', 'transformers_version': '4.51.0'},
-  **{'norm_output': True, 'use_cache': True, 'head_dim': None},
+  'architectures': ['LlamaForCausalLMEagle3'],
+  'attention_bias': False,
+  'attention_dropout': 0.0,
+  'bos_token_id': 151643,
+  'pad_token_id': 0,
+  'decoder_sparse_step': 1,
+  'draft_vocab_size': 48,
+  'hidden_act': 'silu',
+  'initializer_range': 0.02,
+  'max_window_layers': 28,
+  'pretraining_tp': 1,
+  'rope_theta': 1e4,
+  'sliding_window': 5,
+  'use_sliding_window': False,
+  'rope_scaling': {'type': 'mrope', 'mrope_section': [16, 24, 24]},
+  'target_model_type': 'qwen2_5_vl',
+  'tie_word_embeddings': False,
+  'torch_dtype': 'bfloat16',
+  'transformers_version': '4.51.0',
+  'norm_output': True,
+  'use_cache': True,
+  'head_dim': None,
 }
 _OPTIMIZER = {
-  **{'use_aux_hidden_state': True, 'use_input_layernorm_in_first_layer': True},
-  **{'use_last_layernorm': True, 'use_mtp_layernorm': False},
-  **{'next_layer_regular': True, 'parallel_draft_step': 1},
-  **{'parallel_draft_heads_num_layers': None, 'has_lm_head': True},
+  'use_aux_hidden_state': True,
+  'use_input_layernorm_in_first_layer': True,
+  'use_last_layernorm': True,
+  'use_mtp_layernorm': False,
+  'next_layer_regular': True,
+  'parallel_draft_step': 1,
+  'parallel_draft_heads_num_layers': None,
+  'has_lm_head': True,
 }
 _SPECULATORS = {
-  **{'auto_map': {'': 'config.Eagle3SpeculatorConfig'}, 'dtype': 'bfloat16'},
-  **{'base_model_ep_plan': None, 'draft_vocab_size': 48, 'fc_norm': False},
-  **{'embed_requires_grad': False, 'has_no_defaults_at_init': False},
-  **{'norm_before_fc': False, 'norm_before_residual': False},
-  **{'norm_output': False, 'speculators_version': '0.9.0'},
-  **{'speculators_config': {'algorithm': 'eagle3'}, 'target_hidden_size': 16},
+  'auto_map': {'': 'config.Eagle3SpeculatorConfig'},
+  'dtype': 'bfloat16',
+  'base_model_ep_plan': None,
+  'draft_vocab_size': 48,
+  'fc_norm': False,
+  'embed_requires_grad': False,
+  'has_no_defaults_at_init': False,
+  'norm_before_fc': False,
+  'norm_before_residual': False,
+  'norm_output': False,
+  'speculators_version': '0.9.0',
+  'speculators_config': {'algorithm': 'eagle3'},
+  'target_hidden_size': 16,
 }
 
 
@@ -341,9 +365,13 @@ def test_a_gguf_file_is_the_same_head(tmp_path):
 
 
 _KNOWN = {
-  **{'block_count': 1, 'attention.head_count_kv': [2], 'vocab_size': 48},
-  **{'target_hidden_size': 16, 'rope.dimension_count': 8},
-  **{'rope.scaling.type': 'none', 'rope.freq_base': 30.0},
+  'block_count': 1,
+  'attention.head_count_kv': [2],
+  'vocab_size': 48,
+  'target_hidden_size': 16,
+  'rope.dimension_count': 8,
+  'rope.scaling.type': 'none',
+  'rope.freq_base': 30.0,
 }
 
 
@@ -450,7 +478,9 @@ def check_steps(kind):
   target, rng = tiny_heads.target(), np.random.default_rng(10)
   prompts = [rng.integers(tiny.TABOO, size=size).tolist() for size in (7, 1, 3)]
   decoding = specdec.Decoding(
-    *(target, jax.random.key(0), prompts),
+    target,
+    jax.random.key(0),
+    prompts,
     max_new_tokens=9,
     room_for_new_tokens=20,
     drafter=drafter,
@@ -475,7 +505,10 @@ def check_steps(kind):
   # A smaller tree may follow a larger one, whose path is longer.
   ctx = jax.eval_shape(
     functools.partial(step_lib.step_context, config=decoding._config),
-    *(target, specdec.PLAIN, decoding._request, decoding._state),
+    target,
+    specdec.PLAIN,
+    decoding._request,
+    decoding._state,
   )
   longest = decoding._drafter.max_depth + 1
   assert {one.shape[2] for one in ctx.hidden.states.values()} == {longest}
@@ -504,7 +537,7 @@ def _trained(folder):
   graph, variables = nnx.split(eagle.Head(config, rngs=nnx.Rngs(0)))
   function = head_trainer.loss_function(graph, config, _DRAFTED, 'float32')
   params = by_heart.fitted(
-    *(function, nnx.to_pure_dict(variables), config.reads), steps=1200
+    function, nnx.to_pure_dict(variables), config.reads, steps=1200
   )
   heads.save(nnx.merge(graph, params), folder)
   return tiny_heads.load(folder)

@@ -51,7 +51,8 @@ _FLAGS = [
   ('--prompt_file=/no/such/file', 'cannot be read'),
   (f'--prompt={_SURROGATE}', 'lone surrogate'),
   ('--no_such_flag=1', 'Unknown command line flag'),
-  *(('--widht=4', 'Did you mean'), ('surplus', 'unexpected argument')),
+  ('--widht=4', 'Did you mean'),
+  ('surplus', 'unexpected argument'),
 ]
 
 
@@ -89,7 +90,8 @@ def _refused_file(path, content, *flags):
 
 def test_files_of_prompts(tmp_path):
   for name, content, message in (
-    *(('a.jsonl', b'', 'has 0 prompts'), ('a.jsonl', b'[]\n', 'line 1')),
+    ('a.jsonl', b'', 'has 0 prompts'),
+    ('a.jsonl', b'[]\n', 'line 1'),
     ('a.jsonl', b'{"prompt": 5}\n', 'line 1'),
     ('a.jsonl', b'{"prompt": "a"\n', 'line 1'),
     ('a.jsonl', b'\n{"prompt": "ab\\ud800"}\n', 'line 2'),
@@ -113,10 +115,8 @@ def test_files_of_prompts(tmp_path):
 def test_files_of_questions(tmp_path):
   file, good = tmp_path / 'a.jsonl', '{"category": "b", "turns": ["a"]}'
   for line, message in (
-    *(
-      ('{"turns": ["a"]}', 'line 2: expected an object with a'),
-      ('5', 'line 2'),
-    ),
+    ('{"turns": ["a"]}', 'line 2: expected an object with a'),
+    ('5', 'line 2'),
     ('{"category": 5, "turns": ["a"]}', 'line 2: expected an object with a'),
     ('{"prompt": "a", "category": "b"}', 'line 2: expected turns'),
     *(
@@ -142,17 +142,36 @@ def _value(rng):
     [
       str(rng.choice((-1, 1)) * 10 ** rng.randrange(30)),
       rng.choice(('nan', 'inf', '-inf', '1e999', '0x10', '1_000', '\u0663')),
-      *(''.join(chr(rng.randrange(1, 0x3000)) for _ in range(5)), _SURROGATE),
+      ''.join(chr(rng.randrange(1, 0x3000)) for _ in range(5)),
+      _SURROGATE,
       '',
     ]
   )
 
 
 _NAMES = (
-  *('width', 'branching', 'rounds', 'num_nodes', 'max_depth', 'capacity'),
-  *('num_draft_tokens', 'batch_size', 'temperature', 'top_p', 'top_k', 'min_p'),
-  *('seed', 'repetition_penalty', 'break_even', 'calibration', 'cost_ratio'),
-  *('topology', 'logit_bias', 'lookup_confidence', 'verify', 'max_new_tokens'),
+  'width',
+  'branching',
+  'rounds',
+  'num_nodes',
+  'max_depth',
+  'capacity',
+  'num_draft_tokens',
+  'batch_size',
+  'temperature',
+  'top_p',
+  'top_k',
+  'min_p',
+  'seed',
+  'repetition_penalty',
+  'break_even',
+  'calibration',
+  'cost_ratio',
+  'topology',
+  'logit_bias',
+  'lookup_confidence',
+  'verify',
+  'max_new_tokens',
 )
 
 

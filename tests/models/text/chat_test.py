@@ -185,7 +185,8 @@ def test_what_is_no_conversation_is_refused():
     ([_user() | {'role': _HALF}], _TEMPLATE, 'message 0, role has the lone'),
     (
       [_user() | {'tool_calls': [{'name': {'a': _HALF}}]}],
-      *(_TEMPLATE, 'message 0, tool_calls, name, a has the lone surrogate'),
+      _TEMPLATE,
+      'message 0, tool_calls, name, a has the lone surrogate',
     ),
     ([], _TEMPLATE, 'messages is empty; give at least one'),
     (None, _TEMPLATE, 'messages must be a list of dicts, got None'),

@@ -47,7 +47,10 @@ def _tokenizer():
   """One token for each piece."""
   fill = [f'<{index}>' for index in range(len(_PIECES), _END)]
   return byte_level.tokenizer(
-    *(map(byte_level.spelled, _PIECES), *fill, '<end>', '<taboo>'),
+    map(byte_level.spelled, _PIECES),
+    *fill,
+    '<end>',
+    '<taboo>',
     **{'eos_token': '<end>', 'chat_template': _TEMPLATE},
   )
 
@@ -205,8 +208,13 @@ def test_scripts(tmp_path, monkeypatch):
   prompts = tmp_path / 'prompts.jsonl'
   prompts.write_text('\n'.join(map(json.dumps, lines)))
   ended = command_lines.run(
-    *('generate_many.py', f'--prompt_file={prompts}', '--output=-'),
-    *('--regex=[ab]{3}', '--in_order', '--batch_size=2', *options),
+    'generate_many.py',
+    f'--prompt_file={prompts}',
+    '--output=-',
+    '--regex=[ab]{3}',
+    '--in_order',
+    '--batch_size=2',
+    *options,
   )
   first, second, third = map(json.loads, ended.output.splitlines())
   assert _matches(first['text'], '[ab]{3}', None)

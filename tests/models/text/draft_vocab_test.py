@@ -29,8 +29,10 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
   ('name', 'packed', 'dtype'),
   [
-    *(('tied', True, 'int8'), ('tied', False, 'int8')),
-    *(('untied', True, 'float32'), ('untied', False, 'int4')),
+    ('tied', True, 'int8'),
+    ('tied', False, 'int8'),
+    ('untied', True, 'float32'),
+    ('untied', False, 'int4'),
     ('tied', True, 'int4'),
   ],
 )

@@ -29,7 +29,9 @@ _SEEDS = (5, 6, 7)
 def _arguments(stop=_NEVER, **kw):
   """Stop strings always, so that there are few programs."""
   return {
-    **{'prompts': _PROMPTS, 'seed': _SEEDS, 'max_new_tokens': LIMIT},
+    'prompts': _PROMPTS,
+    'seed': _SEEDS,
+    'max_new_tokens': LIMIT,
     'sampling': specdec.Sampling(temperature=[1.0, 0.8, 1.0]),
     'stop': stop,
   } | kw
@@ -138,7 +140,8 @@ def test_what_drafts_by_default(target, draft, labels, num_nodes):
 def test_help_shows_every_option():
   for symbol, options in (
     (specdec.generate, specdec.Options),
-    *((specdec.Decoding, specdec.Options), (specdec.Slots, specdec.Options)),
+    (specdec.Decoding, specdec.Options),
+    (specdec.Slots, specdec.Options),
     *(
       (getattr(generator_lib.Generator, name), text_options.TextOptions)
       for name in ('stream', 'generate', 'generate_many', 'chat')

@@ -178,9 +178,31 @@ def _strings():
     for text in itertools.product(letters, repeat=length)
   ]
   for pattern in (
-    *('a', '^a', 'a$', '^a$', '^a|b$', '(^|b)a', 'a($|b)', '', '^', '^$', '.'),
-    *('^[^a]$', '[^/]', r'^a\sb$', r'\\', '^say "x"$', '^"', r'\n', r'^\x01*$'),
-    *('a{2}', '^(a|b"){1,2}$', '(?i)^A', 'é|🙂$', r'^\w+$', r'^[\s\S]{2}$'),
+    'a',
+    '^a',
+    'a$',
+    '^a$',
+    '^a|b$',
+    '(^|b)a',
+    'a($|b)',
+    '',
+    '^',
+    '^$',
+    '.',
+    '^[^a]$',
+    '[^/]',
+    r'^a\sb$',
+    r'\\',
+    '^say "x"$',
+    '^"',
+    r'\n',
+    r'^\x01*$',
+    'a{2}',
+    '^(a|b"){1,2}$',
+    '(?i)^A',
+    'é|🙂$',
+    r'^\w+$',
+    r'^[\s\S]{2}$',
   ):
     # At a line end, `$` of `re` is not what the standard says.
     own = [text for text in texts if '$' not in pattern or text[-1:] != '\n']

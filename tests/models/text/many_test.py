@@ -96,9 +96,12 @@ def _input(path, end):
   lines = [
     {'prompt': 'import ', 'id': 'first'},
     {'prompt': 'x = ', 'seed': 7, 'max_new_tokens': 4},
-    *({'prompt': 'x = ', 'temperature': 1.0, 'seed': 3}, {'prompt': ''}),
-    *({'prompt': 'x', 'prompts': 'y'}, {'prompt': 'x', 'top_p': 0.5}),
-    *({'messages': [{'role': 'user', 'content': 'x'}]}, {'prompt': 'def f('}),
+    {'prompt': 'x = ', 'temperature': 1.0, 'seed': 3},
+    {'prompt': ''},
+    {'prompt': 'x', 'prompts': 'y'},
+    {'prompt': 'x', 'top_p': 0.5},
+    {'messages': [{'role': 'user', 'content': 'x'}]},
+    {'prompt': 'def f('},
     {'prompt': 'def f(', 'seed': 7, 'eos_ids': [end, '<|endoftext|>']},
     {'prompt': 'x', 'eos_ids': ['no token']},
   ]
@@ -137,14 +140,18 @@ def test_the_script_completes_a_file_and_goes_on_where_it_was(
   for index, words in {
     3: 'the prompt is empty',
     4: 'line 5: expected a JSON object with keys of prompt',
-    **{5: 'sets other options', 6: 'has no chat template'},
-    **{9: "the text 'no token', but no token of", 10: 'line 11: '},
+    5: 'sets other options',
+    6: 'has no chat template',
+    9: "the text 'no token', but no token of",
+    10: 'line 11: ',
   }.items():
     assert words in rows[index]['error']
   for index, prompt, seed, options in (
-    *((0, 'import ', 0, {}), (1, 'x = ', 7, {'max_new_tokens': 4})),
+    (0, 'import ', 0, {}),
+    (1, 'x = ', 7, {'max_new_tokens': 4}),
     (2, 'x = ', 3, {'sampling': specdec.Sampling(temperature=[1.0])}),
-    *((7, 'def f(', 7, {}), (8, 'def f(', 7, {'eos_ids': [end]})),
+    (7, 'def f(', 7, {}),
+    (8, 'def f(', 7, {'eos_ids': [end]}),
   ):
     alone = _alone(lm, prompt, seed, **options)
     row = rows[index]
@@ -188,10 +195,13 @@ def test_the_script_completes_a_file_and_goes_on_where_it_was(
 
 # By key, values of a wrong type; `text_files_test` has all types.
 _WRONG = {
-  **{'prompt': (5, None, [1.5]), 'messages': ('x', {'a': 1}, [None])},
+  'prompt': (5, None, [1.5]),
+  'messages': ('x', {'a': 1}, [None]),
   **dict.fromkeys(('max_new_tokens', 'seed'), (True, 1.5, 'x', [1])),
-  **{'eos_ids': (3, [True], [{'a': 1}]), 'top_k': (True, 1.5, None)},
-  **{'regex': (3, ['x']), 'json_schema': (3, ['x'])},
+  'eos_ids': (3, [True], [{'a': 1}]),
+  'top_k': (True, 1.5, None),
+  'regex': (3, ['x']),
+  'json_schema': (3, ['x']),
   **dict.fromkeys(('temperature', 'top_p', 'min_p'), (True, 'x', None)),
 }
 

@@ -81,7 +81,10 @@ def test_only_what_differs_is_written():
   record = json.loads(_PLAN.to_json())
   assert record['schema'] == 4
   assert record['ways']['staged']['drafting'] == {
-    **{'num_nodes': 16, 'width': 4, 'cost_ratio': 0.03, 'inner_rounds': 1},
+    'num_nodes': 16,
+    'width': 4,
+    'cost_ratio': 0.03,
+    'inner_rounds': 1,
     'lookup': {'confidence': [0.0, 0.5], 'num_matches': 4},
   }
   record = json.loads(_drafting(_FIXED).to_json())
@@ -105,7 +108,8 @@ _OTHER_BATCH = dataclasses.asdict(_CONTEXT) | {'batch_size': '2'}
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
-    *(([], 'must hold a JSON object'), ('{', 'cannot be read')),
+    ([], 'must hold a JSON object'),
+    ('{', 'cannot be read'),
     ({'schema': ...}, 'has schema None, expected 4; make it anew'),
     ({'schema': 3, 'draft_token_seconds': 1}, 'schema 3, expected 4; make it'),
     ({'ways': ...}, 'it lacks the entry ways; make it anew with scripts/'),
@@ -166,8 +170,10 @@ def test_contexts(monkeypatch, tmp_path):
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
   changes = {
     'models': _CONTEXT.models | {'draft': None},
-    **{'machine': _CONTEXT.machine | {'cores': 64}, 'dtype': 'bfloat16'},
-    **{'batch_size': 8, 'sampling': {}},
+    'machine': _CONTEXT.machine | {'cores': 64},
+    'dtype': 'bfloat16',
+    'batch_size': 8,
+    'sampling': {},
   }
   change = functools.partial(dataclasses.replace, _CONTEXT)
   others = [change(**{name: value}) for name, value in changes.items()]
@@ -269,9 +275,11 @@ def test_a_request_is_decoded_in_the_way_that_takes_the_least_time():
 @pytest.mark.parametrize(
   ('ends', 'limit', 'name'),
   [
-    *((0.0, 8, 'plain'), (0.0, 64, 'chain')),
+    (0.0, 8, 'plain'),
+    (0.0, 64, 'chain'),
     # Texts of 4 tokens, whatever the limit is: 1 + 3/4 + (3/4)^2 + ...
-    *((0.25, 64, 'plain'), (0.25, 4096, 'plain')),
+    (0.25, 64, 'plain'),
+    (0.25, 4096, 'plain'),
     (0.01, 64, 'chain'),
   ],
 )

@@ -204,11 +204,15 @@ def test_the_space_that_begins_what_is_decoded_is_kept():
 
 def test_other_decoders_are_refused():
   for decoder in (
-    *(decoders.WordPiece(), decoders.CTC(), _in_turn()),
-    *(_in_turn(decoders.ByteLevel(), _STRIP), _in_turn(_STRIP, _FUSE)),
+    decoders.WordPiece(),
+    decoders.CTC(),
+    _in_turn(),
+    _in_turn(decoders.ByteLevel(), _STRIP),
+    _in_turn(_STRIP, _FUSE),
     _in_turn(_FUSE, decoders.Strip(' ', 0, 1)),
     _in_turn(_FUSE, decoders.Strip('_', 1, 0)),
-    *(_in_turn(_FUSE, _SPACES), _in_turn(_FUSE, _BYTES)),
+    _in_turn(_FUSE, _SPACES),
+    _in_turn(_FUSE, _BYTES),
     _in_turn(_BYTES, _METASPACE),
     _in_turn(decoders.Replace(tokenizers.Regex('▁+'), ' ')),
   ):

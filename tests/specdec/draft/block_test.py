@@ -92,7 +92,9 @@ def test_rows_come_and_go_and_constraints_hold():
   rows = zip(_PROMPTS, tiny.row_keys(3), _TEMPERATURES, strict=True)
   jobs = [
     {
-      **{'prompt': prompt, 'rng_key': key, 'max_new_tokens': _LIMIT},
+      'prompt': prompt,
+      'rng_key': key,
+      'max_new_tokens': _LIMIT,
       'sampling': specdec.Sampling(temperature=temperature),
     }
     for prompt, key, temperature in rows

@@ -29,7 +29,9 @@ _MORE_THAN_THERE_ARE |= {'capacity': 50, 'calibration': 0.5}
 
 def test_growth_is_a_best_first_search():
   for names, config in (
-    *(('model', {}), ('model, table', {}), ('model, model, table', {})),
+    ('model', {}),
+    ('model, table', {}),
+    ('model, model, table', {}),
     # Full after a round or two: what is guessed later is dropped.
     ('model, table', {'num_nodes': 6, 'capacity': 11}),
     # Reached before the rounds are over; one node wide is two in a forward.
@@ -47,7 +49,9 @@ def check(names, config=()):
       # Two of three stages are alike now and then.
       growth.TableStage(
         _table(3 * seed + (place if place < 2 else seed % 2)),
-        *(settings, name == 'model', f'model {place}'),
+        settings,
+        name == 'model',
+        f'model {place}',
       )
       for place, (name, settings) in enumerate(
         zip(names.split(', '), (outer, _SMALL, _TINY), strict=False)
@@ -103,7 +107,8 @@ def _check_tree(stages, step, row, nodes, scored):
     np.testing.assert_allclose(
       [child.cond_log_prob for child in children],
       [said[own[0]][child.token] for child in children],
-      *(1e-4, 1e-4),
+      1e-4,
+      1e-4,
     )
     tokens = [child.token for child in children]
     assert len({*tokens}) == len(tokens), 'a duplicate'

@@ -113,7 +113,9 @@ def _conversation(drafter):
   rng = np.random.default_rng(3)
   prompts = [rng.integers(40, size=length).tolist() for length in (20, 2)]
   decoding = specdec.Decoding(
-    *(tiny.gpt2(num_layers=1), tiny.row_keys(2), prompts),
+    tiny.gpt2(num_layers=1),
+    tiny.row_keys(2),
+    prompts,
     drafter=drafter,
     sampling=_SAMPLING,
     max_new_tokens=12,
@@ -177,7 +179,7 @@ def test_tokens_in_slots_are_those_of_plain_decoding():
 
 def test_a_head_and_no_tokens_are_refused():
   pair = pair_lib.Pair(
-    *(tiny.gpt2(num_layers=1), None, None, ()), head=tiny_heads.random_head()
+    tiny.gpt2(num_layers=1), None, None, (), head=tiny_heads.random_head()
   )
   settings = specdec.DraftSettings(draft_prompt=8, inner='none')
   with pytest.raises(ValueError, match='draft_prompt=8 is for a draft model'):

@@ -72,7 +72,8 @@ def _slow_lookup(proposer, text, path):
 
 def test_lookup_against_a_loop():
   for proposer in (
-    *(specdec.PromptLookup(), specdec.PromptLookup((0.5,), num_matches=1)),
+    specdec.PromptLookup(),
+    specdec.PromptLookup((0.5,), num_matches=1),
     specdec.PromptLookup((0.0, 0.3, 0.9), num_matches=8),
     specdec.PromptLookup((0.2, 0.0, 0.9), num_matches=50),
   ):
@@ -97,7 +98,8 @@ def test_lookup_against_a_loop():
 def test_bad_settings_of_lookup():
   for settings, words in (
     *(((one,), 'at least 0 and below 1') for one in ((0.5, 1.0), (-0.1,))),
-    *((((),), 'needs an entry'), (((0.5,), 0), 'of at least 1, got 0')),
+    (((),), 'needs an entry'),
+    (((0.5,), 0), 'of at least 1, got 0'),
   ):
     with pytest.raises(ValueError, match=words):
       specdec.PromptLookup(*settings)

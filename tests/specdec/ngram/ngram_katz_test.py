@@ -108,8 +108,10 @@ def _check(table, reference, k):
 def _case(vocab_size):
   return st.fixed_dictionaries(
     {
-      **{'texts': ngram_texts.texts(vocab_size), 'order': st.integers(1, 5)},
-      **{'vocab_size': st.just(vocab_size), 'min_count': st.integers(1, 3)},
+      'texts': ngram_texts.texts(vocab_size),
+      'order': st.integers(1, 5),
+      'vocab_size': st.just(vocab_size),
+      'min_count': st.integers(1, 3),
     }
   )
 

@@ -132,7 +132,9 @@ def test_where_nothing_may_follow_the_row_ends_with_an_error():
 
 def test_the_next_turn_begins_with_the_first_state():
   decoding = specdec.Decoding(
-    *(_MODEL, _KEYS[:1], [[4, 2]]),
+    _MODEL,
+    _KEYS[:1],
+    [[4, 2]],
     max_new_tokens=8,
     room_for_new_tokens=30,
     eos_ids=[_END],
@@ -174,7 +176,7 @@ def _example(seed):
   delta[:, 97:100] = rng.integers(-1, 6, (6, 3))
   accepting = rng.random(6) < 0.4
   accepting[5] = True
-  texts = ['', 'a', 'b', 'c', *('ab', 'bc', 'ca', 'abc', 'd', 'cccc')]
+  texts = ['', 'a', 'b', 'c', 'ab', 'bc', 'ca', 'abc', 'd', 'cccc']
   chosen = [texts[index] for index in rng.integers(len(texts), size=40)]
   return delta, accepting, [text.encode() for text in chosen]
 

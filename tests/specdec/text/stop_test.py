@@ -88,7 +88,9 @@ def _texts(rng, words, count, shortest, longest):
 @pytest.mark.parametrize(
   ('letters', 'special'),
   [
-    *(([b'a', b'b'], {}), ([b'a', b'b', b'c'], {}), ([b'\x00', b'\xff'], {})),
+    ([b'a', b'b'], {}),
+    ([b'a', b'b', b'c'], {}),
+    ([b'\x00', b'\xff'], {}),
     ([b'\n', b'\xe2', b'\x82', b'\xac'], {}),
     ([b'x', b'<', b'a>'], _TOKENS),
   ],

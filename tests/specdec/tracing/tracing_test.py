@@ -46,10 +46,14 @@ def _arguments(shape):
     gaps = tiny_drafters.Settings(topology=topology_lib.from_paths(_PATHS))
     drafter = tiny_drafters.candidates(_few(_TABLE), config=gaps)
   return {
-    **{'target': target, 'rng_key': jax.random.key(3), 'prompts': _PROMPTS},
-    **{'drafter': drafter, 'max_new_tokens': _LIMITS},
+    'target': target,
+    'rng_key': jax.random.key(3),
+    'prompts': _PROMPTS,
+    'drafter': drafter,
+    'max_new_tokens': _LIMITS,
     'sampling': specdec.Sampling(temperature=[0.0, 0.0, 0.8]),
-    **{'log_probs': True, 'eos_ids': [int(_TABLE.argmax(1)[0])]},
+    'log_probs': True,
+    'eos_ids': [int(_TABLE.argmax(1)[0])],
     'break_even': 2.5 if shape == 'gaps' else None,
   }
 
@@ -154,7 +158,9 @@ def test_what_follows_from_a_block_by_hand():
 
 def test_inconsistent_blocks_are_refused():
   for changes in (
-    *({'start': 1}, {'probs': (1.0,)}, {'forwards': {}}),
+    {'start': 1},
+    {'probs': (1.0,)},
+    {'forwards': {}},
     {'parents': (0, 0, 0, 1, 3)},  # The first node is not the root.
     {'parents': (-1, 0, 2, 1, 3)},  # Node 2 does not follow its parent.
     {'probs': (1.0, 0.5, 1.25, 0.5, 0.1)},
@@ -189,7 +195,8 @@ def test_what_is_no_trace_is_refused():
       read({'blocks': [_BLOCK, _block(probs='x')]}),
       'block 1, probs must be a list of numbers',
     ),
-    *((read({'blocks': [{}]}), 'missing'), (read({'more': 3}), 'more')),
+    (read({'blocks': [{}]}), 'missing'),
+    (read({'more': 3}), 'more'),
     (lambda: specdec.Trace.from_json('{'), 'Expecting'),
     (lambda: specdec.Trace.from_json('null'), 'no JSON object'),
   ):

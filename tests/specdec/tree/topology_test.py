@@ -88,10 +88,15 @@ _NO_LIST = 'must hold a JSON list of lists of ranks'
 @pytest.mark.parametrize(
   ('content', 'message'),
   [
-    *((b'[[0], ', 'cannot be read'), (b'\xff\xfe', 'cannot be read')),
-    *((b'{"0": 1}', _NO_LIST), (b'[0, 1]', _NO_LIST), (b'[["0"]]', _NO_LIST)),
-    *((b'[[0.5]]', _NO_LIST), (b'[[true]]', _NO_LIST)),
-    *((b'[[0, 0]]', 'but not its parent'), (b'[]', 'topology has no path')),
+    (b'[[0], ', 'cannot be read'),
+    (b'\xff\xfe', 'cannot be read'),
+    (b'{"0": 1}', _NO_LIST),
+    (b'[0, 1]', _NO_LIST),
+    (b'[["0"]]', _NO_LIST),
+    (b'[[0.5]]', _NO_LIST),
+    (b'[[true]]', _NO_LIST),
+    (b'[[0, 0]]', 'but not its parent'),
+    (b'[]', 'topology has no path'),
   ],
 )
 def test_files(tmp_path, content, message):
@@ -162,7 +167,8 @@ def test_staging_is_associative_and_leaves_fixed_shapes_alone():
   one, two, three = _drafters((2, 3, 1))
   staged = specdec.staged
   for drafter in (
-    *(staged(one, staged(two, three)), staged(staged(one, two), three)),
+    staged(one, staged(two, three)),
+    staged(staged(one, two), three),
   ):
     assert [stage.config.rounds for stage in drafter.stages] == [2, 3, 1]
   fixed = specdec.fixed_drafter(specdec.PromptLookup(), topology_lib.chain(2))
@@ -177,8 +183,10 @@ def test_how_deep_a_tree_can_grow():
   for rounds, settings, expected in (
     ((3,), {}, 3),
     # Four levels before the first round, and one and four more in each.
-    *(((2, 4), {}, 4 + 2 * 5), ((2, 1, 3), {}, 7 + 2 * 8)),
-    *(((2, 4), {'max_depth': 9}, 9), ((3,), {'num_nodes': 3}, 2)),
+    ((2, 4), {}, 4 + 2 * 5),
+    ((2, 1, 3), {}, 7 + 2 * 8),
+    ((2, 4), {'max_depth': 9}, 9),
+    ((3,), {'num_nodes': 3}, 2),
   ):
     drafters = _drafters(rounds, **({'max_depth': 64} | settings))
     assert specdec.staged(*drafters).max_depth == expected

@@ -110,14 +110,16 @@ def test_a_rule_is_a_name_or_an_object_and_says_its_own_conditions():
     ('must be one of', [object()], {}),
     (
       'hashable specdec.verify.accept.Rule, got <class',
-      *([specdec.MatchRule], {}),
+      [specdec.MatchRule],
+      {},
     ),
     ('got <function', [lambda *arguments: None], {}),
     ('is for chains', [_ChainRule()], {'topology': specdec.k_ary(2, 2)}),
     (r'_ChainRule\(\) wants the best', [_ChainRule(), drawn], {}),
     ('has children=best, got', [specdec.RejectionRule(), drawn], {}),
     (
-      *('needs a drafter with a distribution', ['rejection', drawn]),
+      'needs a drafter with a distribution',
+      ['rejection', drawn],
       {'scorer': lookup},
     ),
   ):

@@ -49,7 +49,8 @@ def _generation(*rows):
       accepted_histogram=[0, forwards],
       positions={'target': new_tokens**2 // 2, 'draft': 3},
       reads={
-        **{'plain': reads(new_tokens, 0), 'target': reads(forwards, 0)},
+        'plain': reads(new_tokens, 0),
+        'target': reads(forwards, 0),
         'draft': reads(3, new_tokens),
       },
       costs={'target': costs(10, 1), 'draft': costs(1, 2)},
@@ -257,8 +258,11 @@ def test_flips_are_where_rows_part_and_have_the_gap_of_the_best_two_logits():
     for method, rows in texts.items()
   }
   (flip,) = benchmark._find_flips(
-    *(peer_lib.ArmSpec('chain', 'float32'), results, [[[1], [2, 1]]]),
-    *({'float32': pair}, peer_lib.BenchmarkTask(batch_size=2)),
+    peer_lib.ArmSpec('chain', 'float32'),
+    results,
+    [[[1], [2, 1]]],
+    {'float32': pair},
+    peer_lib.BenchmarkTask(batch_size=2),
   )
   margin = pytest.approx(0.75)
   assert flip == {'batch': 0, 'row': 1, 'offset': 1, 'margin': margin}
@@ -335,11 +339,14 @@ def test_a_pair_with_random_weights_is_timed(tmp_path):
   )
   chain, tree = draft_times.with_speeds(
     draft_times.measure(
-      *(pair_lib.drawn_pair(models), drafting, ('chain', 'tree')),
+      pair_lib.drawn_pair(models),
+      drafting,
+      ('chain', 'tree'),
       context=20,
       repeats=2,
     ),
-    *([0.5, 0.2], [0.6]),
+    [0.5, 0.2],
+    [0.6],
   )
   assert (chain['N'], tree['N']) == (4, 6)
   assert chain['computed_tokens'] == pytest.approx(1.78)

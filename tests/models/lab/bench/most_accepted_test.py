@@ -148,7 +148,7 @@ _RULES = ('rejection', 'traversal')
 def _many_worlds():
   """Normal logits of the target; the draft adds as much noise."""
   return enumeration.make_worlds(
-    *(3, 4), drafts=('similar',) * 20, samplings=('temperature 1',), scale=1.0
+    3, 4, drafts=('similar',) * 20, samplings=('temperature 1',), scale=1.0
   )
 
 

@@ -92,8 +92,10 @@ def test_ranks_become_probabilities():
 
 def test_bad_input_is_refused():
   for acceptance, depth, message in (
-    *(((), 4, 'acceptance'), ((0.7, 0.7), 4, 'together at most 1')),
-    *(((-0.1,), 4, 'at least 0'), ((0.5,), 0, 'num_nodes and max_depth')),
+    ((), 4, 'acceptance'),
+    ((0.7, 0.7), 4, 'together at most 1'),
+    ((-0.1,), 4, 'at least 0'),
+    ((0.5,), 0, 'num_nodes and max_depth'),
   ):
     with pytest.raises(ValueError, match=message):
       optimal.best_trees(acceptance, num_nodes=4, max_depth=depth)

@@ -27,7 +27,8 @@ def test_shapes_are_read_with_their_layout():
   )
   assert arrays == (
     hlo.Array('f32', (2, 3), '1,0'),
-    *(hlo.Array('bf16', (4, 2), '0,1:T(8,128)S(1)'), hlo.Array('s32', ())),
+    hlo.Array('bf16', (4, 2), '0,1:T(8,128)S(1)'),
+    hlo.Array('s32', ()),
   )
   assert [one.memory_space for one in arrays] == [0, 1, 0]
   assert [one.num_bytes for one in arrays] == [24, 16, 4]
@@ -74,7 +75,8 @@ def test_exchanges_between_devices():
   (step,) = counts.count(hlo.parse(text)).loops
   found = {str(one): number for one, number in step.collectives.items()}
   assert found == {
-    **{'all-reduce f32[1,64]': 1, 'all-gather f32[8,1,64]': 1},
+    'all-reduce f32[1,64]': 1,
+    'all-gather f32[8,1,64]': 1,
     'all-gather bf16[8,64,8]': 1,
   }
   assert step.collectives_per_layer == 1.0  # Only the sum is in a layer.
@@ -127,8 +129,11 @@ def test_what_is_no_program_is_refused():
 
 def _loop(name, kernels, bookkeeping, keeping=0, conditions=0):
   return {
-    **{'loop': name, 'kernels': kernels, 'bookkeeping': bookkeeping},
-    **{'keeping': keeping, 'conditions': conditions},
+    'loop': name,
+    'kernels': kernels,
+    'bookkeeping': bookkeeping,
+    'keeping': keeping,
+    'conditions': conditions,
   }
 
 

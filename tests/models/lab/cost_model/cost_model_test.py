@@ -29,8 +29,10 @@ _MACHINE = cost_model.Hardware(
 # Millions of parameters, bytes of a token in the cache, and billions of active
 # parameters. One is published to two digits.
 _PUBLISHED = {
-  **{'llama-2-70b': (68_977, 327_680), 'tinyllama-1.1b': (1_100, 22_528)},
-  **{'llama-3-8b': (8_030, 131_072), 'llama-3-70b': (70_554, 327_680)},
+  'llama-2-70b': (68_977, 327_680),
+  'tinyllama-1.1b': (1_100, 22_528),
+  'llama-3-8b': (8_030, 131_072),
+  'llama-3-70b': (70_554, 327_680),
   'mixtral-8x7b': (46_703, 131_072, 12.9),
   'qwen3-30b-a3b': (30_500, 98_304, 3.3),
 }
@@ -97,7 +99,9 @@ def test_expected_tokens_by_enumeration():
   acceptance = [0.5, 0.2, 0.1]
   ragged = [[0], [1], [2], [0, 0], [0, 1], [0, 0, 0], [2, 0]]
   for shape in (
-    *(topology_lib.chain(1), topology_lib.chain(5), topology_lib.k_ary(2, 3)),
+    topology_lib.chain(1),
+    topology_lib.chain(5),
+    topology_lib.k_ary(2, 3),
     topology_lib.from_paths(ragged),
   ):
     step = cost_model.tree_step(shape, acceptance)

@@ -45,7 +45,7 @@ def _learned():
   config = _training().config(tiny_heads.TARGET)
   graph, params = _module(config)
   function = block_trainer.loss_function(
-    *(graph, config), by_heart.PROMPT - 1, 12, 'float32'
+    graph, config, by_heart.PROMPT - 1, 12, 'float32'
   )
   params = by_heart.fitted(function, params, config.reads, steps=2000)
   return nnx.merge(graph, params)

@@ -106,7 +106,8 @@ def test_the_table_says_what_it_was_made_of(draft, finished, tokenizer):
   assert {one['method'] for one in discounts} <= methods
   counted = _SETTINGS | {'tokens': 3072, 'temperature': 1.5, 'top_k': None}
   assert provenance == {
-    **{'specdec': specdec.__version__, 'draft': {'name': draft}},
+    'specdec': specdec.__version__,
+    'draft': {'name': draft},
     'tokenizer_blake2b': pair_lib.vocabulary_digest(tokenizer),
     'sources': {'samples': counted},
     'table': {'order': 3, 'num_continuations': 8, 'min_count': 2},

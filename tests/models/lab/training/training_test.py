@@ -28,7 +28,11 @@ from specdec.models.nn import rope as rope_lib
 
 CODE = 'def add(first, second):\n\treturn first + second\n'
 TEXTS = (
-  *('', ' ', '  leading and trailing  ', '\n\n\ttabs\tand\r\nnewlines\n', CODE),
+  '',
+  ' ',
+  '  leading and trailing  ',
+  '\n\n\ttabs\tand\r\nnewlines\n',
+  CODE,
   'word . word , don\'t "quote" ( spaces ) !',
   'naïve Ünïcödé, 日本語, עברית, 👩‍👩‍👧 and \u0000\u200b',
 )
@@ -320,7 +324,8 @@ def test_a_model_learns_a_corpus_and_another_its_distribution(
   _same_weights(folder, _train(training, tmp_path / 'whole'))
   curve = json.loads((folder / 'loss_curve.json').read_text())
   assert [(line['step'], line['tokens']) for line in curve] == [
-    *((20, 640), (40, 1280))
+    (20, 640),
+    (40, 1280),
   ]
   assert curve[1]['held_out_loss'] < 0.6 * curve[0]['train_loss']
   module, vocabulary = hub.load_module(folder), hub.locate(folder).tokenizer
@@ -416,7 +421,9 @@ def test_a_head_has_one_rotation_whatever_the_layers_of_the_target_have():
   base = dataclasses.replace(config, num_layers=2)
   local, whole = rope_lib.Rope(theta=50.0), rope_lib.Rope(theta=1e6)
   for ropes, expected in (
-    *((local, local), ((local, whole), whole), ((local, None), local)),
+    (local, local),
+    ((local, whole), whole),
+    ((local, None), local),
     (None, rope_lib.Rope()),
   ):
     target = dataclasses.replace(base, rope=ropes)

@@ -116,7 +116,8 @@ def test_two_plans_are_joined_where_their_trees_differ_in_size_alone():
     # A chain has as many nodes as drafted tokens, and the root.
     (chain, plain, 8, (chain, {2: 5, 8: 1})),
     (chain, chain, 8, (chain, {2: 5, 8: 5})),
-    *((chain, shorter, 8, (shorter, {})), (fixed, small, 8, (small, {}))),
+    (chain, shorter, 8, (shorter, {})),
+    (fixed, small, 8, (small, {})),
   ):
     assert plan_lookup.join_plans(alone, full, size) == expected
 

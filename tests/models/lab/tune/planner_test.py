@@ -114,7 +114,9 @@ def _plan(make_pair=_pair, prompts=_PROMPTS, **options):
     max_new_tokens=20,
   )
   return planner.make_plan(
-    *(make_pair(), prompts, task),
+    make_pair(),
+    prompts,
+    task,
     context=_CONTEXT,
     **{'plan_seconds': 1e6} | options,
   )
@@ -152,7 +154,9 @@ def test_the_error_of_a_time_and_the_slowest_sample_by_hand(
 def test_samples_are_of_the_two_most_frequent_padded_lengths():
   short, long, other = [[1] * 9] * 3, [[2] * 40, [2] * 60], [[3] * 200]
   assert planner.sample_batches(other + long + short, 2) == [
-    *([[1] * 9] * 2, long, [[1] * 9] * 2)
+    [[1] * 9] * 2,
+    long,
+    [[1] * 9] * 2,
   ]
   assert planner.sample_batches(short, 4) == [[[1] * 9] * 4]
 
@@ -178,7 +182,9 @@ def test_only_what_is_there_and_wanted_is_tried():
     if candidate.method == 'staged':
       assert candidate.drafting.tree.capacity == 400
   for wanted, longest, read in (
-    *((None, 512, {None, 256}), (None, 256, {None}), (100, 512, {100})),
+    (None, 512, {None, 256}),
+    (None, 256, {None}),
+    (100, 512, {100}),
   ):
     candidates = listed(settings(draft_prompt=wanted), longest=longest)
     assert {one.drafting.draft_prompt for one in candidates} == read
@@ -254,14 +260,19 @@ def test_a_prediction_by_hand():
 def test_what_reading_a_prompt_takes_and_which_ways_are_kept():
   tail = {'method': 'tree', 'draft_prompt': 256}
   tried = {
-    **{trials.PLAIN: _tried(method='plain'), 'b': _tried(3)},
-    **{'a': _tried(2, method='chain'), 'c': _tried(1, **tail)},
-    **{'d': _tried(4, method='chain'), 'e': _tried(2, method='ngram')},
+    trials.PLAIN: _tried(method='plain'),
+    'b': _tried(3),
+    'a': _tried(2, method='chain'),
+    'c': _tried(1, **tail),
+    'd': _tried(4, method='chain'),
+    'e': _tried(2, method='ngram'),
   }
   reading = {64: (1.0, 0.5), 512: (8.0, 4.0)}
   for name, expected in {
-    **{trials.PLAIN: {64: 1.0, 512: 8.0}, 'b': {64: 1.0, 512: 8.0}},
-    **{'a': {64: 1.5, 512: 12.0}, 'c': {64: 1.5, 512: 10.0}},
+    trials.PLAIN: {64: 1.0, 512: 8.0},
+    'b': {64: 1.0, 512: 8.0},
+    'a': {64: 1.5, 512: 12.0},
+    'c': {64: 1.5, 512: 10.0},
   }.items():
     assert trials.reading_seconds(tried[name], reading) == expected
   costs = machine.StepCosts(verification={1: 1.0})
