@@ -1,9 +1,9 @@
 """Adjusters: what changes the logits of target and drafts, text by text.
 
 An adjuster has a state per text (`specdec.carried`) and, if it wants, one per
-node of the tree. All logits pass through the adjusters in their order, those of
-the target and of every stage alike, so drafted tokens are those of plain
-decoding under the same adjusters.
+node of the tree. The logits of the target and of every stage pass through the
+adjusters in their order, so the tokens equal those of plain decoding under the
+same adjusters.
 """
 
 from typing import Any

@@ -35,7 +35,7 @@ def is_integer(value: Any) -> bool:
 def check_count(
   name: str, value: Any, largest: float = np.inf, least: int = 1
 ) -> None:
-  """Refuses what is no integer from the least to the largest."""
+  """Refuses whatever is not an integer from the least to the largest."""
   if not (is_integer(value) and least <= value <= largest):
     bound = '' if largest == np.inf else f' and at most {largest}'
     raise ValueError(
@@ -116,13 +116,12 @@ def row_keys(rng_key: jax.Array, batch_size: int) -> jax.Array:
   dtype = getattr(rng_key, 'dtype', type(rng_key))
   if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
     raise ValueError(
-      'rng_key must be made by jax.random.key, whose keys are scalars, got'
-      f' {dtype}'
+      f'rng_key must be a scalar key, made by jax.random.key, got {dtype}'
     )
   if 'rbg' in str(jax.random.key_impl(rng_key)):
     raise ValueError(
-      f'rng_key is of the kind {jax.random.key_impl(rng_key)}, whose draws'
-      ' under vmap depend on the first key alone; make it by'
+      f'rng_key is of the kind {jax.random.key_impl(rng_key)}; under vmap its'
+      ' draws depend on the first key alone; make it by'
       " jax.random.key(seed, impl='threefry2x32'), and leave"
       ' jax_default_prng_impl as it is'
     )
@@ -155,7 +154,7 @@ def padded_room(room: int) -> int:
 def padded_shape(
   prompts: Sequence[Sequence[int]], room: int
 ) -> tuple[int, int]:
-  """The slots of the prompts of a batch, P, and those of its new tokens."""
+  """P, the slots for the prompts of a batch, and the slots for new tokens."""
   return padded_length(max(map(len, prompts))), padded_room(room)
 
 

@@ -4,7 +4,7 @@
     row 0    [a   b   c   d]  .   .   .   .      length 4
     row 1    [a   b]  x   y   .   .   .   .      length 2; x, y are stale
 
-A forward writes its L new entries behind `length`. The attention mask decides
+A forward writes its L new entries after `length`. The attention mask decides
 what may be seen, so entries are kept by adding to `length`; stale slots are
 masked, then overwritten. After a token tree was verified, the entries of the
 accepted path move to the front of the tree's.
@@ -197,9 +197,9 @@ class KVCache(flax.struct.PyTreeNode):
   # S; static, and known even of a model that keeps no layers.
   num_slots: int = flax.struct.field(pytree_node=False)
   ops: SlotOps = flax.struct.field(pytree_node=False, default=SlotOps())
-  # Hidden states that are kept beside keys and values, `[B, 1, S, width]`: i is
-  # the residual stream that layer i reads, counted from 0; the number of layers
-  # that which the last one writes; `AFTER_NORM` the state after the final norm.
+  # Hidden states that are kept next to keys and values, `[B, 1, S, width]`. Key
+  # i: the input of layer i, counted from 0; key `num_layers`: the output of the
+  # last layer; key `AFTER_NORM`: the state after the final norm.
   hidden: Mapping[int, jax.Array] = flax.struct.field(default_factory=dict)
   # `[B]` int32, during a forward the first slot that it writes; None: `length`.
   start: jax.Array | None = None
@@ -342,9 +342,10 @@ def with_recurrent(
 
 
 def with_window(cache: KVCache, num_slots: int) -> KVCache:
-  """The cache with empty windows of so many slots in its recurrent layers."""
+  """The cache with empty windows of `num_slots` in its recurrent layers."""
   resized = {
-    layer: one.with_window(num_slots) for layer, one in cache.recurrent.items()
+    layer: state.with_window(num_slots)
+    for layer, state in cache.recurrent.items()
   }
   return cache.replace(recurrent=resized)
 
@@ -368,7 +369,7 @@ def write_hidden(
 def _lengthened(cache: KVCache, slots: jax.Array, count: jax.Array) -> KVCache:
   """Longer by the first `count [B]` of `slots [B, n]` of the window."""
   folded = {
-    layer: one.fold(slots, count) for layer, one in cache.recurrent.items()
+    layer: state.fold(slots, count) for layer, state in cache.recurrent.items()
   }
   return cache.replace(length=cache.length + count, recurrent=folded)
 
@@ -376,7 +377,7 @@ def _lengthened(cache: KVCache, slots: jax.Array, count: jax.Array) -> KVCache:
 def advance(cache: KVCache, count: jax.Array) -> KVCache:
   """Makes the next `count [B]` slots part of the text, in their order."""
   layers = cache.recurrent.values()
-  size = max((one.num_slots for one in layers), default=0)
+  size = max((layer.num_slots for layer in layers), default=0)
   slots = jnp.broadcast_to(jnp.arange(size)[None], (count.shape[0], size))
   return _lengthened(cache, slots, count)
 
@@ -393,8 +394,8 @@ def usable(cache: KVCache, length: jax.typing.ArrayLike) -> jax.Array:
 def rewind(cache: KVCache, length: jax.typing.ArrayLike) -> KVCache:
   """Goes back to the first `length [B]` tokens, where there are more.
 
-  Where there are recurrent layers, whose states cannot be cut, a row that has
-  to go back goes to its mark, or to the start of the text if that lies behind
+  The states of recurrent layers cannot be cut. With such layers a row that has
+  to go back goes to its mark, or to the start of the text if the mark is after
   `length`. So fewer tokens may be left, and must be read again.
   """
   left = usable(cache, length)
@@ -403,7 +404,8 @@ def rewind(cache: KVCache, length: jax.typing.ArrayLike) -> KVCache:
   stays = left == cache.length
   to_mark = left == cache.marked
   back = {
-    layer: one.go_back(stays, to_mark) for layer, one in cache.recurrent.items()
+    layer: state.go_back(stays, to_mark)
+    for layer, state in cache.recurrent.items()
   }
   marked = jnp.where(stays | to_mark, cache.marked, 0)
   return cache.replace(length=left, recurrent=back, marked=marked)
@@ -414,7 +416,8 @@ def mark(cache: KVCache) -> KVCache:
   if not cache.recurrent:
     return cache
   marks = {
-    layer: one.replace(mark=one.state) for layer, one in cache.recurrent.items()
+    layer: state.replace(mark=state.state)
+    for layer, state in cache.recurrent.items()
   }
   return cache.replace(recurrent=marks, marked=cache.length)
 
@@ -450,7 +453,7 @@ def keep(
   *,
   window: int,
 ) -> KVCache:
-  """Keeps some of the entries in the window behind `length`.
+  """Keeps some of the entries in the window after `length`.
 
       slot           4   5   6   7   8     length 4, in_place 1, count 2,
       before         r   x   a   y   b     offsets (2, 4, 1), window 5
@@ -482,7 +485,7 @@ def keep(
       hidden=jax.tree.map(move, cache.hidden),
     )
   index = jnp.arange(window)[None] - in_place[:, None]
-  behind = jnp.clip(index, 0, offsets.shape[1] - 1)
-  slots = jnp.take_along_axis(offsets, behind, axis=1)
+  moved_to = jnp.clip(index, 0, offsets.shape[1] - 1)
+  slots = jnp.take_along_axis(offsets, moved_to, axis=1)
   slots = jnp.where(index < 0, jnp.arange(window)[None], slots)
   return _lengthened(moved, slots, in_place + count)

@@ -8,15 +8,15 @@ same verbs:
     start(texts)           the state after the texts that decoding begins with
     keep(state, added)     the state after a step that added tokens
     restart(state, texts)  the state after other texts that begin like the old
-                           ones; parts without this verb start anew
+                           ones; parts without this verb start again
 
 During a step a state may also hold what each node of the tree would add to it,
-such as its keys and values. `keep` takes over those of the accepted path.
+such as its keys and values. `keep` takes over what the accepted path would add.
 
-Drafting heads also read the target's hidden states. They lie in its cache
-beside keys and values (`KVCache.hidden`), one for every token that it has read,
-and are kept and dropped with these. A head reads for each token the states at
-the token before it (EAGLE, arXiv 2401.15077, section 4.1):
+Drafting heads also read the target's hidden states. Its cache holds them next
+to keys and values (`KVCache.hidden`), one for every token that it has read, and
+keeps and drops them together. A head reads for each token the states at the
+token before it (EAGLE, arXiv 2401.15077, section 4.1):
 
     token          a    b    c    d
     state read     0   h(a) h(b) h(c)
@@ -59,14 +59,14 @@ class HiddenStates(flax.struct.PyTreeNode):
     """
     assert self.start is not None
     index = positions - self.start[:, None]
-    found = []
+    taken = []
     for layer in layers:
       states = self.states[layer][:, 0]
       known = (index >= 0) & (index < states.shape[1])
       at = jnp.clip(index, 0, states.shape[1] - 1)[:, :, None]
-      taken = jnp.take_along_axis(states, at, axis=1)
-      found.append(jnp.where(known[:, :, None], taken, 0))
-    return tuple(found)
+      state = jnp.take_along_axis(states, at, axis=1)
+      taken.append(jnp.where(known[:, :, None], state, 0))
+    return tuple(taken)
 
 
 class Texts(flax.struct.PyTreeNode):
@@ -99,7 +99,7 @@ class Added(flax.struct.PyTreeNode):
   length: jax.Array  #: `[B]` int32, of the texts before the step.
 
   def append(self, array: jax.Array, new: jax.Array) -> jax.Array:
-    """Writes the first `count` of `new [B, D + 1]` behind `array [B, T]`.
+    """Writes the first `count` of `new [B, D + 1]` after `array [B, T]`.
 
     `array` has an entry for each token of the text.
     """

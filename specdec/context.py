@@ -84,10 +84,10 @@ class StepContext(flax.struct.PyTreeNode):
     logits = sampling_lib.add_bias(logits, self.sampling)
     at = adjusters_lib.Nodes(tree, nodes, self.sampling, self.max_depth)
     carried = adjusters_lib.carried_by(tree, nodes)
-    for adjuster, state, own in zip(
+    for adjuster, state, of_nodes in zip(
       self.adjusters, self.carried, carried, strict=True
     ):
-      logits = adjuster.adjust(logits, state, own, at)
+      logits = adjuster.adjust(logits, state, of_nodes, at)
     return logits
 
   def adjusted_few(
@@ -97,11 +97,12 @@ class StepContext(flax.struct.PyTreeNode):
     nodes: jax.Array,
     tokens: jax.Array,
   ) -> jax.Array:
-    """`log_probs [B, W, C]` of `tokens [B, W, C]`, of which few are known.
+    """Adjusts the log-probabilities of a few candidate tokens.
 
-    The tokens are candidates after `nodes [B, W]`.
+    `tokens [B, W, C]` are candidates after `nodes [B, W]`, and
+    `log_probs [B, W, C]` are theirs.
     """
     carried = adjusters_lib.carried_by(tree, nodes)
-    for adjuster, own in zip(self.adjusters, carried, strict=True):
-      log_probs = adjuster.adjust_few(log_probs, tokens, own)
+    for adjuster, of_nodes in zip(self.adjusters, carried, strict=True):
+      log_probs = adjuster.adjust_few(log_probs, tokens, of_nodes)
     return log_probs

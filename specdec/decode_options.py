@@ -34,9 +34,9 @@ def documented(options: Any) -> Callable[[_Symbol], _Symbol]:
   """Has `help` show the options that a function or class takes as keywords."""
 
   def add(symbol: _Symbol) -> _Symbol:
-    own, common = inspect.getdoc(symbol) or '', inspect.getdoc(options) or ''
-    head = '\n' if _HEAD in own else f'\n\n{_HEAD}\n'
-    symbol.__doc__ = own + head + common.partition(f'{_HEAD}\n')[2]
+    text, common = inspect.getdoc(symbol) or '', inspect.getdoc(options) or ''
+    head = '\n' if _HEAD in text else f'\n\n{_HEAD}\n'
+    symbol.__doc__ = text + head + common.partition(f'{_HEAD}\n')[2]
     return symbol
 
   return add
@@ -58,7 +58,7 @@ class CommonOptions(TypedDict, total=False):
       order, and before a constraint.
     break_even: the time of a speculative step in plain ones, as scripts/tune.py
       measures it: decoding goes on plainly wherever speculation emits fewer
-      tokens per step. None: that of the `specdec.Generator`; without it, always
+      tokens per step. None: as the `specdec.Generator` has it; else, always
       speculate.
   """
 
@@ -86,7 +86,7 @@ class Options(CommonOptions, total=False):
 
 
 def check_names(options: Any, known: Any) -> None:
-  """Refuses options that are not among those of a `TypedDict`."""
+  """Refuses options that a `TypedDict` does not have."""
   names = known.__optional_keys__
   for name in options:
     if name not in names:
@@ -120,8 +120,8 @@ def check_drafter(
     if missing:
       raise ValueError(
         f'the {stage.name} reads the hidden states {facts.hidden} of the'
-        f' target, whose cache keeps {target.spec.hidden}; load the target with'
-        ' the head'
+        f' target, but its cache keeps {target.spec.hidden}; load the target'
+        ' with the head'
       )
 
 
@@ -176,12 +176,12 @@ def check_constraint(constraint: Any, batch_size: int, vocab_size: int) -> None:
       jax.ShapeDtypeStruct((batch_size, 2, vocab_size), jnp.bool_),
     ),
   ):
-    found = jax.eval_shape(function, *arguments)
-    if (found.shape, found.dtype) != (shape.shape, shape.dtype):
+    result = jax.eval_shape(function, *arguments)
+    if (result.shape, result.dtype) != (shape.shape, shape.dtype):
       raise ValueError(
         f'constraint.{name} must return an array of {shape.shape} and type'
         f' {shape.dtype} for {batch_size} rows and a vocabulary of'
-        f' {vocab_size}, but returns {found.shape}, {found.dtype}'
+        f' {vocab_size}, but returns {result.shape}, {result.dtype}'
       )
 
 
@@ -194,7 +194,7 @@ def _adjusters(
     adjusters.append(adjusters_lib.RepetitionPenalty(vocab_size))
   given = options.get('adjusters', ())
   if not isinstance(given, Sequence) or not all(
-    isinstance(one, adjusters_lib.Adjuster) for one in given
+    isinstance(adjuster, adjusters_lib.Adjuster) for adjuster in given
   ):
     raise ValueError(
       f'adjusters must be a sequence of specdec.Adjuster, got {given!r}'

@@ -29,13 +29,13 @@ _STEPS_PER_TRIAL = 2.0
 
 
 class FallbackState(flax.struct.PyTreeNode):
-  """The account of a batch, whose rows step together."""
+  """The account of a batch. Its rows step together."""
 
   credit: jax.Array  #: `[]` float32, tokens per row.
   speculating: jax.Array  #: `[]` bool, whether the next step is speculative.
   plain_steps: total_lib.Total  #: `[]`, plain steps so far.
   #: `[]` bool, whether a plain step decoded text that the stages have not read.
-  behind: jax.Array
+  stages_lag: jax.Array
 
 
 def init_fallback() -> FallbackState:
@@ -44,7 +44,7 @@ def init_fallback() -> FallbackState:
     credit=jnp.full((), _INITIAL_CREDIT, jnp.float32),
     speculating=jnp.ones((), bool),
     plain_steps=total_lib.Total.zeros(),
-    behind=jnp.zeros((), bool),
+    stages_lag=jnp.zeros((), bool),
   )
 
 
@@ -79,5 +79,5 @@ def after_plain_step(
     credit=credit,
     speculating=state.speculating | is_paid,
     plain_steps=state.plain_steps + 1,
-    behind=jnp.ones((), bool),
+    stages_lag=jnp.ones((), bool),
   )

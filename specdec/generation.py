@@ -40,7 +40,7 @@ class Generation:
   #: The new ids of each row, with the EOS or stop string that ended it.
   tokens: list[list[int]]
   origins: list[list[int]]  #: The source of each token, an index of `labels`.
-  #: The sources of tokens: `target`, then those of each stage, outermost first.
+  #: The sources of tokens: `target`, then the stages, outermost first.
   labels: tuple[str, ...]
   #: The log-probability of each token in the target's own distribution, before
   #: bias, penalty, temperature and filters; None if they were not requested.
@@ -134,7 +134,7 @@ class Decoding:
   of 64, so that few shapes are compiled and short prompts do not pay for the
   longest context.
 
-  The arguments are those of `generate`.
+  It takes the arguments of `generate`.
 
   Raises:
     ValueError: an argument cannot be used; says which and why.
@@ -261,7 +261,7 @@ class Decoding:
   def step_recorded(self) -> RecordedStep:
     """One target forward of all rows that go on, and its tree.
 
-    The tokens are those of `step`. Compiles a program of its own.
+    The tokens are the same as by `step`. Compiles a program of its own.
     """
     before, starts = _row_forwards(self._state, self._drafter), self._ends
     self._state, record = loop.advance_recorded(
@@ -324,8 +324,8 @@ def generate(
 ) -> Generation:
   """Continues each prompt; the drafter changes the speed, not the output.
 
-  With `verify='match'` the tokens are those of plain decoding, and those of a
-  row depend on its key alone; the other rules keep the distribution.
+  With `verify='match'` plain decoding gives the same tokens, and a row's tokens
+  depend on its key alone. The other rules keep the distribution.
 
   Args:
     target: the model whose output is kept exactly.

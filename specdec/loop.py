@@ -69,7 +69,7 @@ def _caught_up(
 ) -> step_lib.DecodeState:
   """The stages read what plain steps decoded, unless the next one is plain."""
   fallback = state.fallback
-  reads = fallback.behind & fallback.speculating
+  reads = fallback.stages_lag & fallback.speculating
   texts = carried_lib.Texts(
     tokens=state.tokens,
     length=jnp.where(reads, state.length, 0),
@@ -79,7 +79,7 @@ def _caught_up(
   )
   return state.replace(
     stages=stages_lib.restart(drafter, state.stages, texts),
-    fallback=fallback.replace(behind=fallback.behind & ~reads),
+    fallback=fallback.replace(stages_lag=fallback.stages_lag & ~reads),
   )
 
 
@@ -197,9 +197,9 @@ def _restarted(
   tokens: jax.Array,
   kept: jax.Array,
 ) -> step_lib.DecodeState:
-  """The state of rows with other texts, whose first `kept` tokens were read.
+  """The state of rows with other texts; their first `kept` tokens were read.
 
-  Adjusters, watchers and fallback are those of before.
+  Adjusters, watchers and fallback do not change.
   """
   length, (num_rows, num_slots) = request.prompt_length, tokens.shape
   texts = carried_lib.Texts(tokens, length, num_slots, kept)
@@ -229,9 +229,9 @@ def extend(
 ) -> tuple[step_lib.DecodeState, jax.Array]:
   """The state before the first step after other texts, such as longer ones.
 
-  What these texts have in common with those of the state is not read again, by
-  the target nor by the stages. Decoding goes on by `advance`, with the same
-  program. Counters, adjusters and watchers begin anew, as do the limits.
+  Neither target nor stages read again what these texts have in common with the
+  old ones. Decoding goes on by `advance`, with the same program. Counters,
+  adjusters, watchers and limits start again.
 
   Args:
     target: the target of the state.
@@ -258,7 +258,7 @@ def extend(
     watchers=carried_lib.start(request.watchers, texts),
     # The account of how well the drafter does is kept.
     fallback=state.fallback.replace(
-      plain_steps=total_lib.Total.zeros(), behind=jnp.zeros((), bool)
+      plain_steps=total_lib.Total.zeros(), stages_lag=jnp.zeros((), bool)
     ),
   )
   return target.spec.place(state), usable
@@ -308,7 +308,7 @@ def insert(
   Args:
     target: the target.
     drafter: the drafter.
-    request: that of the state, with a `logit_bias` per row if there is one.
+    request: the state's request, with a `logit_bias` per row if there is one.
     state: from `start`, `advance` or `insert`; consumed.
     row: `[]` int32.
     new: the request of the row, a batch of one. Its prompt is `[1, T]`, as

@@ -37,11 +37,11 @@ class Programs:
 
   def __init__(self) -> None:
     self._functions: list[Any] = []
-    # Mappings when the last programs were released: those of others.
+    # Mappings of other libraries, counted when programs were last released.
     self._others = 0
 
   def jit(self, **options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator: `jax.jit` with the options, whose programs are released."""
+    """Decorator: `jax.jit` with the options; its programs are released."""
 
     def decorate(function: Callable[..., Any]) -> Any:
       jitted: Any = jax.jit(function, **options)

@@ -63,7 +63,7 @@ def check_fits(parts: dict[str, int]) -> None:
 
 
 def _recurrent_bytes(spec: model_lib.NetworkSpec, window: int) -> int:
-  """Bytes of the recurrent layers of a row, with a window of so many slots."""
+  """Bytes of the recurrent layers of a row; `window` is in slots."""
   empty = lambda: cache_lib.with_window(spec.init_cache(1, 1), window)
   leaves = jax.tree.leaves(jax.eval_shape(empty).recurrent)
   return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

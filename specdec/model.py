@@ -54,8 +54,8 @@ class NetworkSpec:
   slot_multiple: int = 1
   #: The number of parameters that each position is multiplied with.
   parameters: int = 0
-  #: Fixes where the arrays of a pytree lie that is carried from program to
-  #: program; their first axis, if any, is that of the rows.
+  #: Fixes the devices of the arrays of a pytree that is carried from program to
+  #: program; their first axis, if any, is B.
   place: Callable[[Any], Any] = lambda tree: tree
   #: The devices that rows are divided among where they are a multiple of it,
   #: and those that each row of the cache is.
@@ -152,7 +152,7 @@ def _causal(
 class ModelState(flax.struct.PyTreeNode):
   """State of a model, carried from forward to forward."""
 
-  #: Its `length` is that of the text it held when the step began.
+  #: Its `length` is the length of the text it held when the step began.
   cache: cache_lib.KVCache
   #: `[B]` int32, slots of the window that hold text, at its start.
   num_text: jax.Array
@@ -163,7 +163,7 @@ class ModelState(flax.struct.PyTreeNode):
 
 
 class NetworkState(flax.struct.PyTreeNode):
-  """State of a scorer that has more than that of its network."""
+  """State of a scorer: the state of its network, and more."""
 
   model: ModelState  #: The state of the network.
 
@@ -178,7 +178,7 @@ def start(
 ) -> ModelState:
   """The state of a network that has read the texts, all but their last tokens.
 
-  Padding is fed, too: no token of a text can see it, and its slots lie behind
+  Padding is fed, too: no token of a text can see it, and its slots come after
   the text. Nothing is computed if P is 0.
 
   Args:
@@ -192,7 +192,7 @@ def start(
   num_slots += -num_slots % spec.slot_multiple
   cache = spec.init_cache(batch_size, num_slots)
   if cache.recurrent:
-    # Their states cannot go back, so the last chunk needs room behind the text.
+    # Their states cannot go back, so the last chunk needs room after the text.
     size = max(window_size, _READ_SIZE)
     cache = spec.init_cache(batch_size, texts.num_slots + size)
     cache = cache_lib.with_window(cache, window_size)
@@ -227,7 +227,7 @@ class NodeForward(NamedTuple):
   cache: cache_lib.KVCache  # its `start` is set
   nodes: jax.Array  # [B, W] int32, after those of text; NO_NODE for the others
   slots_read: jax.Array  # [B] int32, visible cache slots
-  after: ModelState  # except the cache, which is that of before
+  after: ModelState  # its cache is still the old one
 
   def next_state(self, cache: cache_lib.KVCache) -> ModelState:
     """The state after the forward, which wrote to the cache."""
@@ -311,10 +311,10 @@ def forward_nodes(
   return scores, planned.next_state(cache)
 
 
-def behind_text(
+def nodes_after_text(
   nodes: jax.Array, num_text: jax.Array, number: int
 ) -> tuple[jax.Array, jax.Array]:
-  """The first rows of a forward behind its text.
+  """The first rows of a forward after its text.
 
   Args:
     nodes: `[B, R]` int32, of its rows.
@@ -325,8 +325,8 @@ def behind_text(
     `[B, n]` int32 indices of rows, and their nodes, `NO_NODE` beyond the last.
   """
   index = num_text[:, None] + jnp.arange(number)[None]
-  found = jax.vmap(tree_lib.pick)(nodes, index)
-  return index, jnp.where(index < nodes.shape[1], found, tree_lib.NO_NODE)
+  picked = jax.vmap(tree_lib.pick)(nodes, index)
+  return index, jnp.where(index < nodes.shape[1], picked, tree_lib.NO_NODE)
 
 
 def forward_text_and_nodes(
@@ -361,11 +361,11 @@ def forward_text_and_nodes(
     return forward_of_few()
 
   def forward_of_all() -> tuple[NodeScores, ModelState]:
-    found, after = forward_nodes(model, state, tree, nodes, ctx, may_lag=True)
+    scores, after = forward_nodes(model, state, tree, nodes, ctx, may_lag=True)
     num_text = after.num_text - state.num_text
-    index, scored = behind_text(found.nodes, num_text, number)
-    logits = jax.vmap(tree_lib.pick)(found.logits, index)
-    return found._replace(nodes=scored, logits=logits), after
+    index, scored = nodes_after_text(scores.nodes, num_text, number)
+    logits = jax.vmap(tree_lib.pick)(scores.logits, index)
+    return scores._replace(nodes=scored, logits=logits), after
 
   missing = ctx.length - 1 - state.cache.length - state.num_text
   has_room = lax.platform_dependent(
@@ -379,7 +379,7 @@ def forward_text_and_nodes(
 class _MissingText(NamedTuple):
   """Text that a forward reads in place of nodes."""
 
-  nodes: jax.Array  # [B, W] int32, behind the text; NO_NODE where there is text
+  nodes: jax.Array  # [B, W] int32, after the text; NO_NODE where there is text
   is_text: jax.Array  # [B, W] bool
   positions: jax.Array  # [B, W] int32, of the text
   num_seen: jax.Array  # [B, W] int32, slots of text that each query sees
@@ -462,7 +462,7 @@ def _read_on(
   num_slots = cache.num_slots
   end = jnp.minimum(texts.length - 1, network.spec.max_positions)
   at = jax.vmap(tree_lib.pick)
-  windows = {one.num_slots for one in cache.recurrent.values()}
+  windows = {layer.num_slots for layer in cache.recurrent.values()}
 
   def feed(
     carry: tuple[jax.Array, cache_lib.KVCache],

@@ -4,8 +4,8 @@ The noise of token x at the absolute position t is a Gumbel variable of
 
     fold_in(fold_in(row key, t), x)
 
-so that of a few tokens can be drawn without that of all others, and has the
-same bits.
+so the noise of a few tokens can be drawn without the noise of all others, and
+has the same bits.
 """
 
 import flax.struct
@@ -39,7 +39,7 @@ class DrawnNoise(flax.struct.PyTreeNode):
   """Standard Gumbel noise at L positions, drawn for the tokens asked for."""
 
   keys: jax.Array  #: `[B, L]` keys of the positions.
-  is_drawn: jax.Array  #: `[B]` bool, rows that have noise; that of others is 0.
+  is_drawn: jax.Array  #: `[B]` bool, rows that have noise; others have 0.
 
   @property
   def num_positions(self) -> int:
@@ -140,7 +140,7 @@ def position_noise(
   Args:
     row_keys: `[B]` keys; not consumed, the same keys serve every position.
     positions: `[B, L]` int32.
-    is_drawn: `[B]` bool, rows that have noise; that of others is 0.
+    is_drawn: `[B]` bool, rows that have noise; others have 0.
   """
   fold_in = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))
   return DrawnNoise(keys=fold_in(row_keys, positions), is_drawn=is_drawn)
@@ -154,8 +154,8 @@ DRAFTING, ACCEPTANCE, RESIDUAL = (2**31 - 1 - stream for stream in range(3))
 def step_keys(row_keys: jax.Array, stream: int, length: jax.Array) -> jax.Array:
   """`[B]` keys that no other step and no other stream has.
 
-  `stream` is `DRAFTING`, `ACCEPTANCE` or `RESIDUAL`. `length [B]` is that of
-  the text when the step begins; every step increases it.
+  `stream` is `DRAFTING`, `ACCEPTANCE` or `RESIDUAL`. `length [B]` is the length
+  of the text when the step begins; every step increases it.
   """
   of_stream = jax.vmap(jax.random.fold_in, (0, None))(row_keys, stream)
   return jax.vmap(jax.random.fold_in)(of_stream, length)
@@ -186,8 +186,8 @@ def step_randomness(
 ) -> Randomness:
   """The randomness of the step that begins at `length [B]` of the texts.
 
-  D, N and V give the sizes. Rows have noise where `is_drawn [B]`; where that of
-  all tokens is wanted, it is drawn once. `row_keys [B]` are not consumed.
+  D, N and V give the sizes. Rows have noise where `is_drawn [B]`; noise of all
+  tokens, if it is wanted, is drawn once. `row_keys [B]` are not consumed.
   """
   positions = length[:, None] + jnp.arange(max_depth + 1)[None]
   drawn = position_noise(row_keys, positions, is_drawn)

@@ -10,10 +10,9 @@ inputs by which that token changes a state:
                                             |    |____|    |    parents
                                             |______________|
 
-The state of a node is the fold of S over the inputs of its path. All of them
-are computed by the same step in the same order as those of plain decoding, so
-they have the same bits. Accepting a path folds it into S; a rejected node was
-never part of it.
+The state of a node is the fold of S over the inputs of its path. Plain decoding
+computes its states by the same step in the same order, so they have the same
+bits. Accepting a path folds it into S; a rejected node was never part of it.
 
 The mask says who is whose parent: a node's parent is the last slot before its
 own that it sees.
@@ -61,7 +60,7 @@ class Recurrent(flax.struct.PyTreeNode):
   mark: Any  #: The state at `KVCache.marked` tokens, to go back to.
   step: Step = flax.struct.field(pytree_node=False)  #: See `Step`; static.
   #: `(state, inputs, slots [B, n], count [B]) -> state`: the same as step after
-  #: step, but at once; static. None: there is no such function.
+  #: step, but at once; static. None: `step` is called for each input.
   fold_all: Callable[..., Any] | None = flax.struct.field(
     pytree_node=False, default=None
   )
@@ -77,7 +76,7 @@ class Recurrent(flax.struct.PyTreeNode):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(self.state))
 
   def with_window(self, num_slots: int) -> 'Recurrent':
-    """The same state with an empty window of so many slots."""
+    """The same state with an empty window of `num_slots`."""
     empty = lambda old: jnp.zeros(
       (*old.shape[:2], num_slots, *old.shape[3:]), old.dtype
     )
@@ -139,21 +138,21 @@ def places_before(sees: jax.Array, number: int) -> jax.Array:
 
   For convolutions, which keep the last n inputs of the text as their state: a
   place below n is one of these, in their order, a larger one n + a slot. The
-  nearest comes first: that of the parent, then that of its parent.
+  nearest comes first: the parent's, then the grandparent's.
 
   Args:
     sees: see `ancestor`.
     number: n.
   """
   depth = jnp.sum(sees, axis=2, dtype=jnp.int32)
-  found = []
+  places = []
   for distance in range(1, number + 1):
     slot = ancestor(sees, distance)
     text = number - 1 + depth - distance
-    found.append(jnp.where(slot >= 0, number + slot, text))
-  if not found:
+    places.append(jnp.where(slot >= 0, number + slot, text))
+  if not places:
     return jnp.zeros((*sees.shape[:2], 0), jnp.int32)
-  return jnp.stack(found, axis=2)
+  return jnp.stack(places, axis=2)
 
 
 def walk(
@@ -165,8 +164,8 @@ def walk(
 ) -> tuple[Any, Any]:
   """Visits the nodes of a forward, each with the state of its parent.
 
-  The slots of the window are gone through in their order, in which parents come
-  first, and the states of all of them are held until the end.
+  The slots of the window are visited in their order, parents first. All states
+  are held until the end.
 
   Args:
     one: the layer; the window has the inputs of earlier forwards.
@@ -185,7 +184,7 @@ def walk(
     state: Any, inputs: Any, parent: jax.Array, first: jax.Array, new: Any
   ) -> Any:
     def enter(slot: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-      states, found = carry
+      states, results = carry
       before = _at(states, parent[slot] + 1)
       # Earlier slots take the place of the first node, which follows them.
       place = jnp.clip(slot - first, 0, length - 1)
@@ -196,18 +195,18 @@ def walk(
         fresh[0],
       )
       states = _put(states, one.step(before, added), slot + 1)
-      return states, _put(found, fresh, place)
+      return states, _put(results, fresh, place)
 
     if one.num_slots == 1:
       return jax.tree.map(lambda x: x[None], visit(state, _at(new, 0)))
     hold = lambda array: jnp.concatenate(
       [array[None], jnp.zeros((one.num_slots, *array.shape), array.dtype)]
     )
-    found = jax.tree.map(
+    results = jax.tree.map(
       lambda like: jnp.zeros((length, *like.shape), like.dtype),
       jax.eval_shape(visit, state, _at(new, 0)),
     )
-    carry = (jax.tree.map(hold, state), found)
+    carry = (jax.tree.map(hold, state), results)
     return lax.fori_loop(0, end, enter, carry)[1]
 
   end = jnp.max(first) + length

@@ -47,8 +47,8 @@ def _largest(logits: jax.Array) -> jax.Array:
 def is_usable(logits: jax.Array) -> jax.Array:
   """Whether a token can be chosen from `logits [..., V]`; `[...]` bool.
 
-  Logits of -inf are those of tokens that are never chosen. NaN, inf, or -inf
-  for all tokens come from a broken model, and no choice follows from them.
+  Tokens with a logit of -inf are never chosen. NaN, inf, or -inf for all tokens
+  come from a broken model, and no choice follows from them.
   """
   return jnp.isfinite(_largest(logits))
 
@@ -76,19 +76,19 @@ def total(weights: jax.Array) -> jax.Array:
   XLA chooses the order in which it adds floats by their shape, so the last bits
   of a row would depend on how many rows there are. Integers have no order.
   """
-  one = np.array(_units(weights.shape[-1]), weights.dtype)
+  units = np.array(_units(weights.shape[-1]), weights.dtype)
   with jax.enable_x64(True):
-    return _mass(weights).astype(weights.dtype) / one
+    return _mass(weights).astype(weights.dtype) / units
 
 
 def softmax(logits: jax.Array) -> jax.Array:
-  """Softmax of `logits [..., V]`, whose bits do not depend on the shape."""
+  """Softmax of `logits [..., V]`; its bits do not depend on the shape."""
   weights = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
   return weights / total(weights)
 
 
 def log_softmax(logits: jax.Array) -> jax.Array:
-  """Log-softmax of `logits [..., V]`, whose bits do not depend on the shape."""
+  """Log-softmax of `logits [..., V]`; its bits do not depend on the shape."""
   logits = logits - jnp.max(logits, axis=-1, keepdims=True)
   return logits - jnp.log(total(jnp.exp(logits)))
 
@@ -231,8 +231,8 @@ def _bisect(
   Numbers of one sign are in the order of their bits, so as many bisections as
   there are bits find it. Sorting a vocabulary takes five times longer.
 
-  Of `logits [..., V]`, `least [..., 1]` is one that is kept; likelier tokens
-  have less than `allowed [..., 1]` int64 together.
+  `least [..., 1]` is one of the `logits [..., V]` that is kept; more probable
+  tokens have less than `allowed [..., 1]` int64 together.
   """
   integers = jnp.dtype(f'int{jnp.finfo(logits.dtype).bits}')
   bits_of = lambda logits: lax.bitcast_convert_type(jnp.abs(logits), integers)
@@ -241,8 +241,8 @@ def _bisect(
   def halve(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     kept, dropped = bounds
     middle = kept + (dropped - kept) // np.array(2, integers)
-    likelier = jnp.where(bits < middle, weights, np.array(0, weights.dtype))
-    keeps = _mass(likelier) < allowed
+    above = jnp.where(bits < middle, weights, np.array(0, weights.dtype))
+    keeps = _mass(above) < allowed
     return jnp.where(keeps, middle, kept), jnp.where(keeps, dropped, middle)
 
   # Tokens from exp(-64) on have no mass, and those before it all there is.
@@ -257,8 +257,8 @@ def _top_p_threshold(
 ) -> jax.Array:
   """The smallest logit that top-p keeps, `[..., 1]` float32.
 
-  A token is kept if all likelier ones together have less than top_p; from a
-  `top_p [..., 1]` of 1 on all are kept. `candidates` gives logits `[..., V]`
+  A token is kept if all more probable ones together have less than top_p; from
+  a `top_p [..., 1]` of 1 on all are kept. `candidates` gives logits `[..., V]`
   of at most 0, where -inf is left out; it is called where they are read,
   because what a branch is given is written to memory. `ranked [..., n]` has the
   largest ones in descending order.
@@ -267,9 +267,9 @@ def _top_p_threshold(
     weights = jnp.exp(candidates())
     mass = _mass(weights).astype(top_p.dtype)
     allowed = (mass * top_p).astype(jnp.int64)
-    own = _in_units(jnp.exp(ranked), weights.shape[-1])
-    until = jnp.cumsum(own, axis=-1)
-    kept = jnp.where(until - own < allowed, ranked, 0)
+    masses = _in_units(jnp.exp(ranked), weights.shape[-1])
+    until = jnp.cumsum(masses, axis=-1)
+    kept = jnp.where(until - masses < allowed, ranked, 0)
     least = jnp.min(kept, axis=-1, keepdims=True)
     suffice = (until[..., -1:] >= allowed) | (top_p >= 1)
     threshold = lax.cond(
@@ -410,7 +410,7 @@ def choose(
 ) -> jax.Array:
   """The token of each position, `[B, L]` int32.
 
-  `logits [B, L, V]` are adjusted; the noise is that of the positions of the
+  `logits [B, L, V]` are adjusted; the noise belongs to the positions of the
   tokens to be chosen.
   """
   kept = keep(logits, sampling)

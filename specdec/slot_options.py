@@ -87,7 +87,7 @@ class SlotOptions:
   def params_of(
     self, sampling: sampling_lib.Sampling | None
   ) -> sampling_lib.SamplingParams:
-    """The parameters of a prompt; ValueError if those of all have others."""
+    """The parameters of a prompt; ValueError if they set other options."""
     sampling = self._sampling if sampling is None else sampling
     params = _row_params(sampling, 1, self._vocab_size)
     largest = self._params.max_top_k
@@ -96,9 +96,9 @@ class SlotOptions:
     structure: Any = jax.tree.structure(params)
     if structure != jax.tree.structure(self._params):
       raise ValueError(
-        f'sampling={sampling} sets other options than that of all prompts,'
-        f' {self._sampling}; give values there that change nothing, such as'
-        ' top_p=1, and no larger top_k than there'
+        f'sampling={sampling} sets other options than the sampling of all'
+        f' prompts, {self._sampling}; give values there that change nothing,'
+        ' such as top_p=1, and no larger top_k than there'
       )
     return params
 
@@ -112,7 +112,7 @@ class SlotOptions:
   ) -> tuple[step_lib.Request, step_lib.DecodeState]:
     """The request and the state when a row gets another prompt.
 
-    `eos_ids` None are those of all prompts; `automaton` None allows everything.
+    `eos_ids` None: the common ones; `automaton` None: everything is allowed.
 
     Raises:
       ValueError: an option cannot be used; nothing has changed then.
@@ -120,7 +120,9 @@ class SlotOptions:
     ends = self._ends
     if eos_ids is not None:
       ends = _padded_ids(eos_ids, self._vocab_size, len(ends))
-    if automaton is not None and any(one.excludes for one in self._adjusters):
+    if automaton is not None and any(
+      adjuster.excludes for adjuster in self._adjusters
+    ):
       raise ValueError(
         'automaton: these slots have a constraint for all prompts; leave out'
         ' one of the two'

@@ -6,8 +6,8 @@ For example, three prompts in two slots, by steps of the target:
     slot 1   prompt 1 ---------------------------|
 
 A prompt is read into the caches of its slot alone, long ones in parts, between
-the steps of the others. The tokens of a prompt are those of decoding it alone,
-with match verification; with the other rules they have the same distribution.
+the steps of the others. With match verification a prompt gets the same tokens
+as when it is decoded alone; with the other rules the same distribution.
 """
 
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ class _Slot:
     return self.num_read == self.prompt_length
 
   def read(self, most: int) -> tuple[step_lib.Request, np.int32]:
-    """Goes on by at most so many tokens: `new` and `kept` of `loop.insert`."""
+    """Goes on by at most `most` tokens: `new` and `kept` of `loop.insert`."""
     kept, length = self.num_read, self.prompt_length
     self.num_read = min(kept + most, length)
     request = self.request.replace(
@@ -75,16 +75,16 @@ def _checked_prompt(
 
 def _row_of(result: Any, row: int) -> Any:
   """The `DecodeResult` of a row, from one that was read."""
-  own = jax.tree.map(  # Totals are integers now.
+  cut = jax.tree.map(  # Totals are integers now.
     lambda array: array[row : row + 1] if array.ndim else array, result
   )
   # The forwards of the batch, for each of its rows.
-  counters = own.counters.replace(steps=own.counters.target_forwards.sum())
+  counters = cut.counters.replace(steps=cut.counters.target_forwards.sum())
   stages = tuple(
     stage.replace(forwards=stage.row_forwards.sum())
-    for stage in own.stage_counters
+    for stage in cut.stage_counters
   )
-  return own.replace(counters=counters, stage_counters=stages)
+  return cut.replace(counters=counters, stage_counters=stages)
 
 
 @decode_options.documented(decode_options.Options)
@@ -146,7 +146,9 @@ class Slots:
       jax.random.key(0),
       decode_options.Prompts(nothing, ones, 0 * ones, context),
       options,
-      takes_plain_steps=any(not one.stages for one in self._drafters.values()),
+      takes_plain_steps=any(
+        not drafter.stages for drafter in self._drafters.values()
+      ),
     )
     self._options = slot_options.SlotOptions(
       request,
@@ -184,7 +186,7 @@ class Slots:
       max_new_tokens: the limit.
       sampling: how to choose its tokens. It must set the options that the
         sampling of all prompts sets, and no others. None: as that.
-      eos_ids: tokens that end it. None: those of all prompts.
+      eos_ids: tokens that end it. None: the common ones.
       automaton: what may follow what; without a `constraint` of all prompts.
 
     Returns:
@@ -198,23 +200,23 @@ class Slots:
       raise ValueError('no slot is free; call advance until one has ended')
     ids = _checked_prompt(prompt, max_new_tokens, self.context, spec.vocab_size)
     params = self._options.params_of(sampling)
-    arguments_lib.row_keys(rng_key, 1)  # Refuses what is no key.
+    arguments_lib.row_keys(rng_key, 1)  # Refuses whatever is not a key.
     self._request, self._state = self._options.assign(
       self._request, self._state, row, eos_ids, automaton
     )
     tokens, lengths = arguments_lib.pad([ids], self._state.tokens.shape[1])
-    own = step_lib.Request(
+    request = step_lib.Request(
       prompt=jnp.asarray(tokens),
       prompt_length=jnp.asarray(lengths),
       limit=jnp.array([max_new_tokens], jnp.int32),
       row_keys=rng_key.reshape(1),
       sampling=params,
     )
-    self._slots[row] = _Slot(own, len(ids))
+    self._slots[row] = _Slot(request, len(ids))
     return row
 
   def _read_prompts(self, most: int) -> bool:
-    """Reads what is new, at most so many tokens; whether that was all."""
+    """Reads what is new, at most `most` tokens; whether that was all."""
     for row, slot in enumerate(self._slots):
       if slot is not None and not slot.is_read:
         if not most:
@@ -236,7 +238,7 @@ class Slots:
   def _step(
     self, num_steps: int, num_ended: int
   ) -> dict[int, generation_lib.Generation]:
-    """Decodes until so many of the prompts that are read have ended."""
+    """Decodes until `num_ended` of the active prompts have finished."""
     pairs = enumerate(self._slots)
     rows = [row for row, slot in pairs if slot and slot.is_read]
     self._state = loop.advance(
@@ -273,8 +275,8 @@ class Slots:
 
     Returns:
       The results of prompts that ended, by slot; these slots are free again.
-      With match verification their tokens are those of decoding each alone. So
-      are the statistics of plain decoding and of fixed topologies without
+      With match verification the tokens equal those of decoding each alone. So
+      do the statistics of plain decoding and of fixed topologies without
       `break_even` and `tree_sizes`; else the prompts of a batch decide together
       how much is drafted, and `plain_steps` counts the steps of all so far.
     """

@@ -74,7 +74,7 @@ def bytes_read(
 ) -> float:
   """Bytes of weights, states and visible cache slots that all models read.
 
-  `reads` and `costs` are those of `Statistics`; `plain` does not count.
+  For `reads` and `costs` see `Statistics`; `plain` does not count.
   """
   return sum(
     count['forwards'] * costs[name]['per_forward']
@@ -106,8 +106,8 @@ def relative_bandwidth(
 
   Plain decoding takes one target forward per token, and the rows of a batch
   share the weights. (The measure of arXiv 2308.04623, table 1, which gives no
-  formula; here the caches count.) 1 if nothing was decoded. `reads` and `costs`
-  are those of `Statistics`; the costs may be those of other models.
+  formula; here the caches count.) 1 if nothing was decoded. For `reads` and
+  `costs` see `Statistics`; the costs may belong to other models.
   """
   plain = bytes_read({'target': reads['plain']}, costs)
   return bytes_read(reads, costs) / plain if plain else 1.0
@@ -165,7 +165,7 @@ class Statistics:
   def as_dict(self) -> dict[str, Any]:
     """The figures that apply, by name, for JSON."""
     figures = dataclasses.asdict(self)
-    return {name: one for name, one in figures.items() if one is not None}
+    return {name: value for name, value in figures.items() if value is not None}
 
 
 def _beyond(context: int, starts: np.ndarray, new_tokens: np.ndarray) -> int:
@@ -181,17 +181,17 @@ def _reads(
   prompt_lengths: np.ndarray,
   new_tokens: np.ndarray,
 ) -> dict[str, dict[str, int]]:
-  """`Statistics.reads`; counters, also those of stages, are on the host."""
+  """`Statistics.reads`; the counters of target and stages are on the host."""
   counted = {'target': (counters.steps, counters.target_forwards, counters)}
-  for stage, own in stages:
-    counted[stage.name] = own.forwards, own.row_forwards, own
+  for stage, counts in stages:
+    counted[stage.name] = counts.forwards, counts.row_forwards, counts
   return {'plain': plain_reads(prompt_lengths, new_tokens)} | {
     name: {
       'forwards': int(forwards),
-      'slots': int(own.slots_read.sum()),
+      'slots': int(counts.slots_read.sum()),
       'rows': int(rows.sum()),
     }
-    for name, (forwards, rows, own) in counted.items()
+    for name, (forwards, rows, counts) in counted.items()
   }
 
 

@@ -122,7 +122,7 @@ def make_watchers(
 ) -> tuple[Watcher, ...]:
   """The watchers that a request needs.
 
-  `eos_ids` are those of all rows, or an array of `EndOfText`.
+  `eos_ids` serve all rows, or are an array of `EndOfText`.
   """
   watchers: list[Watcher] = []
   if len(eos_ids):
@@ -144,12 +144,12 @@ def observe(
     `[B, D + 1]` int32, why the text ends with each token, and what `keep`
     needs.
   """
-  ends, found = seen.no_end(), []
+  ends, new_states = seen.no_end(), []
   for watcher, state in zip(watchers, states, strict=True):
     reasons, state = watcher.observe(state, seen)
     ends = jnp.where(ends == accept.RUNNING, reasons, ends)
-    found.append(state)
-  return ends, tuple(found)
+    new_states.append(state)
+  return ends, tuple(new_states)
 
 
 def keep(
@@ -157,7 +157,7 @@ def keep(
   states: tuple[Any, ...],
   added: carried_lib.Added,
 ) -> tuple[Any, ...]:
-  """The states of all watchers after a step, from those of `observe`."""
+  """The states of all watchers after a step; `states` come from `observe`."""
   return tuple(
     watcher.keep(state, added)
     for watcher, state in zip(watchers, states, strict=True)
@@ -168,7 +168,7 @@ def values(
   watchers: tuple[Watcher, ...], states: tuple[Any, ...]
 ) -> dict[str, jax.Array]:
   """Values of tokens that watchers have, `[B, T]` by name."""
-  found: dict[str, jax.Array] = {}
+  by_name: dict[str, jax.Array] = {}
   for watcher, state in zip(watchers, states, strict=True):
-    found |= watcher.values(state)
-  return found
+    by_name |= watcher.values(state)
+  return by_name

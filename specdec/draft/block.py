@@ -9,7 +9,7 @@ over tokens:
     read             f(a)  f(b)  |  R rows, which see the text and each other
     gives                        |  U_1   U_2   U_3
 
-The scores of a node's children are those of their depth, plus a term that
+The scores of a node's children are the scores of their depth, plus a term that
 depends on the node's own token, if the network has one: the Markov term of
 DSpark (arXiv 2607.05147) or the edge score of DFlash 2. So siblings have
 children of their own, and the tree over a block takes no further forward. Of
@@ -105,7 +105,7 @@ class BlockDrafter(model_lib.Network):
 
 
 class BlockState(model_lib.NetworkState):
-  """State of a block drafter, whose cache holds text; no window is used."""
+  """State of a block drafter. Its cache holds text; no window is used."""
 
   #: `[B, D, C]` int32 and float32, the candidates of each depth in this step,
   #: and their scores.

@@ -113,7 +113,9 @@ class CandidateScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     return drafter_lib.ScorerFacts(
       labels=tuple(proposer.name for proposer in self.proposers),
       vocab_size=next(filter(None, sizes), None),
-      bytes_per_node=sum(one.bytes_per_node for one in self.proposers),
+      bytes_per_node=sum(
+        proposer.bytes_per_node for proposer in self.proposers
+      ),
     )
 
   def score(
@@ -125,11 +127,11 @@ class CandidateScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     config: drafter_lib.StageConfig,
   ) -> tuple[drafter_lib.Scores, tuple[()]]:
     """Looks the nodes up."""
-    found, known = jax.vmap(self._looked_up)(
+    proposed, proposed_log_probs = jax.vmap(self._looked_up)(
       tree, nodes, ctx.tokens, ctx.length
     )
-    sizes = [one.shape[2] for one in found]
-    tokens, log_probs = jax.vmap(_merged)(found, known)
+    sizes = [tokens.shape[2] for tokens in proposed]
+    tokens, log_probs = jax.vmap(_merged)(proposed, proposed_log_probs)
     log_probs = ctx.adjusted_few(log_probs, tree, nodes, tokens)
     depths = jax.vmap(tree_lib.pick)(tree.depth, nodes)
     ranked = ranking_lib.rank_candidates(
@@ -150,7 +152,7 @@ class CandidateScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     length: jax.Array,
   ) -> tuple[list[jax.Array], list[jax.Array]]:
     """By proposer, its candidates and their log-probabilities, `[W, n]`."""
-    found, log_probs = [], []
+    tokens_of_all, log_probs = [], []
     left = jnp.zeros((nodes.shape[0], 1))  # log of what is left to distribute
     for proposer in self.proposers:
       proposed, log_prob = proposer.propose(tree, nodes, tokens, length)
@@ -159,17 +161,17 @@ class CandidateScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
         log_prob + left,
         sampling_lib.EXCLUDED,
       )
-      found.append(proposed)
+      tokens_of_all.append(proposed)
       log_probs.append(log_prob)
       taken = jnp.sum(jnp.exp(log_prob), axis=1, keepdims=True)
       left = jnp.log(jnp.maximum(jnp.exp(left) - taken, 1e-6))
-    return found, log_probs
+    return tokens_of_all, log_probs
 
 
 def _side_by_side(parts: list[jax.Array]) -> jax.Array:
   """Arrays `[W, n]` of several sizes n as one.
 
-  On a GPU a concatenation is a kernel of its own, unlike this.
+  Pads and adds up: on a GPU a concatenation would be a separate kernel.
   """
   size = sum(part.shape[1] for part in parts)
   place, start = jnp.arange(size)[None], parts[0].shape[1]
@@ -182,13 +184,13 @@ def _side_by_side(parts: list[jax.Array]) -> jax.Array:
 
 
 def _merged(
-  found: list[jax.Array], log_probs: list[jax.Array]
+  proposed: list[jax.Array], log_probs: list[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
   """All candidates and their log-probabilities, `[W, C]` each.
 
   The first of equal tokens gets the probability of all.
   """
-  tokens, known = _side_by_side(found), _side_by_side(log_probs)
+  tokens, known = _side_by_side(proposed), _side_by_side(log_probs)
   possible = known > sampling_lib.EXCLUDED
   same = tokens[:, :, None] == tokens[:, None]
   same &= possible[:, :, None] & possible[:, None]

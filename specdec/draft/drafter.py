@@ -188,7 +188,7 @@ class Scorer:
   ) -> tuple[Any, jax.typing.ArrayLike]:
     """Between steps: takes in text that the scorer has not seen.
 
-    By default the state is made anew by `start`.
+    By default `start` makes a new state.
 
     Returns:
       The state, and the number of forwards that it took.
@@ -322,7 +322,7 @@ def fixed_drafter(
 
 
 def staged(*drafters: Drafter) -> Drafter:
-  """The stages of several drafters behind each other, in the first's shape.
+  """The stages of several drafters one after another, in the first's shape.
 
   Each drafter makes the forwards of the one before it fewer.
   """

@@ -122,7 +122,7 @@ def _score(
   policy: '_Policy',
   pays: jax.Array,
 ) -> tuple[stages_lib.StageState, tree_lib.TokenTree]:
-  """One forward of a stage, whose candidates join the tree if it `pays`."""
+  """One forward of a stage; its candidates join the tree if it `pays`."""
   width = stage.forward_width(ctx.max_depth, has_inner=policy.has_inner)
   padding = ((0, 0), (0, width - nodes.shape[1]))
   nodes = jnp.pad(nodes, padding, constant_values=tree_lib.NO_NODE)
@@ -354,7 +354,7 @@ class _BestFirst(_Policy):
 
 
 # A child of an inner stage that the outer stage excludes stays in the tree,
-# behind all others: the target may choose it all the same.
+# after all others: the target may choose it all the same.
 _LAST = -1e30
 
 

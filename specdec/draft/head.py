@@ -10,9 +10,9 @@ for the token before it (EAGLE, arXiv 2401.15077; EAGLE-3, arXiv 2503.01840).
     node below root                      x        reads s0, gives s1
     node below x                           y      reads s1
 
-So a node is scored in a forward after that of its parent. After a step the head
+So a node is scored in a later forward than its parent. After a step the head
 keeps no entry of a drafted token: in the first forward of the next step it
-reads the accepted tokens anew, as text with the target's states ("draft
+reads the accepted tokens again, as text with the target's states ("draft
 extend"), together with the new root.
 """
 
@@ -116,7 +116,7 @@ class HeadScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
 
   @property
   def facts(self) -> drafter_lib.ScorerFacts:
-    """A node is scored in a forward after that of its parent."""
+    """A node is scored in a later forward than its parent."""
     return drafter_lib.ScorerFacts.of_network(
       self.head,
       self.name,
@@ -174,14 +174,16 @@ class HeadScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
       planned.next_state(cache),
       lax.dynamic_update_slice(state.states, given, start),
     )
-    index, scored = model_lib.behind_text(planned.nodes, num_text, config.width)
+    index, nodes = model_lib.nodes_after_text(
+      planned.nodes, num_text, config.width
+    )
     rows = jax.vmap(tree_lib.pick)(given, index)
-    found = model_lib.NodeScores(
-      nodes=scored,
+    scores = model_lib.NodeScores(
+      nodes=nodes,
       logits=self.head.spec.logits(self.head.params, rows),
       slots_read=planned.slots_read,
     )
-    return language_model.scores_of(found, tree, ctx, config), after
+    return language_model.scores_of(scores, tree, ctx, config), after
 
   def _states_before(
     self,

@@ -19,7 +19,7 @@ _MOST_ROWS = 8
 
 
 def scores_of(
-  found: model_lib.NodeScores,
+  scores: model_lib.NodeScores,
   tree: tree_lib.TokenTree,
   ctx: context_lib.StepContext,
   config: drafter_lib.StageConfig,
@@ -27,10 +27,10 @@ def scores_of(
 ) -> drafter_lib.Scores:
   """The scores of nodes by the logits of a forward; see `Scorer.score`.
 
-  `proposed` are those of a `model.LanguageModel`.
+  `proposed`: see `model.LanguageModel`.
   """
-  nodes = found.nodes
-  logits = ctx.adjusted(found.logits, tree, nodes)
+  nodes = scores.nodes
+  logits = ctx.adjusted(scores.logits, tree, nodes)
   noise = ctx.randomness.noise.at(jax.vmap(tree_lib.pick)(tree.depth, nodes))
   branching = min(config.branching, logits.shape[-1])
   ranking = ranking_lib.rank_logits(
@@ -56,7 +56,7 @@ def scores_of(
     cond_log_probs=log_probs,
     sources=jnp.zeros_like(tokens),
     log_prob_of=ranking.log_prob_of,
-    slots_read=found.slots_read,
+    slots_read=scores.slots_read,
     drawn_from=drawn_from,
   )
 

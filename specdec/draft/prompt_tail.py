@@ -12,14 +12,14 @@ from specdec.draft import drafter as drafter_lib
 from specdec.draft import language_model
 from specdec.tree import tree as tree_lib
 
-# The largest C: differences of it and lengths stay within 32 bits.
+# The largest C: differences between C and a length stay within 32 bits.
 LARGEST_TAIL = 2**20
 
 
 class TailState(model_lib.NetworkState):
   """State of a draft model whose text begins later than the target's.
 
-  `model` is that of a model that has this text alone.
+  `model` is the state of a model that has only this text.
   """
 
   skipped: jax.Array  #: `[B]` int32, tokens before the first that it reads.
@@ -79,12 +79,12 @@ class PromptTailScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     assert texts.kept is not None
     known = jnp.minimum(state.cache.length + state.skipped, texts.kept)
     first = self._first_of(texts.length)
-    anew = (texts.length > 0) & ((known < first) | (state.skipped > first))
-    skipped = jnp.where(anew, first, state.skipped)
+    restarts = (texts.length > 0) & ((known < first) | (state.skipped > first))
+    skipped = jnp.where(restarts, first, state.skipped)
     end = texts.replace(
       tokens=_from(texts.tokens, skipped),
       length=texts.length - skipped,
-      kept=jnp.where(anew, 0, texts.kept - skipped),
+      kept=jnp.where(restarts, 0, texts.kept - skipped),
     )
     model, forwards = self.scorer.restart(state.model, end, num_scored)
     return TailState(model, skipped), forwards
@@ -98,10 +98,10 @@ class PromptTailScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     config: drafter_lib.StageConfig,
   ) -> tuple[drafter_lib.Scores, TailState]:
     """One forward, as of a language model that has the shorter text."""
-    own = ctx.replace(
+    tail = ctx.replace(
       tokens=_from(ctx.tokens, state.skipped), length=ctx.length - state.skipped
     )
-    scores, model = self.scorer.score(state.model, tree, nodes, own, config)
+    scores, model = self.scorer.score(state.model, tree, nodes, tail, config)
     return scores, state.replace(model=model)
 
   def keep(self, state: TailState, added: carried_lib.Added) -> TailState:

@@ -51,7 +51,7 @@ def _spans(trace: trace_lib.Trace) -> str:
 
 
 def text(trace: trace_lib.Trace) -> svg.Html:
-  """The prompt and the new text, whose tokens are coloured by their sources.
+  """The prompt and the new text; its tokens are coloured by their sources.
 
   This is figure 3 of the staged speculative decoding paper (arXiv 2308.04623).
   Hovering over a token shows its id, position, block, source and, if the trace

@@ -134,20 +134,20 @@ class Trace:
     try:
       record = json.loads(text)
       if not isinstance(record, dict) or record.pop('format', '') != _FORMAT:
-        raise ValueError(f'it is no JSON object of format {_FORMAT!r}')
+        raise ValueError(f'not a JSON object of format {_FORMAT!r}')
       text_files.check_types(record, _KINDS)
       for number, block in enumerate(record['blocks']):
         text_files.check_types(block, _KINDS_OF_BLOCK, f'block {number}, ')
       record['blocks'] = tuple(Block(**_frozen(b)) for b in record['blocks'])
       if record.get('log_probs') is not None:  # JSON has no NaN.
         record['log_probs'] = [
-          math.nan if one is None else one for one in record['log_probs']
+          math.nan if value is None else value for value in record['log_probs']
         ]
       record['texts'] = {int(key): x for key, x in record['texts'].items()}
       trace = cls(**_frozen(record))
       _check(trace)
     except (LookupError, RecursionError, TypeError, ValueError) as error:
-      raise ValueError(f'this is no trace of a decode: {error}') from error
+      raise ValueError(f'not a trace of a decode: {error}') from error
     return trace
 
 
@@ -181,4 +181,4 @@ def _check(trace: Trace) -> None:
     end += len(block.emitted)
   log_probs = trace.tokens if trace.log_probs is None else trace.log_probs
   if {len(trace.pieces), len(log_probs)} != {len(trace.tokens)}:
-    raise ValueError('the number of pieces or log_probs is not that of tokens')
+    raise ValueError('pieces, log_probs and tokens differ in number')

@@ -34,7 +34,7 @@ LARGEST_TREE = 4096
 """Nodes of a tree that the target verifies, at most: one forward reads them."""
 
 LARGEST_DEPTH = 64
-"""Levels of a tree, at most; those of a fixed topology are unrolled.
+"""Levels of a tree, at most; a fixed topology has its levels unrolled.
 
 Compiling a chain of 32 tokens took 27 seconds on two cores, of 64 a minute.
 """
@@ -126,7 +126,7 @@ class Topology:
   """
 
   #: The path of every node but the root, in any order; kept in the order of the
-  #: nodes, in which a parent comes before its children.
+  #: nodes, parents before their children.
   paths: tuple[tuple[int, ...], ...]
 
   def __post_init__(self) -> None:
@@ -259,7 +259,7 @@ def from_paths(paths: Iterable[Sequence[int]]) -> Topology:
 def load_topology(name: str) -> Topology:
   """Reads a topology file: a JSON list of paths, `[[0], [0, 0], [1]]`.
 
-  Raises ValueError if the file cannot be read or is no such list.
+  Raises ValueError if the file cannot be read or has something else.
   """
   with whole_files.reading(
     f'topology file {name}',

@@ -39,8 +39,8 @@ class TokenTree(flax.struct.PyTreeNode):
   #: node, given that it accepts the parent; at most 0.
   cond_log_prob: jax.Array
   #: `[M]` float32, the estimated log-probability that the target accepts the
-  #: node: `cond_log_prob` summed from the root. It never exceeds that of the
-  #: parent; -inf in unused entries.
+  #: node: `cond_log_prob` summed from the root. It never exceeds the parent's;
+  #: -inf in unused entries.
   log_prob: jax.Array
   #: `[M]` int32, the source that proposed the node first, see `Drafter.labels`;
   #: 0 at the root.
@@ -142,7 +142,7 @@ def histories(
       the text has no more.
 
   Returns:
-    `[W, n]` int32: the tokens of the path, then those of the text.
+    `[W, n]` int32: the tokens of the path, then the tokens of the text.
   """
   num_tokens = recent.shape[0]
   if num_tokens == 0:
@@ -228,7 +228,7 @@ def accumulate(tree: TokenTree, max_depth: int) -> TokenTree:
   """The tree with `log_prob` recomputed from `cond_log_prob`.
 
   It is summed level by level, not over each path: the sum of a child must not
-  exceed that of its parent by rounding, or the best nodes would no longer be
+  exceed the sum of its parent by rounding, or the best nodes would no longer be
   connected.
   """
   is_child = tree.parent >= 0
@@ -281,7 +281,7 @@ def best_of_sets(
     )
 
   return lax.platform_dependent(
-    *(jnp.where(one, tree.log_prob, -jnp.inf) for one in sets),
+    *(jnp.where(nodes, tree.log_prob, -jnp.inf) for nodes in sets),
     cpu=lambda *scores: tuple(map(best_by, scores, numbers)),
     default=all_at_once,
   )
@@ -294,9 +294,9 @@ def select_best(tree: TokenTree, num_nodes: int) -> jax.Array:
   `NO_NODE`; N is at most M.
   """
   nodes, _ = best_by(tree.log_prob, num_nodes)
-  behind = tree.capacity
-  nodes = jnp.sort(jnp.where(nodes >= 0, nodes, behind))
-  return jnp.where(nodes < behind, nodes, NO_NODE)
+  last = tree.capacity
+  nodes = jnp.sort(jnp.where(nodes >= 0, nodes, last))
+  return jnp.where(nodes < last, nodes, NO_NODE)
 
 
 def accepted_path(
@@ -328,9 +328,9 @@ def accepted_path(
   return path, jnp.sum(path >= 0).astype(jnp.int32) - 1
 
 
-# A scatter takes an accelerator one kernel per array and one to prepare it. A
-# look-up, in which every entry searches for what is written to it, is one
-# kernel for all arrays, but takes a CPU passes over `M * n` entries.
+# On an accelerator a scatter costs one kernel per array plus one for setup. In
+# a look-up every entry searches for what is written to it. That is one kernel
+# for all arrays, but takes a CPU passes over `M * n` entries.
 
 
 def _scattered(
@@ -348,8 +348,8 @@ def _looked_up(
 
   def put(array: jax.Array, values: jax.Array) -> jax.Array:
     nothing = -jnp.inf if array.dtype == jnp.float32 else NO_NODE
-    found = jnp.max(jnp.where(hits, values[:, None], nothing), axis=0)
-    return jnp.where(is_new, found, array)
+    written = jnp.max(jnp.where(hits, values[:, None], nothing), axis=0)
+    return jnp.where(is_new, written, array)
 
   return tuple(map(put, old, new))
 

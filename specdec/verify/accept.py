@@ -49,8 +49,8 @@ class Rule(Protocol):
       `sampling.CHILDREN`.
     needs_chain: whether trees must be chains.
     may_draw: whether children may be drawn.
-    keeps_tokens: whether the tokens are those of plain decoding, whatever is
-      drafted. If not, their distribution is the target's.
+    keeps_tokens: whether the tokens are the same as by plain decoding, whatever
+      is drafted. If not, their distribution is the target's.
   """
 
   @property
@@ -152,7 +152,7 @@ def emitted_origins(
     ((0, 0), (0, 1)),
     constant_values=tree_lib.NO_NODE,
   )
-  # Where there is none, the root stands in, whose origin is 0.
+  # Where there is none, the root, whose origin is 0, takes its place.
   return jnp.take_along_axis(
     tree.origin, jnp.maximum(following, tree_lib.ROOT), axis=1
   )

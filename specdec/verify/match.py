@@ -1,8 +1,8 @@
 """Match verification: a node is accepted if the target chose the same token.
 
 The target's choice at every node is a function of its logits and of the
-position alone (see `specdec.sampling`), so the emitted tokens are those of
-plain decoding, whatever was drafted (arXiv 2408.07978).
+position alone (see `specdec.sampling`), so plain decoding emits the same
+tokens, whatever was drafted (arXiv 2408.07978).
 """
 
 import dataclasses

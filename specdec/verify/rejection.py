@@ -8,8 +8,8 @@ next sibling is tried (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv
 arXiv 2402.12374). If none is accepted, the bonus token is drawn from what is
 left.
 
-A token that was *not* drawn, such as that of an n-gram or the most likely
-child, counts as a draw from the point mass on itself: it is accepted with the
+A token that was *not* drawn, such as an n-gram's or the most likely child,
+counts as a draw from the point mass on itself: it is accepted with the
 target's probability, which is removed if it is rejected. To treat it as a draw
 from the draft's softmax would be wrong. Both kinds may be siblings (arXiv
 2502.18779).
@@ -21,8 +21,8 @@ the probability that it or a node below it is accepted; a node is tried after
 all that is below it, and accepted with all in front of it. On a chain this is
 block verification (Sun et al., arXiv 2403.10444, algorithm 2).
 
-The emitted tokens have the target's distribution, but they are not those of
-plain decoding with the same seed. `specdec.verify.match` gives those.
+The emitted tokens have the target's distribution, but plain decoding with the
+same seed emits others. `specdec.verify.match` emits the same.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ def after_rejection(
 ) -> tuple[jax.Array, jax.Array]:
   """The rest of both distributions after a draft token was rejected.
 
-  The arguments are those of `acceptance_probs`.
+  For the arguments see `acceptance_probs`.
 
   Returns:
     `[B, V]` float32, the target's, and `[B, V]` float32, the one that the next

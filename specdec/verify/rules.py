@@ -41,9 +41,9 @@ def to_rule(
 
   Args:
     verify: one of `RULES`, or a rule.
-    children: one of `sampling.CHILDREN`. None: those of a given rule; else
-      drawn without replacement if rule, topology and scorer allow it, or the
-      best.
+    children: one of `sampling.CHILDREN`. None: the children of a given rule;
+      else drawn without replacement if rule, topology and scorer allow it, or
+      the best.
     drafter: the drafter.
 
   Raises:

@@ -80,7 +80,7 @@ def test_plain_steps_that_others_chose_leave_the_account_as_it_is():
   state = specdec.fallback.init_fallback()
   after = specdec.fallback.after_plain_step(state, np.float32(14.0))
   assert (after.credit, after.speculating) == (state.credit, True)
-  assert (after.plain_steps.value, after.behind) == (1, True)
+  assert (after.plain_steps.value, after.stages_lag) == (1, True)
 
 
 def test_rows_that_are_done_have_no_say():

@@ -258,8 +258,8 @@ _BUGS = {
   ),
   'a draft does not know the constraint': (
     'draft.language_model',
-    'logits = ctx.adjusted(found.logits, tree, nodes)',
-    'logits = found.logits',
+    'logits = ctx.adjusted(scores.logits, tree, nodes)',
+    'logits = scores.logits',
     "constraint.check_tokens('chain', 'match')",
   ),
   'a head does not read the prompt': (

@@ -198,9 +198,9 @@ def test_what_is_no_trace_is_refused():
     (read({'blocks': [{}]}), 'missing'),
     (read({'more': 3}), 'more'),
     (lambda: specdec.Trace.from_json('{'), 'Expecting'),
-    (lambda: specdec.Trace.from_json('null'), 'no JSON object'),
+    (lambda: specdec.Trace.from_json('null'), 'not a JSON object'),
   ):
-    with pytest.raises(ValueError, match='no trace of a decode.*' + message):
+    with pytest.raises(ValueError, match='not a trace of a decode.*' + message):
       call()
 
 
