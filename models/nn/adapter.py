@@ -116,8 +116,8 @@ def _for_gpu(params: Any, config: Config) -> Any:
 
 def _in_full_rows(*arrays: jax.Array) -> tuple[jax.Array, ...]:
   """`[B, L, ...]` each, with more of the last position."""
-  rows, number = arrays[0].shape
-  more = -number % (_FULL_ROWS // math.gcd(rows, _FULL_ROWS))
+  rows, length = arrays[0].shape
+  more = -length % (_FULL_ROWS // math.gcd(rows, _FULL_ROWS))
   widths = (0, 0), (0, more), (0, 0)
   return tuple(
     jnp.pad(array, widths[: array.ndim], mode='edge') for array in arrays
@@ -245,15 +245,15 @@ def _spec(
     cache: cache_lib.KVCache,
   ) -> tuple[jax.Array, cache_lib.KVCache]:
     module = nnx.merge(graph, params)
-    number = tokens.shape[1]
+    length = tokens.shape[1]
     if on_gpu:
       tokens, positions, mask = _in_full_rows(tokens, positions, mask)
-      cache = cache.replace(num_new=number)
+      cache = cache.replace(num_new=length)
     with layout.in_use(), contraction.in_use(for_gpu=on_gpu):
-      logits, found = module(tokens, positions, mask, cache)
-    written = cast(cache_lib.KVCache, found)  # Only training has no cache.
+      logits, updated = module(tokens, positions, mask, cache)
+    written = cast(cache_lib.KVCache, updated)  # Only training has no cache.
     if on_gpu:
-      logits, written = logits[:, :number], written.replace(num_new=None)
+      logits, written = logits[:, :length], written.replace(num_new=None)
     # Later functions sort and draw over the whole vocabulary.
     return layout.gather_vocabulary(logits), written
 

@@ -145,7 +145,7 @@ def _attend_by_sums(
 
 def _attend_by_library(operands: _Operands, scale: float) -> jax.Array:
   """Attention by cuDNN, in one call."""
-  query, key, value = (one.swapaxes(1, 2) for one in operands[:3])
+  query, key, value = (operand.swapaxes(1, 2) for operand in operands[:3])
   out = jax.nn.dot_product_attention(
     query,
     key,

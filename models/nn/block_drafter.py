@@ -147,13 +147,13 @@ class _MarkovHead(nnx.Module):
 
   def context(self, states: jax.Array, parents: jax.Array) -> jax.Array:
     """`[B, W, rank]`, which is multiplied with rows of `markov_w2`."""
-    found = _rows(self.markov_w1, parents)
+    rows = _rows(self.markov_w1, parents)
     if hasattr(self, 'hidden_projection'):
-      found *= self.hidden_projection(states)
+      rows *= self.hidden_projection(states)
     if hasattr(self, 'gate_proj'):
-      gate = self.gate_proj(jnp.concatenate([states, found], axis=-1))
-      found *= jax.nn.sigmoid(gate)
-    return found
+      gate = self.gate_proj(jnp.concatenate([states, rows], axis=-1))
+      rows *= jax.nn.sigmoid(gate)
+    return rows
 
 
 def _rows(table: layers.Linear, index: jax.Array) -> jax.Array:
@@ -236,14 +236,14 @@ class BlockDrafter(nnx.Module):
     roots = jnp.repeat(positions[:, ::size], size, axis=1)[:, :, None]
 
     def seen(window: int | None, causal: bool) -> jax.Array:
-      found = mask
+      sees = mask
       if causal:
-        found &= keys <= rows
+        sees &= keys <= rows
       if window and config.window_from_root:
-        found &= roots - keys <= window
+        sees &= roots - keys <= window
       elif window:
-        found &= jnp.abs(rows - keys) < window
-      return found
+        sees &= jnp.abs(rows - keys) < window
+      return sees
 
     kinds = [*zip(*map(config.of_layers, ('window', 'causal')), strict=True)]
     by_kind = {kind: seen(*kind) for kind in dict.fromkeys(kinds)}
@@ -285,10 +285,10 @@ class BlockDrafter(nnx.Module):
 
   def scores(self, states: jax.Array, lm_head: Any) -> jax.Array:
     """Scores `[..., V]` float32 of tokens, for states `[..., H]`."""
-    found = matrices_lib.matmul(states, lm_head)
+    logits = matrices_lib.matmul(states, lm_head)
     if self.config.logit_divisor != 1.0:
-      found /= self.config.logit_divisor
-    return layers.soft_cap(found, self.config.logit_cap)
+      logits /= self.config.logit_divisor
+    return layers.soft_cap(logits, self.config.logit_cap)
 
   def edges(
     self, states: jax.Array, parents: jax.Array, tokens: jax.Array, rows: Any

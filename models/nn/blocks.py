@@ -177,20 +177,22 @@ def to_words(raw: np.ndarray, kind: str, width: int) -> np.ndarray:
   Returns:
     `[n, blocks, words]` uint32.
   """
-  known = KINDS[kind]
-  count, blocks = len(raw), known.blocks(width)
-  if known.inputs == 256:
-    found = raw.reshape(count, blocks, known.bytes)
-    if known.bytes % 4:
-      found = np.pad(found, ((0, 0), (0, 0), (0, -known.bytes % 4)))
-    return np.ascontiguousarray(found).view(np.uint32)
-  together = known.inputs // known.file_inputs
-  padded = np.zeros((count, blocks * together, known.bytes), np.uint8)
-  padded[:, : -(-width // known.file_inputs)] = raw.reshape(
-    count, -1, known.bytes
+  facts = KINDS[kind]
+  count, blocks = len(raw), facts.blocks(width)
+  if facts.inputs == 256:
+    blocks_of_words = raw.reshape(count, blocks, facts.bytes)
+    if facts.bytes % 4:
+      blocks_of_words = np.pad(
+        blocks_of_words, ((0, 0), (0, 0), (0, -facts.bytes % 4))
+      )
+    return np.ascontiguousarray(blocks_of_words).view(np.uint32)
+  together = facts.inputs // facts.file_inputs
+  padded = np.zeros((count, blocks * together, facts.bytes), np.uint8)
+  padded[:, : -(-width // facts.file_inputs)] = raw.reshape(
+    count, -1, facts.bytes
   )
   parts, start = [], 0
-  for name, size in known.fields.items():
+  for name, size in facts.fields.items():
     part = np.ascontiguousarray(padded[..., start : start + size])
     part = part.reshape(count, blocks, -1).view(np.uint32)
     if name == 'high':
@@ -215,8 +217,8 @@ def _shifted(words: Any, by: Sequence[int], axis: int = -1) -> Any:
 
 def _bytes_of(words: Any) -> Any:
   """The bytes of words `[..., n]`, as int32 `[..., 4 n]`."""
-  found = _shifted(words[..., None], (0, 8, 16, 24)) & np.uint32(0xFF)
-  return found.astype(np.int32).reshape(*words.shape[:-1], -1)
+  parts = _shifted(words[..., None], (0, 8, 16, 24)) & np.uint32(0xFF)
+  return parts.astype(np.int32).reshape(*words.shape[:-1], -1)
 
 
 def _halves(words: Any, xp: Any) -> Any:
@@ -243,34 +245,34 @@ def _powers(exponents: Any, xp: Any) -> Any:
   return lax.bitcast_convert_type(bits, np.float32)
 
 
-def _small(words: Any, known: Kind, xp: Any) -> _Parts:
+def _small(words: Any, facts: Kind, xp: Any) -> _Parts:
   """q, scales and minima of kinds with blocks of 32 inputs in the file."""
   head, nibbles = words[..., :2], np.uint32(0x0F0F0F0F)
   lead = words.shape[:-1]
-  if 'e' in known.fields:
+  if 'e' in facts.fields:
     head = words[..., :1]
     scale, minimum = _powers(_bytes_of(head), xp), None
-  elif 'dm' in known.fields:
+  elif 'dm' in facts.fields:
     head = words[..., :4]
     scale, minimum = _halves(head, xp), -_halves(head >> np.uint32(16), xp)
   else:
     scale, minimum = _halves(_shifted(head[..., None], (0, 16)), xp), None
     scale = scale.reshape(*lead, 4)
   rest = words[..., head.shape[-1] :]
-  if known.fields['q'] == 32:
+  if facts.fields['q'] == 32:
     return _bytes_of(rest), scale, minimum
   low = rest[..., -16:].reshape(*lead, 4, 1, 4)
   q = (_shifted(low, (0, 4), -2) & nibbles).reshape(*lead, 4, 8)
-  if 'high' in known.fields:
+  if 'high' in facts.fields:
     bits = _shifted(rest[..., :4, None], range(8))
     q |= (bits & np.uint32(0x01010101)) << np.uint32(4)
   q = _bytes_of(q.reshape(*lead, 32))
-  if 'e' in known.fields:
+  if 'e' in facts.fields:
     q = xp.asarray(_FLOAT4, np.int32)[q]
   return q, scale, minimum
 
 
-def _with_six_bits(words: Any, known: Kind, xp: Any) -> _Parts:
+def _with_six_bits(words: Any, facts: Kind, xp: Any) -> _Parts:
   """q, scales and minima of Q4_K and Q5_K."""
   lead = words.shape[:-1]
   first, second, third = (words[..., i : i + 1] for i in (1, 2, 3))
@@ -284,13 +286,13 @@ def _with_six_bits(words: Any, known: Kind, xp: Any) -> _Parts:
   minimum = minimum * minima.astype(np.float32)
   low = words[..., -32:].reshape(*lead, 4, 1, 8)
   q = (_shifted(low, (0, 4), -2) & nibbles).reshape(*lead, 8, 8)
-  if 'high' in known.fields:
+  if 'high' in facts.fields:
     bits = _shifted(words[..., None, 4:12], range(8), -2)
     q |= (bits & np.uint32(0x01010101)) << four
   return _bytes_of(q.reshape(*lead, 64)), scale, minimum
 
 
-def _by_sixteens(words: Any, known: Kind, xp: Any) -> _Parts:
+def _by_sixteens(words: Any, facts: Kind, xp: Any) -> _Parts:
   """q, scales and minima of Q6_K, which has none."""
   lead = words.shape[:-1]
   low = words[..., :32].reshape(*lead, 2, 1, 16)
@@ -312,11 +314,11 @@ def _read(words: Any, kind: str, xp: Any) -> _Parts:
     `[..., blocks, inputs]` int32, and twice `[..., blocks, groups]` float32 or,
     of a kind without minima, None.
   """
-  known = KINDS[kind]
-  read = _small if known.inputs == 128 else _with_six_bits
+  facts = KINDS[kind]
+  read = _small if facts.inputs == 128 else _with_six_bits
   read = _by_sixteens if kind == 'Q6_K' else read
-  q, scale, minimum = read(words, known, xp)
-  return q.reshape(*scale.shape[:-1], -1) - known.offset, scale, minimum
+  q, scale, minimum = read(words, facts, xp)
+  return q.reshape(*scale.shape[:-1], -1) - facts.offset, scale, minimum
 
 
 def _weights(codes: Any, scale: Any, minimum: Any) -> Any:
@@ -414,9 +416,9 @@ class BlockMatrix(flax.struct.PyTreeNode):
 
   def grouped(self) -> GroupedMatrix:
     """The matrix as XLA multiplies it."""
-    known = KINDS[self.kind]
+    facts = KINDS[self.kind]
     count, blocks = self.words.shape[:2]
-    codes: Any = np.empty((count, blocks * known.inputs), known.code_dtype)
+    codes: Any = np.empty((count, blocks * facts.inputs), facts.code_dtype)
     scales, minima = list[np.ndarray](), list[np.ndarray]()
     for start in range(0, count, _ROWS):
       part = self.words[start : start + _ROWS]
@@ -472,8 +474,8 @@ class PackedBlocks(flax.struct.PyTreeNode):
 
   def operand(self, bias: jax.Array | None) -> ops.Matrix:
     """The matrix and a bias for `ops.multiply`."""
-    number = KINDS[self.kind].number
-    return ops.Matrix(self.words, None, self.shape[0], bias, number)
+    kind_number = KINDS[self.kind].number
+    return ops.Matrix(self.words, None, self.shape[0], bias, kind_number)
 
   def product(self, rows: jax.Array) -> jax.Array:
     """See `Matrix`; rows are rounded to eight bits by 128 inputs."""
@@ -509,9 +511,9 @@ def from_raw(
   Raises:
     ValueError: a scale is not finite.
   """
-  known = KINDS[kind]
+  facts = KINDS[kind]
   words: Any = np.empty(
-    (shape[0], known.blocks(shape[1]), known.words), np.uint32
+    (shape[0], facts.blocks(shape[1]), facts.words), np.uint32
   )
   for index, raw in blocks:
     part = to_words(raw, kind, shape[1])

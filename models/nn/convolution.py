@@ -30,12 +30,12 @@ def fold(
     count: see above.
   """
   size = state.shape[1]
-  known = jnp.concatenate([state, window[:, 0]], axis=1)
+  inputs = jnp.concatenate([state, window[:, 0]], axis=1)
   places = jnp.broadcast_to(jnp.arange(size)[None], (len(state), size))
   places = jnp.concatenate([places, size + slots], axis=1)
   last = count[:, None] + jnp.arange(size)[None]
   kept = jnp.take_along_axis(places, last, axis=1)
-  return jnp.take_along_axis(known, kept[:, :, None], axis=1)
+  return jnp.take_along_axis(inputs, kept[:, :, None], axis=1)
 
 
 class Convolution(nnx.Module):

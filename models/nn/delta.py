@@ -92,11 +92,11 @@ class DeltaConfig(llama_config.LlamaConfig):
 def _of_heads(keys: jax.Array, state: jax.Array, tiled: bool) -> jax.Array:
   """Keys or queries `[..., K]` of all heads as `[H, K]` for each state."""
   heads, width = state.shape[:2]
-  own = keys.reshape(-1, width)
-  group = heads // own.shape[0]
+  rows = keys.reshape(-1, width)
+  group = heads // rows.shape[0]
   if tiled:
-    return jnp.tile(own, (group, 1))
-  return jnp.repeat(own, group, axis=0)
+    return jnp.tile(rows, (group, 1))
+  return jnp.repeat(rows, group, axis=0)
 
 
 def _update(matrix: jax.Array, inputs: _Arrays, tiled: bool) -> jax.Array:

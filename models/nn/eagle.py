@@ -232,8 +232,8 @@ def _spec(
 
   def logits(params: dict[str, Any], states: jax.Array) -> jax.Array:
     states = nnx.merge(graph, params['head']).output(states)
-    found = matrices_lib.matmul(states, params['lm_head'])
-    return layout.gather_vocabulary(found)
+    scores = matrices_lib.matmul(states, params['lm_head'])
+    return layout.gather_vocabulary(scores)
 
   return head_lib.HeadSpec(
     apply=apply,

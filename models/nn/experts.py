@@ -93,14 +93,14 @@ def _apply(
   for own, begin, count in zip(weights, starts, counts, strict=True):
 
     def compute(
-      number: jax.Array,
+      index: jax.Array,
       out: jax.Array,
       own: Any = own,
       begin: jax.Array = begin,
     ) -> jax.Array:
-      start = begin + number * block
-      found = expert(own, lax.dynamic_slice_in_dim(x, start, block))
-      return lax.dynamic_update_slice_in_dim(out, found, start, axis=0)
+      start = begin + index * block
+      result = expert(own, lax.dynamic_slice_in_dim(x, start, block))
+      return lax.dynamic_update_slice_in_dim(out, result, start, axis=0)
 
     out = lax.fori_loop(0, (count + block - 1) // block, compute, out)
   return out

@@ -133,12 +133,12 @@ _ROUND = {'Q4_K': _q4_k, 'Q4_1': _q4_1, 'Q8_0': _q8_0}
 
 def _raw_rows(rows: np.ndarray, kind: str) -> np.ndarray:
   """Rows `[n, in]` as a file of this kind has them, padded to whole blocks."""
-  known = blocks_lib.KINDS[kind]
+  facts = blocks_lib.KINDS[kind]
   rows = np.asarray(rows, np.float32)
   if not np.isfinite(rows).all():
     raise ValueError('a matrix has weights that are not finite')
   count, width = rows.shape
-  rows = np.pad(rows, ((0, 0), (0, -width % known.file_inputs)))
+  rows = np.pad(rows, ((0, 0), (0, -width % facts.file_inputs)))
   flat = rows.reshape(-1)
   # Always as many at once, so that one program serves all matrices.
   size = _CHUNK * _SUPER
@@ -146,8 +146,8 @@ def _raw_rows(rows: np.ndarray, kind: str) -> np.ndarray:
   for start in range(0, len(flat), size):
     part = flat[start : start + size]
     padded = np.pad(part, (0, size - len(part))).reshape(_CHUNK, _SUPER)
-    found = _ROUND[kind](padded)
-    parts.append(found[: len(part) // known.file_inputs])
+    rounded = _ROUND[kind](padded)
+    parts.append(rounded[: len(part) // facts.file_inputs])
   return np.concatenate(parts).reshape(count, -1)
 
 

@@ -129,7 +129,8 @@ class Gemma4(nn_llama.Llama):
     if not config.layer_width:
       return super().layer_inputs(tokens, x)
     table = self.embed_tokens_per_layer.embedding.get_value()
-    own = matrices_lib.take_rows(table, tokens) * math.sqrt(config.layer_width)
+    of_tokens = matrices_lib.take_rows(table, tokens)
+    of_tokens *= math.sqrt(config.layer_width)
     of_stream = self.per_layer_model_projection(x) / math.sqrt(config.width)
     split = lambda rows: rows.reshape(
       *rows.shape[:2], config.num_layers, config.layer_width
@@ -139,7 +140,7 @@ class Gemma4(nn_llama.Llama):
       self.per_layer_projection_norm,
       kernels=self.per_layer_model_projection.is_packed,
     )
-    embedded = (split(own) + of_stream) / math.sqrt(2)
+    embedded = (split(of_tokens) + of_stream) / math.sqrt(2)
     return [
       {'embedded': embedded[:, :, layer]} for layer in range(config.num_layers)
     ]

@@ -85,12 +85,12 @@ class Attention(nnx.Module):
     others = (self.k_proj, self.v_proj) if self.writes else ()
     linears = (self.q_proj, *others)
     if self.o_proj.is_packed and plain:
-      matrices = [one.parameters for one in linears]
+      matrices = [linear.parameters for linear in linears]
       projections = layers.project(x, matrices, norm=norm)
       out, cache = self._fused(projections, rotation, mask, cache)
     else:
       rows = layers.normalize(x, norm, kernels=self.o_proj.is_packed)
-      parts = [one(rows) for one in linears]
+      parts = [linear(rows) for linear in linears]
       out, cache = self._composed(parts, rotation, mask, cache)
     return self.o_proj(out, residual=residual), cache
 
@@ -119,8 +119,8 @@ class Attention(nnx.Module):
       projections = jnp.concatenate([query, key, value], axis=-1)
     elif config.qk_norm:
       names = ('q_norm', 'k_norm', 'v_norm')
-      found = (getattr(self, name, None) for name in names)
-      norms = tuple(one and one.operand for one in found)
+      modules = (getattr(self, name, None) for name in names)
+      norms = tuple(one and one.operand for one in modules)
     return attention.attend_projections(
       projections,
       mask,

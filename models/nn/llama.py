@@ -98,9 +98,9 @@ class Layer(nnx.Module):
     kernels = mixer.o_proj.is_packed
     # A part's output joins the stream, at once or after a norm and a factor.
     at_once = not config.post_norm and config.residual_scale == 1.0
-    behind, before = None, self.post_attention_layernorm
+    after_attention, before_mlp = None, self.post_attention_layernorm
     if config.post_norm:
-      behind, before = before, self.pre_feedforward_layernorm
+      after_attention, before_mlp = before_mlp, self.pre_feedforward_layernorm
 
     def add(
       x: jax.Array, out: jax.Array, norm: layers.Norm | None
@@ -113,8 +113,8 @@ class Layer(nnx.Module):
     out, cache = mixer(
       x, self.input_layernorm, rotation, mask, cache, x if at_once else None
     )
-    x = add(x, out, behind)
-    out = self.mlp(x, before, x if at_once else None)
+    x = add(x, out, after_attention)
+    out = self.mlp(x, before_mlp, x if at_once else None)
     return add(x, out, self.post_feedforward_layernorm), cache
 
 
@@ -126,11 +126,11 @@ def rotations(
     config.of_layers('rope'), config.of_layers('head_width'), strict=True
   )
   kinds = [*ropes]
-  found = {
+  by_kind = {
     (rope, width): rope and rope.rotation(positions, width)
     for rope, width in dict.fromkeys(kinds)
   }
-  return [found[kind] for kind in kinds]
+  return [by_kind[kind] for kind in kinds]
 
 
 def of_layers(

@@ -40,16 +40,16 @@ def enter_window(
     and `[B]` int32, the slot of the first one. A forward of T tokens or more
     has a window of its own.
   """
-  one = empty if cache is None else cache.recurrent[layer]
-  if mask.shape[1] >= one.num_slots:
-    one = one.with_window(mask.shape[1])
+  layer_state = empty if cache is None else cache.recurrent[layer]
+  if mask.shape[1] >= layer_state.num_slots:
+    layer_state = layer_state.with_window(mask.shape[1])
   if cache is None:
-    return one, mask, jnp.zeros(mask.shape[0], jnp.int32)
+    return layer_state, mask, jnp.zeros(mask.shape[0], jnp.int32)
   window = lambda row, at: lax.dynamic_slice_in_dim(
-    row, at, one.num_slots, axis=1
+    row, at, layer_state.num_slots, axis=1
   )
   sees = jax.vmap(window)(mask, cache.length)
-  return one, sees, cache.write_at - cache.length
+  return layer_state, sees, cache.write_at - cache.length
 
 
 def write_inputs(
@@ -132,19 +132,23 @@ class Mixer(nnx.Module):
     kernels = self.o_proj.is_packed
     linears = [linear.parameters for linear in self.projections]
     # On a GPU there are more rows, of which nothing is written.
-    number = None if cache is None else cache.num_new
-    mask = mask[:, :number]
-    projected = layers.project(x, linears, norm=norm)[:, :number]
+    num_rows = None if cache is None else cache.num_new
+    mask = mask[:, :num_rows]
+    projected = layers.project(x, linears, norm=norm)[:, :num_rows]
     empty = self.config.state_of_layer(x.shape[0], kernels=kernels)
-    one, sees, first = enter_window(cache, self.layer, mask, empty)
+    layer_state, sees, first = enter_window(cache, self.layer, mask, empty)
     if kernels:
       tree = recurrent_lib.parents(sees), first
-      out, inputs = self.by_kernel(projected, one, tree)
-      one = one.replace(inputs=inputs)
+      out, inputs = self.by_kernel(projected, layer_state, tree)
+      layer_state = layer_state.replace(inputs=inputs)
     else:
-      write = lambda one, new: write_inputs(cache, one, new, first)
-      out, one = self.composed(projected, one, sees, first, write)
-    cache = with_recurrent_layer(cache, self.layer, one)
+      write = lambda layer_state, new: write_inputs(
+        cache, layer_state, new, first
+      )
+      out, layer_state = self.composed(
+        projected, layer_state, sees, first, write
+      )
+    cache = with_recurrent_layer(cache, self.layer, layer_state)
     more = (0, 0), (0, x.shape[1] - out.shape[1]), (0, 0)
     out = jnp.pad(out, more)
     return self.o_proj(out, residual=residual), cache

@@ -51,7 +51,7 @@ class _Read:
     counts: jax.Array,
     cache: cache_lib.KVCache,
   ):
-    rows, length, number = parts.shape
+    rows, length, num_parts = parts.shape
     count = jnp.sum(parts >= 0, axis=2)  # [B, L]
     shape = (rows, counts.shape[1], length, 1)
     new = jnp.broadcast_to(count[:, None, :, None], shape)
@@ -63,27 +63,27 @@ class _Read:
     is_own = slot[:, :, None] == jnp.arange(mask.shape[2])[None, None]
     # The draft's tokens before this one are counted, whatever their slots.
     before = jnp.sum(jnp.where(mask & ~is_own, used[:, None], 0), axis=2)
-    part = jnp.arange(number)
-    own = jnp.maximum(part[None, None] - (number - count)[:, :, None], 0)
-    is_used = part[None, None] >= number - used[:, :, None]  # [B, S, R]
+    part = jnp.arange(num_parts)
+    offset = jnp.maximum(part[None, None] - (num_parts - count)[:, :, None], 0)
+    is_used = part[None, None] >= num_parts - used[:, :, None]  # [B, S, R]
     causal = part[:, None] >= part[None]  # [R, R]
     sees = mask[:, :, None, :, None] & is_used[:, None, None]
     sees &= causal[None, None, :, None] | ~is_own[:, :, None, :, None]
     self.tokens = jnp.maximum(parts, 0).reshape(rows, -1)
-    self.positions = (before[:, :, None] + own).reshape(rows, -1)
-    self.mask = sees.reshape(rows, length * number, -1)
+    self.positions = (before[:, :, None] + offset).reshape(rows, -1)
+    self.mask = sees.reshape(rows, length * num_parts, -1)
 
 
-def _joined(array: jax.Array, number: int) -> jax.Array:
+def _joined(array: jax.Array, num_parts: int) -> jax.Array:
   """`[B, H, S * R, Dh]` as `[B, H, S, R * Dh]`."""
   rows, heads, slots, width = array.shape
-  return array.reshape(rows, heads, slots // number, number * width)
+  return array.reshape(rows, heads, slots // num_parts, num_parts * width)
 
 
-def _divided(array: jax.Array, number: int) -> jax.Array:
+def _divided(array: jax.Array, num_parts: int) -> jax.Array:
   """`[B, H, S, R * Dh]` as `[B, H, S * R, Dh]`."""
   rows, heads, slots, width = array.shape
-  return array.reshape(rows, heads, slots * number, width // number)
+  return array.reshape(rows, heads, slots * num_parts, width // num_parts)
 
 
 def _read_several(apply: _Apply, number: int) -> _Apply:
@@ -98,19 +98,19 @@ def _read_several(apply: _Apply, number: int) -> _Apply:
   ) -> _Scores:
     del positions
     *keys, counts = cache.keys
-    found = _Read(parts, mask, counts, cache)
+    inputs = _Read(parts, mask, counts, cache)
     divided = cache.replace(
-      keys=tuple(_divided(one, number) for one in keys),
-      values=tuple(_divided(one, number) for one in cache.values),
+      keys=tuple(_divided(array, number) for array in keys),
+      values=tuple(_divided(array, number) for array in cache.values),
       start=cache.write_at * number,
       num_slots=cache.num_slots * number,
     )
     logits, divided = apply(
-      params, found.tokens, found.positions, found.mask, divided
+      params, inputs.tokens, inputs.positions, inputs.mask, divided
     )
     joined = cache.replace(
-      keys=(*(_joined(one, number) for one in divided.keys), found.counts),
-      values=tuple(_joined(one, number) for one in divided.values),
+      keys=(*(_joined(array, number) for array in divided.keys), inputs.counts),
+      values=tuple(_joined(array, number) for array in divided.values),
     )
     # The last part is in the last place.
     return logits[:, number - 1 :: number], joined
@@ -123,12 +123,12 @@ def _init_several(init_cache: _InitCache, number: int) -> _InitCache:
 
   def init(batch_size: int, num_slots: int) -> cache_lib.KVCache:
     cache = init_cache(batch_size, num_slots * number)
-    keys = tuple(_joined(one, number) for one in cache.keys)
+    keys = tuple(_joined(array, number) for array in cache.keys)
     like = keys[0] if keys else jnp.zeros((batch_size, 1, num_slots, 1))
     counts = cache.ops.place(jnp.zeros_like(like[..., :1]))
     return cache.replace(
       keys=(*keys, counts),
-      values=tuple(_joined(one, number) for one in cache.values),
+      values=tuple(_joined(array, number) for array in cache.values),
       num_slots=num_slots,
     )
 
@@ -137,12 +137,12 @@ def _init_several(init_cache: _InitCache, number: int) -> _InitCache:
 
 @functools.cache
 def _spec(
-  own: model_lib.ModelSpec, vocab_size: int, number: int
+  spec: model_lib.ModelSpec, vocab_size: int, number: int
 ) -> model_lib.ModelSpec:
-  read, init = own.apply, own.init_cache
+  read, init = spec.apply, spec.init_cache
   if number > 1:
-    read = _read_several(own.apply, number)
-    init = _init_several(own.init_cache, number)
+    read = _read_several(spec.apply, number)
+    init = _init_several(spec.init_cache, number)
 
   def apply(params: Any, tokens: jax.Array, *others: Any) -> _Scores:
     parts = params['parts'][tokens]
@@ -151,12 +151,12 @@ def _spec(
     return matrices_lib.scatter_outputs(logits, params['same']), cache
 
   return dataclasses.replace(
-    own,
+    spec,
     apply=apply,
     init_cache=init,
     vocab_size=vocab_size,
-    cache_bytes_per_slot=number * own.cache_bytes_per_slot,
-    parameters=number * own.parameters,
+    cache_bytes_per_slot=number * spec.cache_bytes_per_slot,
+    parameters=number * spec.parameters,
   )
 
 

@@ -139,12 +139,13 @@ def make_mesh(mesh: Mesh | Mapping[str, int]) -> Mesh:
     order = [list(sizes).index(axis) for axis in AXES if axis in sizes]
     devices = mesh.devices.transpose(order).reshape(shape)
     return Mesh(devices, AXES, axis_types=types)
-  number = jax.device_count()
-  if math.prod(shape) != number:
+  num_devices = jax.device_count()
+  if math.prod(shape) != num_devices:
     raise ValueError(
       f'mesh={_text(sizes)} is for {math.prod(shape)} devices, but there are'
-      f' {number}; give sizes whose product is {number}, or a jax.sharding.Mesh'
-      ' of some of them (on CPU, JAX_NUM_CPU_DEVICES sets their number)'
+      f' {num_devices}; give sizes whose product is {num_devices}, or a'
+      ' jax.sharding.Mesh of some of them (on CPU, JAX_NUM_CPU_DEVICES sets'
+      ' their number)'
     )
   return jax.make_mesh(shape, AXES, axis_types=types)
 
