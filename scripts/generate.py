@@ -3,6 +3,7 @@
 python scripts/generate.py --temperature=0.8 --prompt='import ' --show_origin
 """
 
+import dataclasses
 import functools
 import sys
 
@@ -35,6 +36,15 @@ _SHOW_ORIGIN = flags.DEFINE_bool(
   'show_origin', False, 'colour each token by its source'
 )
 _JSON = flags.DEFINE_bool('json', False, 'print one JSON object and no more')
+_COMPARE = flags.DEFINE_bool(
+  'compare',
+  None,
+  'also decode without drafting, and say how many times faster drafting was;'
+  ' default: if the target is the embedded one',
+)
+# Both ways are timed this often in turn, and the best time of each counts: a
+# short decode takes a tenth of a second, too little for one measurement.
+_REPEATS = 3
 
 
 def _show(stream):
@@ -46,6 +56,36 @@ def _show(stream):
       if interrupts:
         break
   return stream.result()
+
+
+def _compares():
+  """Whether plain decoding is timed, too."""
+  if _COMPARE.value is not None:
+    return _COMPARE.value
+  is_embedded = flags.FLAGS.target == 'demo' and flags.FLAGS.method != 'plain'
+  return is_embedded and not _JSON.value
+
+
+def _comparison(generator, begin):
+  """How many times faster than plain decoding a generator is, in one line.
+
+  `begin` makes a decode of a generator.
+  """
+  import specdec
+  from specdec.models.text import text_decoding
+
+  ways = generator, dataclasses.replace(generator, drafter=specdec.PLAIN)
+  rounds = [
+    [text_decoding.timed(functools.partial(begin, way)) for way in ways]
+    for _ in range(_REPEATS)
+  ]
+  best, plain = (
+    min(result.stats.seconds for result in results)
+    for results in zip(*rounds, strict=True)
+  )
+  tokens = [result.tokens for result in rounds[0]]
+  same = 'the same' if tokens[0] == tokens[1] else 'other'
+  return f'{plain / best:.2f} times as fast as plain decoding, {same} tokens'
 
 
 def main() -> None:
@@ -61,6 +101,8 @@ def main() -> None:
     raise ValueError('give one of --stream, --show_origin and --json')
   if _STREAM.value and batch_size > 1:
     raise ValueError('--stream shows one prompt; leave out --batch_size')
+  if _COMPARE.value and (_STREAM.value or _JSON.value):
+    raise ValueError('--compare prints a line; leave out --stream and --json')
   if _SYSTEM.value is not None and not _CHAT.value:
     raise ValueError(
       '--system is the system message of a chat; give --chat too'
@@ -85,16 +127,17 @@ def main() -> None:
     result = _show(generator.stream(given, **arguments))
     print(f'\n\n{result.table()}')
   else:
+    begin = lambda way: way.stream(given, **arguments)
     with waiting.announced('compiling and decoding'):
-      result = text_decoding.timed(
-        functools.partial(generator.stream, given, **arguments)
-      )
+      result = text_decoding.timed(functools.partial(begin, generator))
     if _JSON.value:
       print(result.to_json())
     elif _SHOW_ORIGIN.value:
       print(result.with_origins(color=result_lib.wants_color(sys.stdout)))
     else:
       print(result)
+    if _compares():
+      print(_comparison(generator, begin))
   errors = [error for error in result.errors if error]
   if errors:
     raise ValueError('; '.join(errors))

@@ -28,7 +28,7 @@ def models() -> choice_lib.ModelChoice:
   """The models of the flags; starts the devices of a mesh.
 
   A line says what `--dtype=auto` stands for. Flags of trees that were not given
-  get the defaults for the target.
+  get the defaults of the platform.
   """
   choice = options.models()
   if choice.mesh is not None:
@@ -40,7 +40,7 @@ def models() -> choice_lib.ModelChoice:
     how = 'as stored in the file' if dtype == matrices.STORED else f'in {dtype}'
     print(f'computing with weights {how} (--dtype=auto)', file=sys.stderr)
     choice = dataclasses.replace(choice, dtype=dtype)
-  for name, value in settings_lib.usual_options(choice.target).items():
+  for name, value in settings_lib.usual_options().items():
     flags.set_default(options.DRAFTING[name], value)
   return choice
 

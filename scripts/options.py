@@ -120,7 +120,7 @@ def _define(
   if option.record == 'inner_stage':
     text = f'of --inner: {text}'
   if name in settings_lib.ON_CPU:
-    text += f'; on CPU {settings_lib.ON_CPU[name]}, except for --target=demo'
+    text += f'; on CPU {settings_lib.ON_CPU[name]}'
   default = option.text_of(option.read(defaults))
   if option.repeats:
     return flags.DEFINE_multi_string(name, default, text)

@@ -272,7 +272,7 @@ class GeneratorChoice(choice_lib.ModelChoice):
   drafting: settings_lib.DraftSettings | None = fields.described(
     None,
     'the settings of the method; default: those of DraftSettings, but on CPU'
-    ' trees of 8 nodes, except for the embedded target',
+    ' trees of 8 nodes',
   )
   plan: plan_lib.Plan | str | os.PathLike[str] | None = fields.described(
     None, 'a specdec.Plan or its file, in place of method and drafting'
@@ -300,7 +300,7 @@ def load(choice: GeneratorChoice) -> Generator:
     uses_draft = plan.uses_draft
   if drafting is None:
     drafting = settings_lib.with_options(
-      settings_lib.DraftSettings(), settings_lib.usual_options(choice.target)
+      settings_lib.DraftSettings(), settings_lib.usual_options()
     )
   if not uses_draft:
     choice = choice.of_target

@@ -123,13 +123,9 @@ ON_CPU: Mapping[str, int] = {'num_nodes': 8, 'width': 2, 'branching': 2}
 """Defaults on CPU, which verifies 8 tokens at the price of one, but not 64."""
 
 
-def usual_options(target: str) -> dict[str, int]:
-  """Options whose defaults are others for a target on this platform, by name.
-
-  The embedded target has the large trees of the paper everywhere.
-  """
-  is_small = target != 'demo' and jax.default_backend() == 'cpu'
-  return dict(ON_CPU) if is_small else {}
+def usual_options() -> dict[str, int]:
+  """Options that have other defaults on this platform, by name."""
+  return dict(ON_CPU) if jax.default_backend() == 'cpu' else {}
 
 
 OPTIONS: Mapping[str, fields.Option] = fields.options_of(DraftSettings)
