@@ -24,9 +24,9 @@ from specdec.models.nn import matrices as matrices_lib
 from specdec.models.nn import sharding as sharding_lib
 from specdec.models.nn.cpu import ops
 
-# A library's products on a GPU take a multiple of so many rows, which otherwise
-# are padded by kernels of their own; of a single row XLA makes sums. They also
-# add the bias, activate and add the residual.
+# A library's products on a GPU take a multiple of this number of rows; other
+# numbers are padded by separate kernels, and XLA computes a single row by sums.
+# The products also add the bias, activate and add the residual.
 _FULL_ROWS = 8
 
 # Bytes of keys and values in a layer of a cache that is one array on a GPU.

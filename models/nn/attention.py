@@ -17,8 +17,8 @@ from specdec.models.nn import contraction
 from specdec.models.nn import layers
 from specdec.models.nn.cpu import ops
 
-# Products that a GPU sums up at once in attention of few queries, whose slots
-# are read once per query from its second cache.
+# The most products that a GPU sums up at once in attention of few queries. Each
+# query reads the slots again, from the second cache.
 _MOST_SUMS = 1 << 23
 
 # Finite, so that a query that sees nothing (padding) does not become NaN.
@@ -107,7 +107,7 @@ def attend(
 
   Args:
     query: see `self_attention`.
-    key: `[B, H, S, Dh]`, those of the whole cache.
+    key: `[B, H, S, Dh]`, the keys of the whole cache.
     value: the same.
     mask: see `self_attention`.
     scale: factor of the scores.
@@ -181,7 +181,7 @@ def _attend_for_gpu(
   cap: float | None = None,
   sinks: jax.Array | None = None,
 ) -> jax.Array:
-  """`attend` to slots that lie among those of other layers."""
+  """`attend` to slots that are stored among the slots of other layers."""
   operands = _Operands(query, key, value, mask, sinks)
   if sinks is None and query.size * key.shape[2] <= _MOST_SUMS:
     out = _attend_by_sums(_grouped(operands), scale=scale, cap=cap)

@@ -1,8 +1,8 @@
 """Block drafters in Flax NNX: DFlash, DFlash 2 and DSpark.
 
-A block drafter is a few Qwen 3 layers whose rows are a block, the root and mask
-tokens behind it. Keys and values of the text are made of hidden states of the
-target; `specdec.draft.block` says how such a drafter is used.
+A block drafter is a few Qwen 3 layers. Their rows are a block: the root and
+mask tokens after it. Keys and values of the text are made of hidden states of
+the target; `specdec.draft.block` says how such a drafter is used.
 
     DFlash     the layers alone (arXiv 2602.06036)
     DSpark     a term of low rank for the token before, and the probability that
@@ -43,9 +43,9 @@ LOOKED_UP = ('markov_w1', 'markov_w2')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockDrafterConfig(llama_config.LlamaConfig):
-  """Shape of a block drafter: that of its layers, and what surrounds them.
+  """Shape of a block drafter: its layers, and what surrounds them.
 
-  `vocab_size` is that of the target, `num_layers` that of the drafter.
+  `vocab_size` is the target's, `num_layers` the drafter's.
   """
 
   target_width: int = dataclasses.field()  # The width of the target's states.
@@ -56,8 +56,7 @@ class BlockDrafterConfig(llama_config.LlamaConfig):
   samples_root: bool = False
   # Whether rows of a block see no later ones, for all layers or for each.
   causal: bool | tuple[bool, ...] = False
-  # Whether windows begin so many tokens before the root, for all rows, and not
-  # before the row.
+  # Window positions: measured from the root (True) or from each row (False).
   window_from_root: bool = False
   # The term for the token before, `VANILLA` or `GATED` (DSpark) or `EDGES`
   # (DFlash 2),
@@ -118,11 +117,11 @@ class _ConvolvedLayer(nn_llama.Layer):
     rows = normalize(x, self.input_layernorm)
     rows, dynamic = self.attention_conv.before(rows)
     out, cache = self.self_attn(rows, None, rotation, mask, cache, None)
-    x = x + self.attention_conv.behind(out, dynamic)
+    x = x + self.attention_conv.after(out, dynamic)
     rows = normalize(x, self.post_attention_layernorm)
     rows, dynamic = self.mlp_conv.before(rows)
     out = self.mlp(rows, None, None)
-    return x + self.mlp_conv.behind(out, dynamic), cache
+    return x + self.mlp_conv.after(out, dynamic), cache
 
 
 class _MarkovHead(nnx.Module):
@@ -267,8 +266,8 @@ class BlockDrafter(nnx.Module):
       cache: holds the text, slot i the token at position i.
 
     Returns:
-      `[B, N D, H]` float32, after the last norm; those of depth d are what the
-      output matrix multiplies for the tokens at root + d + 1.
+      `[B, N D, H]` float32, after the last norm; the output matrix multiplies
+      the states of depth d for the tokens at root + d + 1.
     """
     config = self.config
     x = embedded
@@ -372,7 +371,7 @@ def as_drafter(
 ) -> block_lib.BlockDrafter:
   """Splits a module into the parameters and functions that `specdec` uses.
 
-  The arguments are those of `eagle.as_head`.
+  For the arguments see `eagle.as_head`.
   """
   graph, variables = nnx.split(module)
   own = nnx.to_pure_dict(variables)

@@ -90,7 +90,7 @@ class Kind:
     return slice(start // 4, start // 4 + -(-size * together // 4))
 
   def blocks(self, width: int) -> int:
-    """How many blocks so many inputs have here."""
+    """The number of blocks of `width` inputs here."""
     return -(-width // self.inputs)
 
 
@@ -351,8 +351,8 @@ def expand(words: Any, kind: str, width: int, xp: Any = jnp) -> Any:
 class GroupedMatrix(flax.struct.PyTreeNode):
   """A matrix as XLA multiplies it; see `matrices.Matrix`.
 
-  Compilers for GPUs and TPUs can compute its weights within a product, which
-  those of the words of a file they cannot (docs/accelerators.md).
+  Compilers for GPUs and TPUs can compute its weights within a product. They
+  cannot do that with the words of a file (docs/accelerators.md).
 
   Attributes:
     codes: `[out, inputs of whole blocks]`, as `code_dtype` of the kind.

@@ -44,7 +44,7 @@ def _contract(
 ) -> jax.Array:
   """`x @ weight.T`, accumulated in int32 for int8 and in float32 otherwise.
 
-  `dtype` is that of the result; None: in which it is accumulated.
+  `dtype`: the result's; None: the dtype in which it is accumulated.
   """
   is_int8 = weight.dtype == jnp.int8
   inputs = tuple(range(1, x.ndim))

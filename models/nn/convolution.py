@@ -79,7 +79,7 @@ class Convolution(nnx.Module):
 
 
 class BlockConvolution(nnx.Module):
-  """Two causal convolutions within blocks, before and behind a layer's part.
+  """Two causal convolutions within blocks, before and after a layer's part.
 
   Each tap of a channel is a constant plus a number of the row, shared by a
   group of channels. The numbers of both follow from the part's input.
@@ -105,12 +105,12 @@ class BlockConvolution(nnx.Module):
     )
 
   def before(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The input `[B, L, H]` of the part, and what `behind` takes."""
+    """The input `[B, L, H]` of the part, and what `after` takes."""
     dynamic = self.kernel_projection(rows)
     dynamic = dynamic.reshape(*rows.shape[:2], *self.shape)
     return self._apply(0, rows, dynamic), dynamic
 
-  def behind(self, rows: jax.Array, dynamic: jax.Array) -> jax.Array:
+  def after(self, rows: jax.Array, dynamic: jax.Array) -> jax.Array:
     """The output `[B, L, H]` of the part, convolved."""
     return self._apply(1, rows, dynamic)
 

@@ -39,15 +39,15 @@ _Arrays = dict[str, jax.Array]  # By the names of what they are.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeltaConfig(llama_config.LlamaConfig):
-  """Shape of a Qwen3.5; `num_heads` and the like are those of attention."""
+  """Shape of a Qwen3.5; `num_heads` and the like describe its attention."""
 
   key_heads: int = dataclasses.field()
   value_heads: int = dataclasses.field()  # A multiple of `key_heads`.
   key_width: int = dataclasses.field()
   value_width: int = dataclasses.field()
   conv_size: int = dataclasses.field()  # Positions that a convolution sees.
-  # Whether heads of values share those of keys in turns, and not side by side,
-  # as in GGUF files.
+  # Whether heads of values share heads of keys in turns, as in GGUF files, or
+  # side by side.
   tiled: bool = False
 
   def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ def native_dtypes() -> frozenset[str]:
   if platform == 'tpu':
     return frozenset({'bfloat16'})
   capability = getattr(jax.devices()[0], 'compute_capability', '')
-  try:  # NVIDIA's are numbers; those of AMD are names, and have both.
+  try:  # NVIDIA's are numbers; AMD's are names, and have both dtypes.
     version = float(capability)
   except ValueError:
     version = 9.0

@@ -32,9 +32,9 @@ KINDS = (EAGLE3, EAGLE, MTP)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadConfig(llama_config.LlamaConfig):
-  """Shape of a head: that of its layers, and how they are fed.
+  """Shape of a head: its layers, and how they are fed.
 
-  `vocab_size` is that of the target, `num_layers` that of the head.
+  `vocab_size` is the target's, `num_layers` the head's.
   """
 
   target_width: int = dataclasses.field()  # The width of the target's states.
@@ -63,7 +63,7 @@ class HeadConfig(llama_config.LlamaConfig):
 
 
 class _WideLayer(nn_llama.Layer):
-  """First layer of EAGLE-3, whose queries, keys and values see both inputs."""
+  """First layer of EAGLE-3. Its queries, keys and values see both inputs."""
 
   config: HeadConfig
   self_attn: grouped_query.Attention

@@ -1,4 +1,4 @@
-"""Mixtures of experts: each token is computed by k of E perceptrons.
+"""Mixtures of experts: each token is computed by k of E MLPs.
 
     token    0 1 2 3        experts of each token: 1,3  0,1  3,1  1,0
     sorted   1 3 | 0 1 2 3 | | 0 2        rows of expert 0 | 1 | 2 | 3
@@ -53,7 +53,7 @@ def route(
     logits: `[..., E]` float32.
     count: k, experts per token.
     renormalize: whether the weights of the k experts sum to 1.
-    kernels: whether to use those of `models/nn/cpu`.
+    kernels: whether to use the kernels of `models/nn/cpu`.
   """
   if kernels:
     return Routing(*ops.route(logits, count, renormalize=renormalize))
@@ -85,8 +85,8 @@ def _apply(
 ) -> jax.Array:
   """Applies each expert to its own of the rows `x [P + block, width]`.
 
-  These are sorted by expert, `counts [E]` of each, then padding. A last block
-  extends into the rows of the next expert, which overwrites them later.
+  Rows are sorted by expert, `counts [E]` of each, then padding. A last block
+  extends into the rows of the next expert; that expert overwrites them later.
   """
   out = jnp.zeros(x.shape, jnp.float32)
   starts = jnp.cumsum(counts) - counts
@@ -124,7 +124,7 @@ def mix(
     weights: weights of each of the E experts.
     x: `[T, width]` float32.
     routing: routing of the T tokens.
-    kernels: whether to use those of `models/nn/cpu` for the sum.
+    kernels: whether to use the kernels of `models/nn/cpu` for the sum.
 
   Returns:
     `[T, width]` float32.

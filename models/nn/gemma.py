@@ -1,8 +1,8 @@
 """Gemma: shapes of Gemma 1, 2 and 3 (text), and the module of Gemma 4 (text).
 
 `models/nn/llama` computes the first three, and most of the fourth: its layers
-differ in the widths of heads and perceptrons, and the last ones read keys and
-values of others. What is here are the embeddings that layers have of their own
+differ in the widths of heads and MLPs, and the last ones read keys and values
+of others. This file adds the embeddings per layer
 (github.com/huggingface/transformers, models/gemma4).
 """
 
@@ -39,11 +39,11 @@ class GemmaConfig(llama_config.LlamaConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma4Config(GemmaConfig):
-  """Shape of a Gemma 4, whose checkpoints store the scales of norms."""
+  """Shape of a Gemma 4. Its checkpoints store the scales of norms."""
 
   looked_up: ClassVar[str | None] = 'embed_tokens_per_layer'
 
-  layer_width: int = 0  # The width of a layer's own embeddings; 0: no such.
+  layer_width: int = 0  # The width of the embeddings per layer; 0: none.
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -54,7 +54,8 @@ class Gemma4Config(GemmaConfig):
 class Layer(nn_llama.Layer):
   """A block that ends with its own embedding of the token, and with a factor.
 
-  The stream opens a gate for the embedding, whose projection is added to it.
+  The stream opens a gate for the embedding; the projection of the embedding is
+  added to the stream.
   """
 
   def __init__(

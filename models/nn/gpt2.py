@@ -1,9 +1,9 @@
 """GPT-2 in Flax NNX, with positions and mask as arguments.
 
-Module and parameter names are those of the Hugging Face checkpoints, so that
+Modules and parameters have the names of the Hugging Face checkpoints, so that
 `models/checkpoints/hub` maps one to the other by name. Matrices are in the
-compute dtype or in a format of `models/nn/matrices`; the residual
-stream, norms and softmax are float32.
+compute dtype or in a format of `models/nn/matrices`; the residual stream, norms
+and softmax are float32.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class GPT2Config:
   """
 
   embedding: ClassVar[str] = 'wte'  # Name of the token embedding.
-  # Another one, of which rows are read.
+  # Name of another embedding, from which rows are read.
   looked_up: ClassVar[str | None] = 'wpe'
   gated: ClassVar[bool] = False  # Whether feed-forward layers have a gate.
   num_experts = experts_per_token = 1
@@ -118,7 +118,7 @@ class Attention(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-  """Two-layer perceptron of one block."""
+  """Two-layer MLP of one block."""
 
   def __init__(self, config: GPT2Config, **new: Unpack[layers.New]):
     self.activation = config.activation

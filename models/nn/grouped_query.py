@@ -28,7 +28,7 @@ class Attention(nnx.Module):
     config: llama_config.LlamaConfig,
     layer: int,
     *,
-    input_width: int | None = None,  # None: that of the residual stream.
+    input_width: int | None = None,  # None: the residual stream's.
     **new: Unpack[layers.New],
   ):
     self.config = config

@@ -142,7 +142,7 @@ class Linear(nnx.Module):
 
 
 def _variance(x: jax.Array, mean: jax.Array) -> jax.Array:
-  """Variance of `x [..., width]`, whose mean is `mean [..., 1]`; `[..., 1]`."""
+  """Variance `[..., 1]` of `x [..., width]`, which has this mean `[..., 1]`."""
   return jnp.mean(jnp.square(x - mean), axis=-1, keepdims=True)
 
 
@@ -241,8 +241,8 @@ def _project_for_gpu(
   """`project` of normalised rows, as one call of a library for each product.
 
   Such a call also adds a bias, applies an activation and adds the residual if
-  all are in the dtype of its result, which is that of the weights unless it is
-  added to the residual stream. It computes them in float32.
+  all are in the dtype of its result. The result has the dtype of the weights
+  unless it is added to the residual stream. It computes them in float32.
   """
   results = []
   for weight, bias in linears:
@@ -288,7 +288,7 @@ def project(
     residual: `[..., out]` float32 that is added in the end.
 
   Returns:
-    `[..., out]` float32, the results of all maps beside one another.
+    `[..., out]` float32, the results of all maps next to one another.
   """
   matrices = [matrix for matrix, _ in linears]
   if matrices_lib.are_one_call(matrices):

@@ -33,7 +33,7 @@ _ATTENTION = types.MappingProxyType({'self_attn': grouped_query.Attention})
 
 
 class FeedForward(nnx.Module):
-  """Gated perceptron (SwiGLU, arXiv 2002.05202) of one block."""
+  """Gated MLP (SwiGLU, arXiv 2002.05202) of one block."""
 
   def __init__(
     self, config: llama_config.LlamaConfig, **new: Unpack[layers.New]
@@ -58,7 +58,7 @@ class FeedForward(nnx.Module):
 
 
 class Layer(nnx.Module):
-  """Transformer block with norms before its two parts, behind them, or both."""
+  """Transformer block with norms before its two parts, after them, or both."""
 
   def __init__(
     self,
@@ -78,7 +78,7 @@ class Layer(nnx.Module):
     self.mixer = config.of_layers('mixers')[layer]
     mixer = mixers[self.mixer](config, layer, **new)
     setattr(self, self.mixer, mixer)
-    # Before the perceptron where nothing is normalised behind attention.
+    # Pre-norm models: before the MLP; post-norm models: after attention.
     self.post_attention_layernorm = norm(True)
     self.pre_feedforward_layernorm = norm(both)
     shape = dataclasses.replace(
@@ -157,10 +157,10 @@ def of_layers(
 
 
 class Llama(nnx.Module):
-  """Llama language model; the arguments are those of `gpt2.GPT2`."""
+  """Llama language model; for the arguments see `gpt2.GPT2`."""
 
   layer: Any = Layer  # Class of the layers.
-  feed_forward: Any = FeedForward  # Class of what is behind attention in them.
+  feed_forward: Any = FeedForward  # Class of the MLP of a layer.
   #: Classes of what mixes positions, by `LlamaConfig.mixers`.
   mixers: Mapping[str, Any] = _ATTENTION
 

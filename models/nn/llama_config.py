@@ -30,7 +30,8 @@ class LlamaConfig:
   """
 
   embedding: ClassVar[str] = 'embed_tokens'  # Name of the token embedding.
-  looked_up: ClassVar[str | None] = None  # Another one, of which rows are read.
+  # Name of another embedding, from which rows are read.
+  looked_up: ClassVar[str | None] = None
   gated: ClassVar[bool] = True  # Whether feed-forward layers have a gate.
   num_experts = experts_per_token = 1
 
@@ -53,8 +54,8 @@ class LlamaConfig:
   qk_norm: bool = False  # Whether queries and keys are normalised (Qwen 3),
   joint_qk_norm: bool = False  # and that over all heads together (OLMo 2).
   value_norm: bool = False  # Whether values are, without a scale (Gemma 4).
-  # Where else norms are: before attention and perceptron, behind them (OLMo 2),
-  # or both (Gemma 2).
+  # Where else norms are: before attention and MLP, after them (OLMo 2), or both
+  # (Gemma 2).
   pre_norm: bool = True
   post_norm: bool = False
   embedding_scale: float = 1.0  # Factor of the embeddings (Granite, Gemma).
@@ -148,7 +149,7 @@ class LlamaConfig:
   ) -> recurrent_lib.Recurrent:
     """A layer without keys and values before any token, its window empty.
 
-    `kernels` says whether those of `models/nn/cpu` compute.
+    `kernels` says whether the kernels of `models/nn/cpu` compute.
     """
     raise NotImplementedError
 

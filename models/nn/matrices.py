@@ -34,7 +34,7 @@ _LARGEST = 127.0
 
 # The sizes of packed matrices, see `formats.h`.
 _BLOCK = 16  # Outputs that a register has.
-_BLOCKS = 2  # Blocks that lie beside one another, a group.
+_BLOCKS = 2  # Blocks that are stored next to one another, a group.
 _WORDS = 16  # Per tile of the matrix unit; a matrix has a multiple.
 
 Blocks = Iterable[blocks_lib.Rows]
@@ -196,7 +196,7 @@ class PackedMatrix(flax.struct.PyTreeNode):
     return ops.Matrix(self.words, self.scale, self.shape[0], bias)
 
   def product(self, rows: jax.Array) -> jax.Array:
-    """See `Matrix`; rows are rounded as those of the unpacked matrix are."""
+    """See `Matrix`; the unpacked matrix rounds rows in the same way."""
     return multiply_packed(rows.astype(jnp.float32), [self], [None])
 
   def take(self, index: jax.Array) -> jax.Array:

@@ -86,11 +86,11 @@ class Mixer(nnx.Module):
 
   config: Any  # A `LlamaConfig` that has `state_of_layer`.
   layer: int
-  o_proj: layers.Linear  # The product behind it.
+  o_proj: layers.Linear  # The product after it.
 
   @property
   def projections(self) -> Sequence[layers.Linear]:
-    """The products of its input, beside one another."""
+    """The products of its input, next to one another."""
     raise NotImplementedError
 
   def by_kernel(
@@ -99,7 +99,7 @@ class Mixer(nnx.Module):
     one: recurrent_lib.Recurrent,
     tree: tuple[jax.Array, jax.Array],
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The result `[B, L, ...]` and the window, by those of `models/nn/cpu`.
+    """The result `[B, L, ...]` and the window, by kernels of `models/nn/cpu`.
 
     `tree` has the parents `[B, T]` and the first slots `[B]` of the nodes.
     """
@@ -115,7 +115,7 @@ class Mixer(nnx.Module):
   ) -> tuple[jax.Array, recurrent_lib.Recurrent]:
     """The result `[B, L, ...]` and the layer with the nodes.
 
-    `sees` and `first` are those of `enter_window`.
+    For `sees` and `first` see `enter_window`.
     """
     raise NotImplementedError
 
@@ -131,7 +131,7 @@ class Mixer(nnx.Module):
     del rotation
     kernels = self.o_proj.is_packed
     linears = [linear.parameters for linear in self.projections]
-    # On a GPU there are more rows, of which nothing is written.
+    # On a GPU the input is padded; padded rows are not written.
     num_rows = None if cache is None else cache.num_new
     mask = mask[:, :num_rows]
     projected = layers.project(x, linears, norm=norm)[:, :num_rows]

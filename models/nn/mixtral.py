@@ -45,7 +45,7 @@ class MixtralConfig(llama_config.LlamaConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GptOssConfig(MixtralConfig):
-  """Shape of a gpt-oss (arXiv 2508.10925), whose router has biases as well.
+  """Shape of a gpt-oss (arXiv 2508.10925). Its router has biases as well.
 
   A class of its own, because checkpoints store experts in another layout.
   """

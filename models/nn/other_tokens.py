@@ -6,15 +6,15 @@ target with the bytes of a draft token gets the logit of that token, all others
 rule.
 
 A token that the draft lacks is read as several draft tokens, its parts. Every
-token therefore has R slots in the draft's cache, of which the last are used:
+token therefore has R slots in the draft's cache and uses the last of them:
 
     target's tokens      'def'          ' quicksort'    '('
     slots, R = 3         .   .   def    . ' quick' sort .   .   (
     draft's positions            0          1      2            3
 
 R slots of width Dh are one slot of width R * Dh, without a copy, so `specdec`
-moves and keeps the slots of whole tokens as those of any other model. How many
-of them a token uses is kept beside them, as a layer of width 1.
+moves and keeps the slots of whole tokens as for any other model. The number of
+slots that a token uses is kept next to them, as a layer of width 1.
 """
 
 from collections.abc import Callable
@@ -165,8 +165,8 @@ def with_other_tokens(
 ) -> model_lib.LanguageModel:
   """A draft that reads and proposes the tokens of another vocabulary.
 
-  Its context is that of the draft, counted in tokens of the target; beyond it,
-  where a text has more of the draft's tokens, the positions go on.
+  Its context is the draft's, counted in tokens of the target. A text may have
+  more of the draft's tokens; then the positions go on beyond the context.
 
   Args:
     draft: with a vocabulary of its own.

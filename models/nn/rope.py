@@ -148,7 +148,7 @@ class LongRopeScaling(Scaling):
 
   Attributes:
     short_factor: divisor of the frequency of each pair.
-    long_factor: those of longer texts, which are kept and not used.
+    long_factor: the divisors for longer texts, which are kept and not used.
     original_max_position_embeddings: context of the training, in tokens.
     attention_factor: factor of queries and keys.
   """

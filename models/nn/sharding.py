@@ -56,8 +56,8 @@ _BY_OUTPUT, _BY_INPUT = ('hidden', None), (None, 'hidden')
 _PARAMETERS: Mapping[tuple[str, ...], _Names] = {
   # All families.
   ('lm_head',): _EMBEDDING,
-  # GPT-2. Queries, keys and values lie one after the other, so a device does
-  # not have those of its heads: the products, not the weights, are exchanged.
+  # GPT-2 stores queries, keys and values one after the other, so a device has
+  # parts of other heads: the products, not the weights, are exchanged.
   ('wte', 'embedding'): _EMBEDDING,
   ('attn', 'c_attn', 'weight'): ('fused_heads', None),
   ('attn', 'c_proj', 'weight'): (None, 'heads'),
@@ -71,11 +71,11 @@ _PARAMETERS: Mapping[tuple[str, ...], _Names] = {
   ('v_proj', 'weight'): ('kv_heads', None),
   ('o_proj', 'weight'): (None, 'heads'),
   ('self_attn', 'sinks'): ('heads',),
-  # Short convolutions; the parts of a matrix lie one after the other.
+  # Short convolutions; the parts of a matrix are stored one after the other.
   ('conv', 'in_proj', 'weight'): ('fused_heads', None),
   ('linear_attn', 'in_proj_qkv', 'weight'): ('fused_heads', None),
   ('linear_attn', 'in_proj_z', 'weight'): ('fused_heads', None),
-  # The perceptron, or each of the experts.
+  # The MLP, or each of the experts.
   ('gate_proj', 'weight'): _BY_OUTPUT,
   ('up_proj', 'weight'): _BY_OUTPUT,
   ('down_proj', 'weight'): _BY_INPUT,
@@ -237,7 +237,7 @@ class Layout:
   ) -> Any:
     """Puts a parameter of the host on the devices, to each only its own part.
 
-    The arguments are those of `of_parameter`, with an array or another `Matrix`
+    It takes the arguments of `of_parameter`, with an array or another `Matrix`
     in place of the shape.
     """
 
@@ -325,7 +325,7 @@ def draft_layout(
       needed.
 
   Raises:
-    ValueError: `draft_mesh` is none of `DRAFT_MESHES`.
+    ValueError: `draft_mesh` is not one of `DRAFT_MESHES`.
   """
   if draft_mesh not in DRAFT_MESHES:
     raise ValueError(
@@ -356,8 +356,8 @@ def sum_of_experts(
 ) -> Any:
   """`function(experts, *args)`, summed over the parts of the hidden units.
 
-  Each expert has a loop of its own, and the compiler would sum over the devices
-  in every round. Here a device ends all loops with its part of the sum.
+  Each expert has its own loop, and the compiler would sum over the devices in
+  every round. Here a device ends all loops with its part of the sum.
 
   Args:
     function: linear in what each hidden unit contributes.
