@@ -272,6 +272,8 @@ def test_lengthening_and_going_back_by_hand():
     # A mark of a text that changed is no mark.
     again = cache_lib.rewind(back.replace(length=back.length + 5), 3)
     assert again.length.tolist() == [0 if one == 0 else 2 for one in left]
+    marks = zip(left, _states(cache), strict=True)
+    assert _states(again) == [state if one else 0 for one, state in marks]
 
 
 def test_parents_and_ancestors_by_hand():

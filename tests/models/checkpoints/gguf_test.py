@@ -14,11 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+import tiny_blocks
 import variants
 
 from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import hub
+from models.checkpoints.gguf_parts import gguf_header
 from models.checkpoints.gguf_parts import gguf_rope
+from models.checkpoints.gguf_parts import gguf_tensor
 from models.lab.training import tokenizer as tokenizer_lib
 from models.nn import blocks as blocks_lib
 from models.nn import delta as delta_lib
@@ -331,6 +334,19 @@ def test_so_many_pairs_are_rotated_as_a_file_says():
       part = gguf_rope.part_of(count, whole)
       assert int(part * whole) == int(part * 2 * whole // 2) == count
       assert part == pytest.approx(count / whole)
+
+
+def test_tensors_lie_by_the_alignment_that_a_file_says(path):
+  writer = gguf.GGUFWriter(path, 'llama')
+  writer.add_custom_alignment(256)
+  arrays = {name: _ROW[0, :5] * at for at, name in enumerate(('one', 'other'))}
+  for name, array in arrays.items():
+    writer.add_tensor(name, array)
+  tiny_blocks.finish(writer)
+  tensors = gguf_header.read_header(path).tensors
+  for name, array in arrays.items():
+    [(_, stored)] = gguf_tensor.Tensor(tensors[name]).blocks()
+    np.testing.assert_array_equal(stored, array)
 
 
 def test_a_file_of_any_name(path):
