@@ -107,6 +107,28 @@ def test_a_node_has_the_bits_of_plain_decoding_of_its_path(
         _check_path(model, tree, logits, cache, row, leaf, atol=0)
 
 
+@_kernels
+def test_keys_near_zero_have_the_length_of_transformers(tmp_path):
+  """It is divided by a root with an epsilon, which matters for these."""
+  name = 'qwen3_5_shared_keys'
+  folder = variants.write(name, tmp_path / name)
+  convolutions = {
+    key: lambda tensors, key=key: 1e-3 * tensors[key]
+    for key in variants.VARIANTS[name]['tensors']
+    if key.endswith('conv1d.weight')
+  }
+  variants.edit_tensors(folder, convolutions)
+  logits = [
+    tiny_recurrent.in_chunks(
+      adapter.as_model(hub.load_module(folder, packed=packed)),
+      variants.tokens(name)[:, :9],
+      9,
+    )[0]
+    for packed in (False, True)
+  ]
+  np.testing.assert_allclose(*logits, rtol=0, atol=2e-4)
+
+
 _VOCAB = 12
 
 
