@@ -9,13 +9,15 @@ _FLAGS = [
   # In one part: where tests run, other processes compile at the same time.
   '--xla_cpu_parallel_codegen_split_count=1',
 ]
-# Compiler options of programs whose operations are counted as users have them.
-AS_FOR_USERS = {}
+# Compiler options of programs whose operations are counted as users have them,
+# and of those that compile as fast as others here.
+AS_FOR_USERS, PLAIN_FUSIONS = {}, {}
 if jaxlib.__version__.startswith('0.10.'):
   # Without optimization, what the fusion emitters write takes up to three times
   # as long to compile. Later versions of XLA cannot do without them.
   _FLAGS.append('--xla_cpu_use_fusion_emitters=false')
   AS_FOR_USERS['xla_cpu_use_fusion_emitters'] = True
+  PLAIN_FUSIONS['xla_cpu_use_fusion_emitters'] = False
 
 
 def environment(**more: str) -> dict[str, str]:

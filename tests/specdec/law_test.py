@@ -19,8 +19,8 @@ from specdec import sampling as sampling_lib
 from specdec.models.nn import table_model
 from specdec.verify import rules as rules_lib
 
-_VOCAB_SIZE = 4
-_LENGTH = 4
+VOCAB_SIZE = 4
+LENGTH = 4
 _NUM_ROWS = 60_000  # of each sampling
 _BATCH_SIZE = 100
 
@@ -68,7 +68,7 @@ _SIGNIFICANCE = 1e-3 / len(_DRAWN) / (len(_CASES) + len(_MORE_CASES))
 def _tables():
   """`[V, V]` logits of the target and of a draft that is right now and then."""
   rng = np.random.default_rng(0)
-  target = rng.normal(size=(_VOCAB_SIZE,) * 2)
+  target = rng.normal(size=(VOCAB_SIZE,) * 2)
   draft = target + 1.2 * rng.normal(size=target.shape)
   return target.astype(np.float32), draft.astype(np.float32)
 
@@ -88,7 +88,7 @@ def _run(target, drafter, samplings, keys, kinds, *, config):
   def decode_batch(batch):
     keys, kinds = batch
     sampling = jax.tree.map(lambda array: array[kinds], samplings)
-    request = enumeration.request(keys, sampling, _LENGTH)
+    request = enumeration.request(keys, sampling, LENGTH)
     result = specdec.decode(target, drafter, request, config=config)
     return result.tokens[:, 1:], result.counters.target_forwards
 
@@ -98,7 +98,7 @@ def _run(target, drafter, samplings, keys, kinds, *, config):
 def _decode(rule, children, name, num_rows, seed):
   """Tokens `[n, L]` and steps `[n]` of each sampling."""
   target, draft = _tables()
-  full = functools.partial(enumeration.full_sampling, vocab_size=_VOCAB_SIZE)
+  full = functools.partial(enumeration.full_sampling, vocab_size=VOCAB_SIZE)
   samplings = map(full, _SAMPLINGS.values())
   # Greedy rows need not be as many; they are the last.
   sizes = [num_rows] * len(_DRAWN) + [num_rows // 30]
@@ -111,7 +111,7 @@ def _decode(rule, children, name, num_rows, seed):
     keys.reshape(-1, _BATCH_SIZE),
     kinds.reshape(-1, _BATCH_SIZE),
     config=specdec.DecodeConfig(
-      max_new_tokens=_LENGTH, rule=rules_lib.RULES[rule](children)
+      max_new_tokens=LENGTH, rule=rules_lib.RULES[rule](children)
     ),
   )
   ends = np.cumsum(sizes)[:-1]
@@ -121,24 +121,24 @@ def _decode(rule, children, name, num_rows, seed):
 def _law(name):
   """The distribution of whole sequences, `[V ** L]`, in float64."""
   probs, texts = np.ones(1), np.full((1, 1), enumeration.PROMPT)
-  tokens = np.arange(_VOCAB_SIZE)
-  for _ in range(_LENGTH):
+  tokens = np.arange(VOCAB_SIZE)
+  for _ in range(LENGTH):
     seen = (texts[:, :, None] == tokens).any(1)
     logits = _tables()[0][texts[:, -1]]
     after = enumeration.exact_probs(logits, seen, _SAMPLINGS[name])
     probs = (probs[:, None] * after).ravel()
-    texts = np.repeat(texts, _VOCAB_SIZE, axis=0)
+    texts = np.repeat(texts, VOCAB_SIZE, axis=0)
     texts = np.c_[texts, np.resize(tokens, len(texts))]
   return probs
 
 
-def _counts(tokens):
+def counts_of(tokens):
   """The number of rows with each sequence, `[V ** L]`."""
-  code = tokens @ _VOCAB_SIZE ** np.arange(_LENGTH)[::-1]
-  return np.bincount(code, minlength=_VOCAB_SIZE**_LENGTH)
+  code = tokens @ VOCAB_SIZE ** np.arange(LENGTH)[::-1]
+  return np.bincount(code, minlength=VOCAB_SIZE**LENGTH)
 
 
-def _p_value(counts, law):
+def p_value(counts, law):
   """By the G-test; all rare sequences are one cell."""
   if np.any(counts[law <= 0]):
     return 0.0
@@ -150,7 +150,7 @@ def _p_value(counts, law):
   return stats.power_divergence(counts[kept], expected, lambda_=0).pvalue
 
 
-def _moved(law, amount):
+def moved_law(law, amount):
   """The distribution at this total variation that is hardest to detect.
 
   It is the one whose chi-square is least: sum (q - p)^2 / p is at least (sum
@@ -168,14 +168,14 @@ def _check(rule, children, name, num_rows=_NUM_ROWS, seed=0):
   tokens, steps = _decode(rule, children, name, num_rows, seed)
   # The last of the samplings is greedy: all rows have the same tokens.
   greedy = _law('greedy').argmax()
-  assert _counts(tokens[-1])[greedy] == len(tokens[-1])
+  assert counts_of(tokens[-1])[greedy] == len(tokens[-1])
   for kind, sampling in enumerate(_DRAWN):
     law = _law(sampling)
-    counts = _counts(tokens[kind])
-    assert _p_value(counts, law) > _SIGNIFICANCE, sampling
+    counts = counts_of(tokens[kind])
+    assert p_value(counts, law) > _SIGNIFICANCE, sampling
     # And the test is powerful.
-    moved = _moved(law, 0.03)
-    assert _p_value(counts, moved) < _SIGNIFICANCE, sampling
+    moved = moved_law(law, 0.03)
+    assert p_value(counts, moved) < _SIGNIFICANCE, sampling
     # More than one step in most rows, or it would not test several.
     assert np.mean(steps[kind]) > 1.5
 

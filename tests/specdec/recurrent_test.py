@@ -107,6 +107,28 @@ def test_a_node_has_the_bits_of_plain_decoding_of_its_path(
         _check_path(model, tree, logits, cache, row, leaf, atol=0)
 
 
+@_kernels
+def test_keys_near_zero_have_the_length_of_transformers(tmp_path):
+  """It is divided by a root with an epsilon, which matters for these."""
+  name = 'qwen3_5_shared_keys'
+  folder = variants.write(name, tmp_path / name)
+  convolutions = {
+    key: lambda tensors, key=key: 1e-3 * tensors[key]
+    for key in variants.VARIANTS[name]['tensors']
+    if key.endswith('conv1d.weight')
+  }
+  variants.edit_tensors(folder, convolutions)
+  logits = [
+    tiny_recurrent.in_chunks(
+      adapter.as_model(hub.load_module(folder, packed=packed)),
+      variants.tokens(name)[:, :9],
+      9,
+    )[0]
+    for packed in (False, True)
+  ]
+  np.testing.assert_allclose(*logits, rtol=0, atol=2e-4)
+
+
 _VOCAB = 12
 
 
@@ -276,6 +298,8 @@ def test_lengthening_and_going_back_by_hand():
     # A mark of a text that changed is no mark.
     again = cache_lib.rewind(back.replace(length=back.length + 5), 3)
     assert again.length.tolist() == [0 if one == 0 else 2 for one in left]
+    marks = zip(left, _states(cache), strict=True)
+    assert _states(again) == [state if one else 0 for one, state in marks]
 
 
 def test_parents_and_ancestors_by_hand():

@@ -15,6 +15,7 @@ from specdec import cache as cache_lib
 from specdec import carried as carried_lib
 from specdec import watchers as watchers_lib
 from specdec.tree import topology as topology_lib
+from specdec.verify import accept
 
 _VOCAB_SIZE = 10
 _END, _BROKEN = 4, 5
@@ -125,3 +126,43 @@ def test_stop_strings_go_on_where_the_emitted_tokens_led():
   count = jnp.array([0, 2])
   added = carried_lib.Added(states, states, count, 0 * count)
   assert watcher.keep(states, added).tolist() == [5, 1]
+
+
+def test_rows_end_by_tokens_of_their_own():
+  [watcher] = watchers_lib.make_watchers(eos_ids=[[4, -1], [5, 6]])
+  chosen = np.array([[4, 5, 6], [6, 4, 5]])
+
+  @jax.jit
+  def is_end(chosen):
+    verdict = types.SimpleNamespace(chosen=chosen)
+    seen = types.SimpleNamespace(verdict=verdict)
+    return watcher.observe((), seen)[0] == accept.EOS
+
+  expected = [[True, False, False], [True, False, True]]
+  assert is_end(chosen).tolist() == expected
+
+
+def test_values_of_tokens_that_are_no_text_are_dropped():
+  """Of a row that is done, and behind the last slot."""
+  new = np.array([[7, 8, 9], [1, 2, 3]])
+  count, length = np.array([0, 2]), np.array([1, 3])
+  added = carried_lib.Added(new, new, count, length)
+  found = jax.jit(carried_lib.Added.append)(added, np.zeros((2, 4), int), new)
+  assert found.tolist() == [[0, 0, 0, 0], [0, 0, 0, 1]]
+
+
+def test_hidden_states_by_hand():
+  """Of short texts fewer are there than a step may ask for."""
+  states = np.arange(1.0, 13.0).reshape(2, 1, 6, 1)
+  positions = np.array([[0, 1, 2], [3, 4, 5]])
+
+  @jax.jit
+  def found(states, length):
+    cache = cache_lib.init_empty_cache(2, 6).replace(hidden={0: states})
+    both = carried_lib.of_text(cache), carried_lib.before_root(cache, length, 3)
+    return [hidden.before(positions, (0,))[0][:, :, 0] for hidden in both]
+
+  # The roots are at 1 and 4, and three states are read of each row.
+  of_text, before_root = found(states, np.array([2, 5]))
+  assert of_text.tolist() == [[0, 1, 2], [9, 10, 11]]
+  assert before_root.tolist() == [[0, 1, 2], [9, 10, 0]]

@@ -14,11 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+import tiny_blocks
 import variants
 
 from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import hub
+from specdec.models.checkpoints.gguf_parts import gguf_header
 from specdec.models.checkpoints.gguf_parts import gguf_rope
+from specdec.models.checkpoints.gguf_parts import gguf_tensor
 from specdec.models.lab.training import tokenizer as tokenizer_lib
 from specdec.models.nn import blocks as blocks_lib
 from specdec.models.nn import delta as delta_lib
@@ -77,7 +80,8 @@ _CONFIGS = {
     **_GEMMA
     | {'num_layers': 4, 'window': (8, None) * 2, 'head_width': (64, 128) * 2}
     | {'inner_width': (256, 256, 512, 512), 'kv_source': (None, None, 0, 1)},
-    **{'rope': (_LOCAL, _PROPORTIONAL) * 2, 'attention_scale': 1.0},
+    **{'rope': (rope_lib.Rope(theta=5e3), _PROPORTIONAL) * 2},
+    attention_scale=1.0,
     **{'qk_norm': True, 'value_norm': True, 'layer_width': 256},
     logit_cap=3.0,
   ),
@@ -342,6 +346,28 @@ def test_so_many_pairs_are_rotated_as_a_file_says():
       part = gguf_rope.part_of(count, whole)
       assert int(part * whole) == int(part * 2 * whole // 2) == count
       assert part == pytest.approx(count / whole)
+
+
+def test_a_file_that_was_cut(path):
+  """Within its last tensor, which is a matrix."""
+  by_axes = lambda all_: dict(sorted(all_.items(), key=lambda x: x[1][0].ndim))
+  _write(path, 'gpt2', change=by_axes)
+  path.write_bytes(path.read_bytes()[:-64])
+  with pytest.raises(ValueError, match=f'^{path}.* downloaded completely'):
+    hub.load_module(path)
+
+
+def test_tensors_lie_by_the_alignment_that_a_file_says(path):
+  writer = gguf.GGUFWriter(path, 'llama')
+  writer.add_custom_alignment(256)
+  arrays = {name: _ROW[0, :5] * at for at, name in enumerate(('one', 'other'))}
+  for name, array in arrays.items():
+    writer.add_tensor(name, array)
+  tiny_blocks.finish(writer)
+  tensors = gguf_header.read_header(path).tensors
+  for name, array in arrays.items():
+    [(_, stored)] = gguf_tensor.Tensor(tensors[name]).blocks()
+    np.testing.assert_array_equal(stored, array)
 
 
 def test_a_file_of_any_name(path):

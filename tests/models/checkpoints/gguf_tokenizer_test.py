@@ -110,6 +110,7 @@ def test_texts_are_split_as_for_llama_cpp(pre, path, caplog):
   ('pre', 'expected'),
   [
     *((pre, ['a', 'ĠViet']) for pre in ('llama-bpe', 'tekken', 'falcon3')),
+    ('minicpm5', ['a', 'ĠViet']),
     *((pre, ['a', 'ĠV', 'ie', 't']) for pre in ('qwen2', 'gpt-2')),
   ],
 )
@@ -154,8 +155,10 @@ def test_lines_are_merged_as_for_llama_cpp(text, expected, path):
   words = ['<pad>', '<end>', '<begin>', *_BYTES]
   kinds = [TokenType.CONTROL] * 3 + [TokenType.BYTE] * 256
   pieces = ['a', 'b', '▁', '\n', '▁a', '▁b', 'b▁', '\n\n', '\nb']
+  # A space is a letter of some words, though no text that is read has one.
+  pieces += [' ', ' a']
   kinds += [TokenType.NORMAL] * len(pieces)
-  merges = ['\n b', '▁ b', 'b ▁', '▁ a']
+  merges = ['\n b', '▁ b', 'b ▁', '▁ a', '  a']
   _write(
     path,
     [*words, *pieces],
@@ -267,3 +270,13 @@ def test_types_beyond_the_tokens_and_ids_that_are_none(path):
   tokenizer = hub.locate(_write(path, words, kinds=[1] * 300, **keys)).tokenizer
   assert tokenizer('er')['input_ids'] == [256]
   assert tokenizer.bos_token is tokenizer.pad_token is None
+
+
+def test_roles_of_tokens(path):
+  """The first token has one, too, and texts end as a file says."""
+  words = [*_ALPHABET, 'er']
+  keys = _GPT2 | {'bos_token_id': 0, 'eos_token_id': 9}
+  keys |= {'add_bos_token': True, 'add_eos_token': True}
+  tokenizer = hub.locate(_write(path, words, **keys)).tokenizer
+  assert tokenizer('er')['input_ids'] == [0, 256, 9]
+  assert (tokenizer.bos_token, tokenizer.eos_token) == (words[0], words[9])

@@ -1,8 +1,11 @@
 """Llamas and mixtures: what is read, counted, written, and refused."""
 
+import dataclasses
 import json
 
+from flax import nnx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors import numpy as safetensors_numpy
@@ -11,6 +14,10 @@ import variants
 
 from specdec.models.checkpoints import hub
 from specdec.models.nn import adapter
+from specdec.models.nn import eagle
+from specdec.models.nn import gemma as gemma_lib
+from specdec.models.nn import layers
+from specdec.models.nn import llama_config
 
 
 def _write(tmp_path, name):
@@ -117,3 +124,27 @@ def test_a_factor_of_yarn_that_is_null_follows_from_the_contexts(tmp_path):
   (folder / 'config.json').write_text(json.dumps(config))
   scaling = hub.locate(folder).config.rope.scaling
   assert (scaling.factor, scaling.beta_fast) == (1.5, 32.0)
+
+
+_PLAIN = llama_config.fields_of(tiny.LLAMA_CONFIGS['llama'])
+_CONFIGS = tiny.LLAMA_CONFIGS | {
+  'gemma4': gemma_lib.Gemma4Config(**_PLAIN, layer_width=8),
+  'head': eagle.HeadConfig(**_PLAIN, target_width=16, fc_norm=True),
+}
+
+
+@pytest.mark.parametrize('name', _CONFIGS)
+def test_all_norms_have_the_epsilon_of_the_config(name):
+  """Most families have 1e-6, as a norm that ignores it would have."""
+  config = dataclasses.replace(_CONFIGS[name], norm_epsilon=0.3)
+  if name == 'head':
+    module = nnx.eval_shape(lambda: eagle.Head(config, rngs=nnx.Rngs(0)))
+  else:
+    module = hub.shape_module(config, jnp.float32)
+  norms = [
+    part
+    for _, part in nnx.iter_modules(module)
+    if isinstance(part, layers.Norm)
+  ]
+  assert {norm.epsilon for norm in norms} == {0.3}
+  assert len(norms) > 2

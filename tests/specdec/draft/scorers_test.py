@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import list_trees
 import numpy as np
 import pytest
+import table_blocks
 import tiny_drafters
 
 import specdec
 from specdec import arguments as arguments_lib
+from specdec import carried as carried_lib
 from specdec import sampling as sampling_lib
 from specdec.ngram import table as table_lib
 from specdec.tree import topology as topology_lib
@@ -236,3 +238,64 @@ def test_merging_proposers(num_proposers):
         found[name], expected[name], rtol=1e-3, atol=1e-3
       )
   assert doubled > 100
+
+
+# Block drafters.
+
+
+def test_a_block_drafter_by_hand():
+  """Scores of a later round, of nodes at depths 1 and 2; it drafts two."""
+  rng, size, depth = np.random.default_rng(0), _NUM_TOKENS, 2
+  marginals, edges = (
+    rng.normal(size=(depth, size)),
+    rng.normal(size=(size,) * 2),
+  )
+  made = table_blocks.scorer(marginals, edges, noise_weight=0.5)
+  spec = dataclasses.replace(
+    made.drafter.spec,
+    num_candidates=3,
+    confidence=lambda params, states, parents: states[..., 0],
+  )
+  scorer = made.replace(drafter=made.drafter.replace(spec=spec))
+  text = np.array([[2, 1, 0]], np.int32)
+  hidden = {0: jax.nn.one_hot(text, size)[:, None]}
+  hidden = carried_lib.HiddenStates(hidden, jnp.zeros(1, jnp.int32))
+  texts = carried_lib.Texts(text, np.array([3]), 20, hidden=hidden)
+  state = scorer.start(texts, 1)
+  assert state.tokens.shape == (1, depth, 3)
+  assert state.cache.num_slots >= texts.num_slots + spec.block_size
+  best = np.argsort(-marginals)[:, :3]
+  state = state.replace(
+    tokens=jnp.asarray(best[None], jnp.int32),
+    scores=jnp.float32(np.take_along_axis(marginals, best, axis=1)[None]),
+    states=jnp.array([[[0.2], [0.6]]]),
+  )
+  nodes = [list_trees.Node(0)]
+  for parent, token in enumerate((3, 1)):
+    nodes.append(list_trees.child(nodes, parent, token, -0.5, 0))
+  noise = rng.gumbel(size=(1, 4, size)).astype(np.float32)
+  ctx = list_trees.match_context(
+    jnp.asarray(text),
+    texts.length,
+    noise,
+    _params([1.0]),
+    **{'shape': topology_lib.TreeShape(), 'hidden': hidden},
+  )
+  config = specdec.StageConfig(branching=3, calibration=0.4)
+  tree = list_trees.stack([list_trees.to_arrays(nodes)])
+
+  @jax.jit
+  def score(*args):
+    scores, _ = scorer.score(*args, config)
+    work = scores.forwards, scores.slots_read
+    return scores.tokens[0], scores.cond_log_probs[0], work
+
+  tokens, found, work = score(state, tree, np.array([[1, 2]]), ctx)
+  log_softmax = lambda x: x - np.log(np.exp(x).sum())
+  log_probs = log_softmax((marginals[1] + edges[3])[best[1]])
+  expected = log_softmax(0.4 * (log_probs + 0.5 * noise[0, 1, best[1]]))
+  order = np.argsort(-expected)
+  assert tokens[0].tolist() == best[1][order].tolist()
+  np.testing.assert_allclose(found[0], expected[order] + np.log(0.6), rtol=1e-4)
+  assert (found[1] == sampling_lib.EXCLUDED).all()
+  assert not np.any(np.concatenate([np.ravel(one) for one in work]))
