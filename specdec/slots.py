@@ -175,6 +175,7 @@ class Slots:
     sampling: sampling_lib.Sampling | None = None,
     eos_ids: Sequence[int] | None = None,
     automaton: automaton_lib.Automaton | None = None,
+    section: int = 0,
   ) -> int:
     """Gives a free slot to a prompt; it is read by `advance`.
 
@@ -186,6 +187,7 @@ class Slots:
         sampling of all prompts sets, and no others. None: as that.
       eos_ids: tokens that end it. None: those of all prompts.
       automaton: what may follow what; without a `constraint` of all prompts.
+      section: in which its text begins, see `stop_strings.StopTable`.
 
     Returns:
       The slot.
@@ -200,7 +202,7 @@ class Slots:
     params = self._options.params_of(sampling)
     arguments_lib.row_keys(rng_key, 1)  # Refuses what is no key.
     self._request, self._state = self._options.assign(
-      self._request, self._state, row, eos_ids, automaton
+      self._request, self._state, row, eos_ids, automaton, section
     )
     tokens, lengths = arguments_lib.pad([ids], self._state.tokens.shape[1])
     own = step_lib.Request(

@@ -61,7 +61,7 @@ def _streamed(stream, ids, sizes):
   """The text until `flush`, of portions of some sizes, and then of the rest."""
   pieces = []
   for size in (*sizes, len(ids)):
-    pieces.append(stream.feed(ids[:size]))
+    pieces.append(stream.feed(ids[:size]).text)
     ids = ids[size:]
   return ''.join(pieces)
 
@@ -95,7 +95,7 @@ def test_text_and_streams_are_what_the_pair_decodes(
   streamed = _streamed(stream, ids, sizes)
   assert _cut(text, stops).startswith(streamed)
   assert stream.stopped == any(stop in text for stop in stops)
-  assert streamed + stream.flush() == _cut(text, stops)
+  assert streamed + stream.flush().text == _cut(text, stops)
   assert token_bytes_lib.text_of(table, ids, stops) == _cut(text, stops)
   # Without stop strings all is shown at once but half a character.
   shown = _streamed(token_bytes_lib.TextStream(table), ids, sizes)
@@ -184,7 +184,8 @@ def test_sentencepiece_text_is_what_the_pair_decodes(decoder):
     ids = sum(parts, start=tokenizer.convert_tokens_to_ids(['cat']))
     assert token_bytes_lib.text_of(table, ids) == pair.decode(ids)
     stream = token_bytes_lib.TextStream(table)
-    assert _streamed(stream, ids, sizes) + stream.flush() == pair.decode(ids)
+    shown = _streamed(stream, ids, sizes) + stream.flush().text
+    assert shown == pair.decode(ids)
 
   check()
 
