@@ -45,7 +45,8 @@ _HARMONY = (
 )
 _GEMMA = (
   _LOOP + "<|turn>{{ one.role }}\n{{ one.content.split('<channel|>')[-1] }}"
-  '<turn|>\n{% endfor %}{% if add_generation_prompt %}<|turn>model\n{% endif %}',
+  '<turn|>\n{% endfor %}{% if add_generation_prompt %}<|turn>model\n{% endif '
+  '%}',
   ('<turn|>', '<|turn>', '<|channel>', '<channel|>'),
   (),
 )

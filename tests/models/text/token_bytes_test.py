@@ -3,19 +3,25 @@
 import json
 import types
 
+import byte_level
 import hypothesis
 from hypothesis import strategies as st
+import numpy as np
 import pytest
 import tokenizers
 from tokenizers import AddedToken
 from tokenizers import decoders
 from tokenizers import models
+from tokenizers import normalizers
 import transformers
 
 from models.lab.training import tokenizer as tokenizer_lib
 from models.text import choice as choice_lib
+from models.text import constraints as constraints_lib
+from models.text import ends as ends_lib
 from models.text import pair as pair_lib
 from models.text import token_bytes as token_bytes_lib
+from specdec.text import stop_strings
 
 
 @pytest.fixture(scope='module')
@@ -221,6 +227,41 @@ def test_other_decoders_are_refused():
     cat = tokenizer.convert_tokens_to_ids('cat')
     pair = _pair_of(tokenizer)
     assert pair.pieces([cat, cat]) == [pair.decode([cat])] * 2
+
+
+@pytest.mark.parametrize('decoder', [_LLAMA, _GEMMA, _METASPACE, None])
+@pytest.mark.parametrize('writes', ['pre_tokenizer', 'normalizer'])
+def test_a_byte_level_vocabulary_is_read_as_bytes(decoder, writes):
+  """Converters of Mistral's models write the decoder of SentencePiece there."""
+  word, text = byte_level.spelled(' é'), 'a é\n€'
+  letters = [*byte_level.ALPHABET, word]
+  merges = [(word[:1], word[1:2]), (word[:2], word[2:])]
+  letters.insert(-1, word[:2])
+  tokenizer = byte_level.tokenizer(letters, '<s>', merges=merges)
+  tokenizer.add_tokens(['▁čaj'])
+  expected = token_bytes_lib.token_bytes(tokenizer, len(tokenizer))
+  backend = tokenizer.backend_tokenizer
+  backend.decoder = decoder
+  if writes == 'normalizer':
+    backend.pre_tokenizer, backend.normalizer = None, normalizers.ByteLevel()
+  token_bytes_lib._cache.clear()
+  pair, ids = _pair_of(tokenizer), tokenizer(f'{text}▁čaj<s>')['input_ids']
+  assert pair.token_bytes() == expected
+  assert ' é'.encode() in expected
+  assert pair.decode(ids) == f'{text}▁čaj'
+  assert ''.join(pair.pieces(ids)) == f'{text}▁čaj'
+  assert pair.said(ids, ['\n']).text == 'a é'
+  sections = pair.sections
+  size = len(tokenizer)
+  table = ends_lib.stop_table(((' é',),), tokenizer, size, sections)
+  stopped = np.asarray(table.next_state)[0] == stop_strings.STOPPED
+  assert stopped.nonzero()[0].tolist() == [expected.index(' é'.encode())]
+  automaton = constraints_lib.automaton_of(
+    ('regex', ' é'), tokenizer, size, [size - 2]
+  )
+  first = [automaton.after[1, automaton.kinds[id_]] >= 0 for id_ in range(size)]
+  spelled = [data for data, can in zip(expected, first, strict=True) if can]
+  assert sorted(spelled) == sorted([b' ', ' é'.encode()[:2], ' é'.encode()])
 
 
 def test_tokenizers_without_a_decoder_are_refused():
