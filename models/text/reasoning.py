@@ -15,11 +15,18 @@ begins from what the template writes before it, such as `<think>`.
 """
 
 import re
+from typing import Any
+import weakref
 
 import transformers
 
 from models.text import token_bytes as token_bytes_lib
 from specdec.text import sections as sections_lib
+
+# By tokenizer, then by its template and its size, which can change.
+_cache: weakref.WeakKeyDictionary[Any, dict[Any, sections_lib.Sections]] = (
+  weakref.WeakKeyDictionary()
+)
 
 _END_TAG = re.compile(r'[<\[]/(?:\w+:)?think(?:ing)?[>\]]', re.IGNORECASE)
 
@@ -73,8 +80,18 @@ def sections_of(
   """The sections of what a model says, by its template and its tokens.
 
   The last of them is never left. A text that is no answer in a conversation is
-  all in this section.
+  all in this section. The result is cached as long as the tokenizer exists.
   """
+  known = _cache.setdefault(tokenizer, {})
+  key = str(tokenizer.chat_template), len(tokenizer)
+  if key not in known:
+    known[key] = _sections(tokenizer)
+  return known[key]
+
+
+def _sections(
+  tokenizer: transformers.PreTrainedTokenizerBase,
+) -> sections_lib.Sections:
   marks, found = _marks(tokenizer), sections_lib.PLAIN
   channels = [ways for mark, ways in _CHANNELS.items() if mark in marks]
   if channels:

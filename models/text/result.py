@@ -75,14 +75,15 @@ class TextGeneration:
     An empty line parts reasoning and text.
     """
     before, pieces = len(self.reasoning[row]), self.pieces[row]
-    # For each token, whether what is so far said is all reasoning.
+    # Whether all that is said up to each token is reasoning.
     ends = itertools.accumulate(map(len, pieces))
-    tokens = zip(
-      *((end <= before for end in ends), self.origins[row], pieces), strict=True
-    )
+    reasons = [0 < before >= end for end in ends]
+    tokens = zip(reasons, self.origins[row], pieces, strict=True)
     marked = {True: '', False: ''}
-    for (thinks, origin), run in itertools.groupby(tokens, lambda it: it[:2]):
-      marked[thinks] += _mark(''.join(it[2] for it in run), origin, color)
+    groups = itertools.groupby(tokens, lambda token: token[:2])
+    for (is_reasoning, origin), run in groups:
+      text = ''.join(piece for *_, piece in run)
+      marked[is_reasoning] += _mark(text, origin, color)
     gap = '\n\n' if before else ''
     return marked[True] + gap + marked[False]
 

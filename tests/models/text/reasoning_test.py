@@ -176,6 +176,37 @@ def test_a_text_that_is_no_answer_is_all_text(name):
 
 
 @pytest.mark.parametrize(
+  ('name', 'head', 'kind'),
+  [
+    ('qwen', '<think>', 'reasoning'),
+    ('qwen', '<think>\n\n</think>\n\n', 'text'),
+    ('qwen', '', 'text'),
+    ('gemma', '<|turn>model\n<|channel>thought\n<channel|>', 'text'),
+    ('gguf', '<|turn>model\n<|channel>thought\n', 'reasoning'),
+    ('ministral', '[THINK]', 'reasoning'),
+    ('harmony', '<|start|>assistant<|channel|>final<|message|>', 'text'),
+    (
+      'harmony',
+      '<|start|>assistant<|channel|>analysis<|message|>',
+      'reasoning',
+    ),
+    ('harmony', '<|start|>assistant', 'hidden'),
+  ],
+)
+def test_the_template_says_where_an_answer_begins(name, head, kind):
+  (_, words, shown), _ = _FAMILIES[name]
+  end = '</think>' if name == 'qwen' else words[-1]
+  template = f'{_LOOP}{{{{ one.content }}}}{{% endfor %}}{{# {end} #}}'
+  template += '{% if add_generation_prompt %}' + head + '{% endif %}'
+  pair = _generator((template, words, shown), '').pair
+  # What a user writes begins nothing.
+  for content in ('Hello', 'Is <think> a tag?', '<|channel>thought\n', head):
+    messages = [{'role': 'user', 'content': content or 'x'}]
+    assert pair.sections[pair.section_after(messages)].kind == kind
+    assert pair.section_after(content) == len(pair.sections) - 1
+
+
+@pytest.mark.parametrize(
   ('name', 'prompt'),
   [
     (
