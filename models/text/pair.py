@@ -120,7 +120,9 @@ class Pair:
   def text_stream(
     self, stops: Sequence[str], section: int = -1
   ) -> token_bytes_lib.TextStream:
-    """A stream of what follows a prompt, which begins in a section.
+    """A stream of what follows a prompt, from the section where it begins.
+
+    The last of `sections`, of a text that is no answer, is the default.
 
     Raises:
       ValueError: the tokens of the tokenizer have no bytes of their own.
