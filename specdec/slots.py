@@ -73,6 +73,24 @@ def _checked_prompt(
   return ids
 
 
+def _request_of(
+  ids: list[int],
+  size: int,
+  limit: int,
+  rng_key: jax.Array,
+  params: sampling_lib.SamplingParams,
+) -> step_lib.Request:
+  """The request of a prompt alone, with room for `size` tokens."""
+  tokens, lengths = arguments_lib.pad([ids], size)
+  return step_lib.Request(
+    prompt=jnp.asarray(tokens),
+    prompt_length=jnp.asarray(lengths),
+    limit=jnp.array([limit], jnp.int32),
+    row_keys=rng_key.reshape(1),
+    sampling=params,
+  )
+
+
 def _row_of(result: Any, row: int) -> Any:
   """The `DecodeResult` of a row, from one that was read."""
   own = jax.tree.map(  # Totals are integers now.
@@ -204,15 +222,9 @@ class Slots:
     self._request, self._state = self._options.assign(
       self._request, self._state, row, eos_ids, automaton, section
     )
-    tokens, lengths = arguments_lib.pad([ids], self._state.tokens.shape[1])
-    own = step_lib.Request(
-      prompt=jnp.asarray(tokens),
-      prompt_length=jnp.asarray(lengths),
-      limit=jnp.array([max_new_tokens], jnp.int32),
-      row_keys=rng_key.reshape(1),
-      sampling=params,
-    )
-    self._slots[row] = _Slot(own, len(ids))
+    size = self._state.tokens.shape[1]
+    request = _request_of(ids, size, max_new_tokens, rng_key, params)
+    self._slots[row] = _Slot(request, len(ids))
     return row
 
   def _read_prompts(self, most: int) -> bool:
