@@ -21,7 +21,7 @@ A message of the assistant may have `reasoning`, which the template puts into
 the prompt, or leaves out.
 """
 
-# What templates call the reasoning of a message.
+# The names that templates have for the reasoning of a message.
 _REASONING = 'reasoning', 'reasoning_content', 'thinking'
 
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -177,7 +177,7 @@ def _text_of(
 def answer_head(
   tokenizer: transformers.PreTrainedTokenizerBase, messages: Sequence[Message]
 ) -> str:
-  """What a template writes where an answer begins; see `conversation_ids`."""
+  """The text that begins an answer in a template; see `conversation_ids`."""
   whole = _text_of(tokenizer, messages)
   without = _text_of(tokenizer, messages, with_head=False)
   pairs = zip(whole, without, strict=False)

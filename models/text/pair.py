@@ -136,7 +136,7 @@ class Pair:
   def said(
     self, ids: Sequence[int], stops: Sequence[str] = (), section: int = -1
   ) -> token_bytes_lib.Said:
-    """What a row says: its text, and its reasoning; see `text_stream`."""
+    """The text of a row, and its reasoning; see `text_stream`."""
     try:
       stream = self.text_stream(stops, section)
     except ValueError:
@@ -146,7 +146,7 @@ class Pair:
     return stream.finish(ids)
 
   def pieces(self, ids: Sequence[int], section: int = -1) -> list[str]:
-    """What each token adds to the reasoning or to the text of `said`.
+    """The part of `said` that each token adds, to reasoning or to text.
 
     A character that spans several tokens is in the piece of the last of them.
     For a tokenizer whose tokens have no bytes of their own the texts come from

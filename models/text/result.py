@@ -70,9 +70,9 @@ class TextGeneration:
     return '\n\n'.join([*texts, self.legend(color=color), self.table()])
 
   def marked(self, row: int, *, color: bool) -> str:
-    """What the tokens of a row say, marked as by `with_origins`.
+    """The reasoning and the text of a row, marked as by `with_origins`.
 
-    An empty line parts reasoning and text.
+    An empty line parts the two.
     """
     before, pieces = len(self.reasoning[row]), self.pieces[row]
     # Whether all that is said up to each token is reasoning.

@@ -193,14 +193,14 @@ def special_tokens(
 
 
 class Said(NamedTuple):
-  """What a row says, or what is new of it."""
+  """The text and the reasoning of a row, or the new part of both."""
 
   text: str
-  reasoning: str = ''  #: What a model says before its answer.
+  reasoning: str = ''  #: It says this before its answer.
 
 
 class _Part:
-  """What is said in all sections of a kind.
+  """The text of all sections of a kind.
 
   The newlines that end a section of reasoning are left out. An empty line parts
   two sections of a kind.
@@ -213,7 +213,7 @@ class _Part:
     self._gap = ''  # Shown if something follows.
 
   def add(self, data: bytes, *, ends: bool) -> str:
-    """What can be shown after more bytes; `ends`: they end the section."""
+    """The text that can be shown after more bytes; `ends`: of the section."""
     text, shown = self._decoder.decode(data, ends), ''
     if text:
       text = self._gap + text
@@ -272,7 +272,7 @@ class TextStream:
         new += symbols[token]
       elif token < known:
         new += self._token_bytes[token].decode('latin-1')
-    # What ends a section begins with a character, so the text before it is
+    # The end of a section begins with a character, so the text before it is
     # complete.
     *ended, last = self._matcher.feed(new)
     runs = [(run, True) for run in ended] + [(last, self.stopped)]

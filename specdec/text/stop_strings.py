@@ -118,7 +118,7 @@ def _ends(
   section: sections_lib.Section,
   named: Iterable[bytes],
 ) -> dict[str, int]:
-  """What ends a section, in symbols, and where it leads; the longest first.
+  """The ends of a section, in symbols, and where they lead; longest first.
 
   A stop string is spelled in all bytes, or with special tokens as such. In
   sections that are not of the text it is searched for only if it names a

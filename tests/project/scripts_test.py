@@ -311,7 +311,7 @@ def test_an_interrupt_ends_an_answer_and_not_the_conversation(
 
 
 def test_reasoning_is_shown_apart(target, instruct, tmp_path, monkeypatch):
-  """As of Qwen 3.5, whose template begins the reasoning."""
+  """The template begins the reasoning, as Qwen 3.5's does."""
   folder = tmp_path / 'thinks'
   shutil.copytree(target, folder)
   template = _TEMPLATE + '{% if add_generation_prompt %}<think>{% endif %}'

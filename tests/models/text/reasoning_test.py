@@ -1,4 +1,4 @@
-"""What models say before they answer, in the ways of four families.
+"""Reasoning before an answer, in the ways of several families.
 
 The target is a script: it says one answer, token for token, so that one small
 program serves all tests.
@@ -25,8 +25,8 @@ _VOCAB_SIZE, _CONTEXT = 272, 512
 _USER = [{'role': 'user', 'content': 'Hello'}]
 _LOOP = '{% for one in messages %}'
 
-# Of each family: the template, its tokens of which the first ends a text, and
-# those of them that have a text.
+# Each family has a template, its tokens, of which the first ends a text, and
+# those tokens that have a text.
 _QWEN = (
   _LOOP + '<|im_start|>{{ one.role }}\n{% if one.reasoning_content %}<think>\n'
   '{{ one.reasoning_content }}\n</think>\n\n{% endif %}{{ one.content }}'
@@ -199,7 +199,7 @@ def test_the_template_says_where_an_answer_begins(name, head, kind):
   template = f'{_LOOP}{{{{ one.content }}}}{{% endfor %}}{{# {end} #}}'
   template += '{% if add_generation_prompt %}' + head + '{% endif %}'
   pair = _generator((template, words, shown), '').pair
-  # What a user writes begins nothing.
+  # A user's words begin nothing.
   for content in ('Hello', 'Is <think> a tag?', '<|channel>thought\n', head):
     messages = [{'role': 'user', 'content': content or 'x'}]
     assert pair.sections[pair.section_after(messages)].kind == kind

@@ -188,7 +188,7 @@ def _slow_in_sections(stops, special, sections, first, token_bytes, tokens):
       text.append(symbol)
       done = [one for one in ends if one[0] == text[-len(one[0]) :]]
       if done:
-        # Of equal texts the stop string counts.
+        # If two are equal, the stop string counts.
         end, then = max(done, key=lambda one: (len(one[0]), one[1] is None))
         runs.append((section, shown(text[: -len(end)])))
         section, text = then, []
