@@ -222,7 +222,7 @@ def _random_sections(rng, words):
 
 def test_sections_are_what_a_slow_search_finds():
   rng, ends = random.Random(1), []
-  letters, special = [b'\n', b'x', b'<', b'a>'], _TOKENS
+  letters, special = [b'\n', b'x'], {b'<b>': 4}
   for _ in range(150):
     sections = _random_sections(rng, [*letters, *special])
     words = [*letters, *special]
@@ -257,5 +257,18 @@ def test_sections_are_what_a_slow_search_finds():
           assert rest.startswith(said.pop(section, b''))
           assert said == expected
       ends.append(found[-1][1])
-  assert 80 < ends.count(None) < 400
+  assert 80 < ends.count(None) < 400, ends.count(None)
   assert {*ends} == {None, 0, 1, 2, 3}
+
+
+def test_a_token_before_newlines_is_not_the_beginning_of_a_section():
+  sections = (sections_lib.Section('text', ((b'q', 0),)), *sections_lib.PLAIN)
+  stops, special, token_bytes = [b'\n', b'x<b>'], {b'<b>': 2}, [b'\n', b'x']
+  table = stop_strings.build_stop_table(
+    [stops], token_bytes, 3, special, sections
+  )
+  start = int(table.start[0])
+  assert np.asarray(table.next_state)[start, [0, 2]].tolist() == [start] * 2
+  matcher = stop_strings.StopMatcher(stops, special, sections)
+  assert _shown(matcher.feed(f'{matcher.symbols[2]}\n')) == b''
+  assert not matcher.stopped
