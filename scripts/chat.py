@@ -73,7 +73,9 @@ def _show(chat):
 
 def _answer(chat, interrupts, waits):
   """Prints an answer while it grows, until its end or Ctrl-C."""
-  for new in chat:
+  from specdec.models.text import result as result_lib
+
+  for new in result_lib.labelled(chat.said()):
     waits.close()
     print(new, end='', flush=True)
     if interrupts:

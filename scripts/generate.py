@@ -49,10 +49,13 @@ _REPEATS = 3
 
 def _show(stream):
   """Prints a text while it grows, until its end or Ctrl-C; its result."""
+  from specdec.models.text import result as result_lib
+
   print(stream.prompts[0], end='', flush=True)
+  new = (said for (said,) in stream.said())
   with command_line.interrupts() as interrupts:
-    for new in stream:
-      print(new[0], end='', flush=True)
+    for shown in result_lib.labelled(new):
+      print(shown, end='', flush=True)
       if interrupts:
         break
   return stream.result()

@@ -8,10 +8,10 @@ JSON object with `prompt` or `messages` (a conversation), and may have an `id`,
 `max_new_tokens`, `seed`, `eos_ids` (ids or texts), `temperature`, `top_k`,
 `top_p`, `min_p`, `regex` and `json_schema` of its own. A line of another file
 is a prompt. A line is appended to the output when a prompt ends: `index` (of
-the prompt, from 0), `id`, `text`, `tokens`, `finish_reason`, `error` and
-`stats`, or `index`, `id` and `error` alone. A run that was stopped or killed
-goes on where it was, with the same command, if its prompts are in a file. `-`
-is standard input or output.
+the prompt, from 0), `id`, `text`, `reasoning` (of an answer, apart from its
+text), `tokens`, `finish_reason`, `error` and `stats`, or `index`, `id` and
+`error` alone. A run that was stopped or killed goes on where it was, with the
+same command, if its prompts are in a file. `-` is standard input or output.
 """
 
 from collections.abc import Iterator
@@ -165,6 +165,7 @@ def _row(
   stats = ('new_tokens', 'target_forwards', 'block_efficiency')
   return row | {
     'text': result.text[0],
+    'reasoning': result.reasoning[0],
     'tokens': result.tokens[0],
     'finish_reason': result.finish_reasons[0],
     'stats': {

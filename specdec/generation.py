@@ -204,6 +204,7 @@ class Decoding:
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int | Sequence[int],
+    sections: Sequence[int] | None = None,
   ) -> None:
     """Goes on from other prompts, such as the next turn of a conversation.
 
@@ -216,6 +217,8 @@ class Decoding:
       max_new_tokens: the limit, one for all rows or one per row. With it, a
         prompt must fit into the buffers: the prompts that the decode began
         with, padded, and `room_for_new_tokens`.
+      sections: in which the new texts begin, see `stop_strings.StopTable`.
+        None: as those before.
 
     Raises:
       ValueError: an argument cannot be used; nothing has changed then.
@@ -240,6 +243,9 @@ class Decoding:
     self._request = self._request.replace(
       prompt_length=jnp.asarray(lengths), limit=jnp.asarray(limits)
     )
+    if sections is not None:
+      watchers = watchers_lib.in_sections(self._request.watchers, sections)
+      self._request = self._request.replace(watchers=watchers)
     self._state, kept = loop.extend(
       self._target, self._drafter, self._request, self._state, tokens
     )

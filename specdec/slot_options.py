@@ -73,16 +73,21 @@ class SlotOptions:
     self._params = _row_params(sampling, num_rows, vocab_size)
     self._ends = _padded_ids(eos_ids, vocab_size)
     self._row_ends = np.tile(self._ends, (num_rows, 1))
+    self._sections = np.zeros(num_rows, np.int32)
     # All rows share these.
     self._adjusters, self._watchers = request.adjusters, request.watchers
     self._tables: constraint_lib.Tables | None = None
 
   def request_of_all(self, request: step_lib.Request) -> step_lib.Request:
-    """The request with parameters and end tokens for every row."""
-    ends = watchers_lib.EndOfText(jnp.array(self._row_ends))
+    """The request with parameters and watchers for every row."""
     return request.replace(
-      sampling=self._params, watchers=(ends, *self._watchers)
+      sampling=self._params, watchers=self._watchers_of_rows()
     )
+
+  def _watchers_of_rows(self) -> tuple[watchers_lib.Watcher, ...]:
+    ends = watchers_lib.EndOfText(jnp.array(self._row_ends))
+    others = watchers_lib.in_sections(self._watchers, self._sections)
+    return ends, *others
 
   def params_of(
     self, sampling: sampling_lib.Sampling | None
@@ -109,10 +114,12 @@ class SlotOptions:
     row: int,
     eos_ids: Sequence[int] | None,
     automaton: automaton_lib.Automaton | None,
+    section: int,
   ) -> tuple[step_lib.Request, step_lib.DecodeState]:
     """The request and the state when a row gets another prompt.
 
-    `eos_ids` None: the common ones; `automaton` None: everything is allowed.
+    `eos_ids` None: the common ones; `automaton` None: everything is allowed;
+    the text begins in `section`.
 
     Raises:
       ValueError: an option cannot be used; nothing has changed then.
@@ -127,10 +134,10 @@ class SlotOptions:
         'automaton: these slots have a constraint for all prompts; leave out'
         ' one of the two'
       )
-    if not np.array_equal(ends, self._row_ends[row]):
-      self._row_ends[row] = ends
-      of_rows = watchers_lib.EndOfText(jnp.array(self._row_ends))
-      request = request.replace(watchers=(of_rows, *self._watchers))
+    same = np.array_equal(ends, self._row_ends[row])
+    if not same or section != self._sections[row]:
+      self._row_ends[row], self._sections[row] = ends, section
+      request = request.replace(watchers=self._watchers_of_rows())
     if automaton is None and self._tables is None:
       return request, state
     if self._tables is None:

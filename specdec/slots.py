@@ -73,6 +73,24 @@ def _checked_prompt(
   return ids
 
 
+def _request_of(
+  ids: list[int],
+  size: int,
+  limit: int,
+  rng_key: jax.Array,
+  params: sampling_lib.SamplingParams,
+) -> step_lib.Request:
+  """The request of a prompt alone, with room for `size` tokens."""
+  tokens, lengths = arguments_lib.pad([ids], size)
+  return step_lib.Request(
+    prompt=jnp.asarray(tokens),
+    prompt_length=jnp.asarray(lengths),
+    limit=jnp.array([limit], jnp.int32),
+    row_keys=rng_key.reshape(1),
+    sampling=params,
+  )
+
+
 def _row_of(result: Any, row: int) -> Any:
   """The `DecodeResult` of a row, from one that was read."""
   cut = jax.tree.map(  # Totals are integers now.
@@ -177,6 +195,7 @@ class Slots:
     sampling: sampling_lib.Sampling | None = None,
     eos_ids: Sequence[int] | None = None,
     automaton: automaton_lib.Automaton | None = None,
+    section: int = 0,
   ) -> int:
     """Gives a free slot to a prompt; it is read by `advance`.
 
@@ -188,6 +207,7 @@ class Slots:
         sampling of all prompts sets, and no others. None: as that.
       eos_ids: tokens that end it. None: the common ones.
       automaton: what may follow what; without a `constraint` of all prompts.
+      section: in which its text begins, see `stop_strings.StopTable`.
 
     Returns:
       The slot.
@@ -202,16 +222,10 @@ class Slots:
     params = self._options.params_of(sampling)
     arguments_lib.row_keys(rng_key, 1)  # Refuses whatever is not a key.
     self._request, self._state = self._options.assign(
-      self._request, self._state, row, eos_ids, automaton
+      self._request, self._state, row, eos_ids, automaton, section
     )
-    tokens, lengths = arguments_lib.pad([ids], self._state.tokens.shape[1])
-    request = step_lib.Request(
-      prompt=jnp.asarray(tokens),
-      prompt_length=jnp.asarray(lengths),
-      limit=jnp.array([max_new_tokens], jnp.int32),
-      row_keys=rng_key.reshape(1),
-      sampling=params,
-    )
+    size = self._state.tokens.shape[1]
+    request = _request_of(ids, size, max_new_tokens, rng_key, params)
     self._slots[row] = _Slot(request, len(ids))
     return row
 

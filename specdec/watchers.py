@@ -135,6 +135,18 @@ def make_watchers(
   return tuple(watchers)
 
 
+def in_sections(
+  watchers: tuple[Watcher, ...], sections: Sequence[int] | np.ndarray
+) -> tuple[Watcher, ...]:
+  """The watchers of new texts that begin in other sections, one per row."""
+  return tuple(
+    StopStrings(watcher.table.in_sections(sections))
+    if isinstance(watcher, StopStrings)
+    else watcher
+    for watcher in watchers
+  )
+
+
 def observe(
   watchers: tuple[Watcher, ...], states: tuple[Any, ...], seen: Observation
 ) -> tuple[jax.Array, tuple[Any, ...]]:

@@ -9,6 +9,7 @@ from specdec.models.text import chat_template
 from specdec.models.text import pair as pair_lib
 from specdec.models.text import result as result_lib
 from specdec.models.text import text_decoding
+from specdec.models.text import token_bytes as token_bytes_lib
 
 MAX_CONTEXT = 2048
 """The most tokens of a conversation, if nobody says otherwise."""
@@ -68,8 +69,8 @@ class Chat:
 
     The errors are those of `restart`.
     """
-    answer = {'role': 'assistant', 'content': self.result().text[0]}
-    question = {'role': 'user', 'content': text}
+    result, question = self.result(), {'role': 'user', 'content': text}
+    answer = chat_template.answer(result.text[0], result.reasoning[0])
     return self.restart([*self.messages, answer, question])
 
   def restart(self, messages: Sequence[chat_template.Message]) -> 'Chat':
@@ -93,8 +94,13 @@ class Chat:
 
   def __iter__(self) -> Iterator[str]:
     """Yields the new text of the answer, step by step, until it ends."""
-    for new in self._decoding:
-      yield new[0]
+    for said in self.said():
+      yield said.text
+
+  def said(self) -> Iterator[token_bytes_lib.Said]:
+    """Yields the new text and the new reasoning, like iterating."""
+    for (said,) in self._decoding.said():
+      yield said
 
   def run(
     self, should_stop: Callable[[], bool] | None = None

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
+import itertools
 from typing import Any
 from typing import TypeGuard
 
@@ -11,9 +12,17 @@ import jinja2
 import transformers
 
 from specdec import arguments as arguments_lib
+from specdec.models.text import reasoning as reasoning_lib
 
 Message = Mapping[str, str]
-"""`role` (such as system, user or assistant) and `content`, both texts."""
+"""`role` (such as system, user or assistant) and `content`, both texts.
+
+A message of the assistant may have `reasoning`, which the template puts into
+the prompt, or leaves out.
+"""
+
+# The names that templates have for the reasoning of a message.
+_REASONING = 'reasoning', 'reasoning_content', 'thinking'
 
 Prompt = str | Sequence[int] | Sequence[Message]
 """A text, a list of ids, or a conversation."""
@@ -31,6 +40,12 @@ def first_messages(text: str, system: str | None) -> list[Message]:
   if system is None:
     return [user]
   return [{'role': 'system', 'content': system}, user]
+
+
+def answer(text: str, reasoning: str) -> dict[str, str]:
+  """The message of an answer."""
+  message = {'role': 'assistant', 'content': text}
+  return message | {'reasoning': reasoning} if reasoning else message
 
 
 def _check_texts(name: str, value: Any) -> None:
@@ -62,14 +77,61 @@ def _check(messages: Sequence[Message]) -> None:
     raise ValueError('messages is empty; give at least one')
 
 
+def _reasoning_of(message: Message) -> str:
+  """The reasoning of a message, by whatever name; empty if it has none."""
+  found = (message.get(name) for name in _REASONING)
+  return next((text for text in found if isinstance(text, str)), '')
+
+
+def _named(message: Message) -> dict[str, Any]:
+  """A message whose reasoning has all names, of which a template reads one."""
+  text = _reasoning_of(message)
+  return dict(message) | (dict.fromkeys(_REASONING, text) if text else {})
+
+
+def _in_blocks(message: Message) -> dict[str, Any]:
+  """A message whose reasoning is a part of its content, as of Ministral 3."""
+  if not (text := _reasoning_of(message)):
+    return dict(message)
+  thinking = {'type': 'thinking', 'thinking': text}
+  content = [thinking, {'type': 'text', 'text': message['content']}]
+  return {'role': message['role'], 'content': content}
+
+
 def _rendered(
-  tokenizer: transformers.PreTrainedTokenizerBase, messages: Sequence[Message]
+  tokenizer: transformers.PreTrainedTokenizerBase,
+  messages: Sequence[Message],
+  *,
+  with_head: bool,
 ) -> Any:
-  """The text of a conversation up to where the answer begins."""
+  """The text of a conversation, with what begins its answer or without.
+
+  Its reasoning is a part of contents if the template puts tags around it there.
+  """
+  named = _rendered_as(tokenizer, map(_named, messages), with_head)
+  texts = [*filter(None, map(_reasoning_of, messages))]
+  tags = reasoning_lib.tags_of(tokenizer)
+  if not (texts and tags):
+    return named
+  try:
+    blocks = map(_in_blocks, messages)
+    in_blocks = _rendered_as(tokenizer, blocks, with_head)
+  except Exception:  # The template knows no such contents.
+    return named
+  are_marked = all(text.join(tags) in in_blocks for text in texts)
+  return in_blocks if are_marked else named
+
+
+def _rendered_as(
+  tokenizer: transformers.PreTrainedTokenizerBase,
+  messages: Iterable[dict[str, Any]],
+  with_head: bool,
+) -> Any:
+  """The text of a conversation whose messages the template may know."""
   render = functools.partial(
     tokenizer.apply_chat_template,
-    [dict(message) for message in messages],
-    add_generation_prompt=True,
+    [*messages],
+    add_generation_prompt=with_head,
     tokenize=False,
   )
   try:
@@ -81,15 +143,13 @@ def _rendered(
     return render(chat_template=f'{{% set tools = no_tools %}}{template}')
 
 
-def conversation_ids(
-  tokenizer: transformers.PreTrainedTokenizerBase, messages: Sequence[Message]
-) -> list[int]:
-  """The ids of a conversation, up to where the answer begins.
-
-  Raises:
-    ValueError: the tokenizer has no template, the template refuses the
-      messages, or they are no messages; gives the reason.
-  """
+def _text_of(
+  tokenizer: transformers.PreTrainedTokenizerBase,
+  messages: Sequence[Message],
+  *,
+  with_head: bool = True,
+) -> str:
+  """The text of a conversation; see `conversation_ids`."""
   _check(messages)
   if not tokenizer.chat_template:
     raise ValueError(
@@ -98,7 +158,7 @@ def conversation_ids(
       ' folder of the target, or give a text as the prompt, without a chat'
     )
   try:
-    text = _rendered(tokenizer, messages)
+    text = _rendered(tokenizer, messages, with_head=with_head)
   except Exception as error:  # A template is a program: it may raise anything.
     roles = ', '.join(message['role'] for message in messages)
     is_refusal = isinstance(error, jinja2.TemplateError)
@@ -111,4 +171,28 @@ def conversation_ids(
   arguments_lib.check_text(
     'the text that the chat template of the target makes', text
   )
+  return text
+
+
+def answer_head(
+  tokenizer: transformers.PreTrainedTokenizerBase, messages: Sequence[Message]
+) -> str:
+  """The text that begins an answer in a template; see `conversation_ids`."""
+  whole = _text_of(tokenizer, messages)
+  without = _text_of(tokenizer, messages, with_head=False)
+  pairs = zip(whole, without, strict=False)
+  same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+  return whole[sum(1 for _ in same) :]
+
+
+def conversation_ids(
+  tokenizer: transformers.PreTrainedTokenizerBase, messages: Sequence[Message]
+) -> list[int]:
+  """The ids of a conversation, up to where the answer begins.
+
+  Raises:
+    ValueError: the tokenizer has no template, the template refuses the
+      messages, or they are no messages; gives the reason.
+  """
+  text = _text_of(tokenizer, messages)
   return tokenizer(text, add_special_tokens=False, verbose=False)['input_ids']

@@ -10,6 +10,7 @@ import transformers
 
 from specdec import arguments as arguments_lib
 from specdec.models.text import token_bytes as token_bytes_lib
+from specdec.text import sections as sections_lib
 from specdec.text import stop_strings
 
 # One stop string, several, or a list of them per row.
@@ -55,11 +56,11 @@ def _stop_table(
   stops: StopsOfRows,
   pieces: tuple[bytes, ...],
   special: tuple[tuple[bytes, int], ...],
-  vocab_size: int,
+  sections: sections_lib.Sections,
 ) -> stop_strings.StopTable:
   encoded = [[stop.encode() for stop in row] for row in stops]
   return stop_strings.build_stop_table(
-    encoded, pieces, vocab_size, dict(special)
+    encoded, pieces, len(pieces), dict(special), sections
   )
 
 
@@ -67,8 +68,11 @@ def stop_table(
   stops: StopsOfRows,
   tokenizer: transformers.PreTrainedTokenizerBase,
   vocab_size: int,
+  sections: sections_lib.Sections,
 ) -> stop_strings.StopTable | None:
   """The table of the stop strings of each row; None if there are none.
+
+  All texts begin in section 0 of `sections`.
 
   Raises:
     ValueError: a stop string is empty, or the tokens of the tokenizer have no
@@ -78,7 +82,7 @@ def stop_table(
     return None
   pieces = token_bytes_lib.token_bytes(tokenizer, vocab_size)
   special = token_bytes_lib.special_tokens(tokenizer, vocab_size)
-  return _stop_table(stops, pieces, tuple(special.items()), vocab_size)
+  return _stop_table(stops, pieces, tuple(special.items()), sections)
 
 
 def _ids_of_text(

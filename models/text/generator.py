@@ -85,18 +85,20 @@ class Generator:
     self,
     options: text_options.TextOptions,
     stops: ends_lib.StopsOfRows,
+    sections: Sequence[int] | None = None,
     request: tuple[list[list[int]], int | Sequence[int]] | None = None,
   ) -> Any:
     """The options of `specdec`, the drafter among them.
 
-    `stops` are the stop strings of each row; see `drafters.chosen` for the
-    request.
+    See `text_options.with_ids` for stops and sections, and `drafters.chosen`
+    for the request.
     """
     drafter, break_even = drafters.chosen(self.drafter, self.pair, request)
     if options.get('break_even') is not None:
       break_even = options['break_even']
     chosen = {'drafter': drafter, 'break_even': break_even}
-    return text_options.with_ids(self.pair, options, stops) | chosen
+    ids = text_options.with_ids(self.pair, options, stops, sections)
+    return ids | chosen
 
   @decode_options.documented(text_options.TextOptions)
   def stream(
@@ -110,25 +112,31 @@ class Generator:
     """Continues prompts, and lets the text be shown while it grows.
 
     The arguments are those of `generate`. Iterating over what is returned
-    yields the new text of each row, block by block. To cancel, stop iterating;
-    its `result` has the text so far, and its `trace` every step.
+    yields the new text of each row, block by block, and iterating over its
+    `said()` also the new reasoning. To cancel, stop iterating; its `result` has
+    the text so far, and its `trace` every step.
     """
     decode_options.check_names(options, text_options.TextOptions)
     given = as_list(prompts)
     ids = self.pair.ids_of(given)
-    constraint = text_options.constraint_of_rows(self.pair, options, len(given))
+    constraints = text_options.constraints_of_rows(options, len(given))
     keys = text_options.keys_of_seeds(options.get('seed', 0), len(given))
     stops = ends_lib.stops_of_rows(options.get('stop', ()), len(given))
+    automata = text_options.automata_of_rows(self.pair, options, constraints)
+    constrained = [constraint is not None for constraint in constraints]
+    sections = text_decoding.first_sections(self.pair, given, constrained)
     decoding = specdec.Decoding(
       self.pair.target,
       keys,
       ids,
       max_new_tokens=max_new_tokens,
       room_for_new_tokens=room_for_new_tokens,
-      constraint=constraint,
-      **self._of_ids(options, stops, (ids, max_new_tokens)),
+      constraint=automata,
+      **self._of_ids(options, stops, sections, (ids, max_new_tokens)),
     )
-    return text_decoding.TextDecoding(self.pair, decoding, given, stops)
+    return text_decoding.TextDecoding(
+      self.pair, decoding, given, stops, sections, constrained
+    )
 
   @decode_options.documented(text_options.TextOptions)
   def generate(

@@ -47,8 +47,9 @@ class Completion:
   error: str | None  #: Why it is refused, or what went wrong in decoding it.
 
 
-# A prompt in a slot: its number, the prompt and its ids.
-_Waiting = tuple[int, chat_template.Prompt, list[int]]
+# A prompt in a slot: its number, the prompt, its ids, and the section in which
+# its text begins.
+_Waiting = tuple[int, chat_template.Prompt, list[int], int]
 
 
 class ManyDecoding(Iterator[Completion]):
@@ -149,25 +150,31 @@ class ManyDecoding(Iterator[Completion]):
     job = self._job(index, prompt)
     ids, vocab_size = self._ids(job), self._pair.target.spec.vocab_size
     eos_ids = ends_lib.eos_ids_of(job.eos_ids, self._pair.tokenizer, vocab_size)
+    automaton = self._automaton(job, eos_ids)
+    (section,) = text_decoding.first_sections(
+      self._pair, [job.prompt], [automaton is not None]
+    )
     slot = self._slots.insert(
       ids,
       text_options.keys_of_seeds([job.seed], 1)[0],
       max_new_tokens=job.max_new_tokens,
       sampling=job.sampling,
       eos_ids=eos_ids,
-      automaton=self._automaton(job, eos_ids),
+      automaton=automaton,
+      section=section,
     )
-    return slot, (index, job.prompt, ids)
+    return slot, (index, job.prompt, ids, section)
 
   def _completion(
     self, waiting: _Waiting, generation: specdec.Generation
   ) -> Completion:
-    index, prompt, ids = waiting
+    index, prompt, ids, section = waiting
     result = text_decoding.text_generation(
       self._pair,
       [text_decoding.prompt_text(self._pair, prompt, ids)],
       [ids],
       [self._stops],
+      [section],
       generation,
     )
     return Completion(index, result, result.errors[0])

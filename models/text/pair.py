@@ -25,9 +25,11 @@ from specdec.models.nn.cpu import build
 from specdec.models.text import chat_template
 from specdec.models.text import choice as choice_lib
 from specdec.models.text import draft_vocabulary
+from specdec.models.text import reasoning as reasoning_lib
 from specdec.models.text import sources as sources_lib
 from specdec.models.text import token_bytes as token_bytes_lib
 from specdec.models.text import vocabulary as vocabulary_lib
+from specdec.text import sections as sections_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,19 +95,70 @@ class Pair:
       self.tokenizer, self.target.spec.vocab_size
     )
 
-  def pieces(self, ids: list[int]) -> list[str]:
-    """The text of each token; joined they are `token_bytes.text_of`.
+  @property
+  def sections(self) -> sections_lib.Sections:
+    """The sections of an answer, see `models/text/reasoning`."""
+    return reasoning_lib.sections_of(self.tokenizer)
 
-    A character that spans several tokens is the text of the last of them. For a
-    tokenizer whose tokens have no bytes of their own the texts come from
+  def section_after(self, prompt: chat_template.Prompt) -> int:
+    """The section in which the text after a prompt begins.
+
+    Raises:
+      ValueError: a conversation cannot be used.
+    """
+    plain = len(self.sections) - 1
+    if not (plain and chat_template.is_conversation(prompt)):
+      return plain
+    head = chat_template.answer_head(self.tokenizer, prompt)
+    try:
+      stream = self.text_stream((), 0)
+    except ValueError:  # There are no bytes in which to look for marks.
+      return plain
+    stream.feed(self.tokenizer(head, add_special_tokens=False)['input_ids'])
+    return stream.section
+
+  def text_stream(
+    self, stops: Sequence[str], section: int = -1
+  ) -> token_bytes_lib.TextStream:
+    """A stream of what follows a prompt, from the section where it begins.
+
+    The last of `sections`, of a text that is no answer, is the default.
+
+    Raises:
+      ValueError: the tokens of the tokenizer have no bytes of their own.
+    """
+    pieces, tokenizer = self.token_bytes(), self.tokenizer
+    special = token_bytes_lib.special_tokens(tokenizer, len(pieces))
+    return token_bytes_lib.TextStream(
+      pieces, stops, special, self.sections, section
+    )
+
+  def said(
+    self, ids: Sequence[int], stops: Sequence[str] = (), section: int = -1
+  ) -> token_bytes_lib.Said:
+    """The text of a row, and its reasoning; see `text_stream`."""
+    try:
+      stream = self.text_stream(stops, section)
+    except ValueError:
+      if stops:
+        raise
+      return token_bytes_lib.Said(self.decode(list(ids)))
+    return stream.finish(ids)
+
+  def pieces(self, ids: Sequence[int], section: int = -1) -> list[str]:
+    """The part of `said` that each token adds, to reasoning or to text.
+
+    A character that spans several tokens is in the piece of the last of them.
+    For a tokenizer whose tokens have no bytes of their own the texts come from
     `decode`.
     """
     try:
-      stream = token_bytes_lib.TextStream(self.token_bytes())
+      stream = self.text_stream((), section)
     except ValueError:
-      return self._decoded_pieces(ids)
-    pieces = [stream.feed([token]) for token in ids]
-    return [*pieces[:-1], pieces[-1] + stream.flush()] if pieces else []
+      return self._decoded_pieces(list(ids))
+    pieces = [''.join(reversed(stream.feed([token]))) for token in ids]
+    rest = ''.join(reversed(stream.flush()))
+    return [*pieces[:-1], pieces[-1] + rest] if pieces else []
 
   def token_text(self, token: int) -> str:
     """The text of a single token; U+FFFD for a part of a character."""

@@ -1,5 +1,7 @@
 """Generated text with its statistics, and how a terminal shows them."""
 
+from collections.abc import Iterable
+from collections.abc import Iterator
 import dataclasses
 import itertools
 import os
@@ -20,14 +22,17 @@ class TextGeneration:
   Attributes:
     prompts: B texts.
     text: B continuations; each ends before the first stop string.
+    reasoning: what the model said before its answer in a conversation, by row;
+      it is not in `text`. Empty if there is none, see `models/text/reasoning`.
     prompt_tokens: the ids of each prompt.
-    pieces: the texts of the new tokens of each row, joined the text; a
-      character that spans several tokens is in the piece of the last of them.
+    pieces: what the new tokens of each row add, joined the reasoning and the
+      text; a character that spans several tokens is in the piece of the last.
     stats: the figures of the decode; `text_decoding.timed` adds times.
   """
 
   prompts: list[str]
   text: list[str]
+  reasoning: list[str]
   prompt_tokens: list[list[int]]
   tokens: list[list[int]]
   pieces: list[list[str]]
@@ -44,8 +49,12 @@ class TextGeneration:
     return text_files.to_json(record)
 
   def __str__(self) -> str:
-    rows = zip(self.prompts, self.text, strict=True)
-    return '\n\n'.join([*map(''.join, rows), self.table()])
+    rows = zip(self.prompts, self.text, self.reasoning, strict=True)
+    texts = [
+      prompt + ''.join(labelled([(text, reasoning)]))
+      for prompt, text, reasoning in rows
+    ]
+    return '\n\n'.join([*texts, self.table()])
 
   def with_origins(self, *, color: bool) -> str:
     """The texts with every token marked by its source, a legend and the table.
@@ -61,12 +70,22 @@ class TextGeneration:
     return '\n\n'.join([*texts, self.legend(color=color), self.table()])
 
   def marked(self, row: int, *, color: bool) -> str:
-    """The new text of a row, marked as by `with_origins`."""
-    marked = []
-    tokens = zip(self.origins[row], self.pieces[row], strict=True)
-    for origin, run in itertools.groupby(tokens, lambda token: token[0]):
-      marked.append(_mark(''.join(piece for _, piece in run), origin, color))
-    return ''.join(marked)
+    """The reasoning and the text of a row, marked as by `with_origins`.
+
+    An empty line parts the two.
+    """
+    before, pieces = len(self.reasoning[row]), self.pieces[row]
+    # Whether all that is said up to each token is reasoning.
+    ends = itertools.accumulate(map(len, pieces))
+    reasons = [0 < before >= end for end in ends]
+    tokens = zip(reasons, self.origins[row], pieces, strict=True)
+    marked = {True: '', False: ''}
+    groups = itertools.groupby(tokens, lambda token: token[:2])
+    for (is_reasoning, origin), run in groups:
+      text = ''.join(piece for *_, piece in run)
+      marked[is_reasoning] += _mark(text, origin, color)
+    gap = '\n\n' if before else ''
+    return marked[True] + gap + marked[False]
 
   def legend(self, *, color: bool) -> str:
     """The meaning of the marks, and the share of the tokens of each source."""
@@ -97,6 +116,26 @@ class TextGeneration:
       f'{name.replace("_", " "):{width}}  {_formatted(value)}'
       for name, value in shown.items()
     )
+
+
+def labelled(parts: Iterable[tuple[str, str]]) -> Iterator[str]:
+  """Text with reasoning as a terminal shows it, while it grows.
+
+  Args:
+    parts: pairs of new text and new reasoning, see `TextDecoding.said`.
+
+  Yields:
+    New text. Where there is reasoning, labels say what is what.
+  """
+  label = ''
+  for text, reasoning in parts:
+    shown = ''
+    for kind, new in (('reasoning', reasoning), ('answer', text)):
+      if new and kind != label:
+        shown += f'\n[{kind}] ' if label or reasoning else ''
+        label = kind
+      shown += new
+    yield shown
 
 
 def _formatted(value: Any) -> str:

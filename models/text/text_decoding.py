@@ -20,7 +20,8 @@ class TextDecoding:
 
   Iterating yields the new text of each row after every target forward: whole
   characters, and nothing that may turn out to be part of a stop string. Joined
-  it is the text of `result`.
+  it is the text of `result`. `said` yields what a model says before its answer,
+  too.
   """
 
   def __init__(
@@ -29,11 +30,17 @@ class TextDecoding:
     decoding: specdec.Decoding,
     prompts: Sequence[chat_template.Prompt],
     stops: ends_lib.StopsOfRows,
+    sections: Sequence[int],
+    constrained: Sequence[bool],
   ):
     self._pair, self._decoding, self._stops = pair, decoding, stops
-    self._begin(prompts)
+    self._constrained = constrained
+    self._begin(prompts, sections)
 
-  def _begin(self, prompts: Sequence[chat_template.Prompt]) -> None:
+  def _begin(
+    self, prompts: Sequence[chat_template.Prompt], sections: Sequence[int]
+  ) -> None:
+    self._sections = sections
     rows = zip(prompts, self._decoding.prompts, strict=True)
     #: The text of each prompt.
     self.prompts: list[str] = [
@@ -49,8 +56,9 @@ class TextDecoding:
   ) -> None:
     """Goes on from other prompts, see `specdec.Decoding.extend`."""
     ids = self._pair.ids_of(prompts)
-    self._decoding.extend(ids, max_new_tokens=max_new_tokens)
-    self._begin(prompts)
+    sections = first_sections(self._pair, prompts, self._constrained)
+    self._decoding.extend(ids, max_new_tokens=max_new_tokens, sections=sections)
+    self._begin(prompts, sections)
 
   @property
   def num_read(self) -> list[int]:
@@ -76,20 +84,23 @@ class TextDecoding:
 
   def __iter__(self) -> Iterator[list[str]]:
     """Yields the new text of each row, step by step, until all have ended."""
+    for rows in self.said():
+      yield [said.text for said in rows]
+
+  def said(self) -> Iterator[list[token_bytes_lib.Said]]:
+    """Yields the new text and reasoning of each row, like iterating."""
     # Kept, so that iterating can be resumed, also within a character.
     if self._streams is None:
-      pieces, special = self._pair.token_bytes(), _special(self._pair)
-      self._streams = [
-        token_bytes_lib.TextStream(pieces, stops, special)
-        for stops in self._stops
-      ]
+      self._streams = list(
+        map(self._pair.text_stream, self._stops, self._sections)
+      )
     for new in self._decoding:
       reasons = self._decoding.finish_reasons
-      texts = []
-      for stream, ids, reason in zip(self._streams, new, reasons, strict=True):
-        text = stream.feed(ids)
-        texts.append(text if reason is None else text + stream.flush())
-      yield texts
+      rows = zip(self._streams, new, reasons, strict=True)
+      yield [
+        stream.feed(ids) if reason is None else stream.finish(ids)
+        for stream, ids, reason in rows
+      ]
 
   def trace(self) -> list[specdec.Trace]:
     """Decodes to the end like `run`; a trace of every row.
@@ -117,8 +128,25 @@ class TextDecoding:
       self.prompts,
       self._decoding.prompts,
       self._stops,
+      self._sections,
       self._decoding.result(),
     )
+
+
+def first_sections(
+  pair: pair_lib.Pair,
+  prompts: Sequence[chat_template.Prompt],
+  constrained: Sequence[bool],
+) -> list[int]:
+  """The section of `Pair.sections` in which the text of each row begins.
+
+  A constraint is for all that a row says, so that nothing is reasoning then.
+  """
+  plain = len(pair.sections) - 1
+  return [
+    plain if is_constrained else pair.section_after(prompt)
+    for prompt, is_constrained in zip(prompts, constrained, strict=True)
+  ]
 
 
 def timed(begin: Callable[[], TextDecoding]) -> result_lib.TextGeneration:
@@ -153,17 +181,19 @@ def text_generation(
   prompts: Sequence[str],
   ids: Sequence[Sequence[int]],
   stops: Sequence[Sequence[str]],
+  sections: Sequence[int],
   generation: specdec.Generation,
 ) -> result_lib.TextGeneration:
   """The texts of a generation; all arguments have an entry per row."""
-  rows = zip(generation.tokens, stops, strict=True)
-  texts = [_text(pair, *row) for row in rows]
-  pieces = map(pair.pieces, generation.tokens)
+  said = [*map(pair.said, generation.tokens, stops, sections)]
+  pieces = map(pair.pieces, generation.tokens, sections)
+  lengths = [len(row.reasoning) + len(row.text) for row in said]
   return result_lib.TextGeneration(
     prompts=list(prompts),
-    text=texts,
+    text=[row.text for row in said],
+    reasoning=[row.reasoning for row in said],
     prompt_tokens=[list(row) for row in ids],
-    pieces=list(map(_cut, pieces, map(len, texts))),
+    pieces=list(map(_cut, pieces, lengths)),
     **vars(generation),
   )
 
@@ -173,25 +203,6 @@ def prompt_text(
 ) -> str:
   """The text of a prompt, which may be given as ids or as a conversation."""
   return prompt if isinstance(prompt, str) else pair.decode(list(ids))
-
-
-def _special(pair: pair_lib.Pair) -> dict[bytes, int]:
-  return token_bytes_lib.special_tokens(
-    pair.tokenizer, pair.target.spec.vocab_size
-  )
-
-
-def _text(
-  pair: pair_lib.Pair, tokens: Sequence[int], stops: Sequence[str]
-) -> str:
-  try:
-    return token_bytes_lib.text_of(
-      pair.token_bytes(), tokens, stops, _special(pair)
-    )
-  except ValueError:
-    if stops:
-      raise
-    return pair.decode(list(tokens))  # Works with every tokenizer.
 
 
 def _cut(pieces: Sequence[str], length: int) -> list[str]:

@@ -59,20 +59,24 @@ def _eos_ids(pair: pair_lib.Pair, options: TextOptions) -> Any:
 
 
 def with_ids(
-  pair: pair_lib.Pair, options: TextOptions, stops: ends_lib.StopsOfRows
+  pair: pair_lib.Pair,
+  options: TextOptions,
+  stops: ends_lib.StopsOfRows,
+  sections: Sequence[int] | None = None,
 ) -> Any:
-  """The options with ids for texts; `stops` are the stop strings by row.
+  """The options with ids for texts; without seeds and constraints.
 
-  Without seeds and constraints, see `keys_of_seeds` and `constraint_of_rows`.
+  `stops` are the stop strings by row, and `sections` those in which the texts
+  begin; None: that is said later.
   """
   vocab_size = pair.target.spec.vocab_size
   others = {
     name: value for name, value in options.items() if name not in _OF_TEXTS
   }
-  return others | {
-    'stop': ends_lib.stop_table(stops, pair.tokenizer, vocab_size),
-    'eos_ids': _eos_ids(pair, options),
-  }
+  table = ends_lib.stop_table(stops, pair.tokenizer, vocab_size, pair.sections)
+  if table is not None and sections is not None:
+    table = table.in_sections(sections)
+  return others | {'stop': table, 'eos_ids': _eos_ids(pair, options)}
 
 
 def _per_row(options: TextOptions, name: str, batch_size: int) -> Sequence[Any]:
@@ -86,19 +90,31 @@ def _per_row(options: TextOptions, name: str, batch_size: int) -> Sequence[Any]:
   return values
 
 
-def constraint_of_rows(
-  pair: pair_lib.Pair, options: TextOptions, batch_size: int
-) -> specdec.Constraint | None:
-  """The constraint of `regex` and `json_schema`; None if there is none.
+def constraints_of_rows(
+  options: TextOptions, batch_size: int
+) -> list[constraints_lib.Constraint]:
+  """`regex` or `json_schema` of each row.
 
   Raises:
-    ValueError: there are other than B, or one cannot be used.
+    ValueError: there are other than B, or both.
   """
-  vocab_size, eos_ids = pair.target.spec.vocab_size, _eos_ids(pair, options)
   given = (
     _per_row(options, name, batch_size) for name in ('regex', 'json_schema')
   )
-  rows = [*map(constraints_lib.constraint_of, *given)]
+  return [*map(constraints_lib.constraint_of, *given)]
+
+
+def automata_of_rows(
+  pair: pair_lib.Pair,
+  options: TextOptions,
+  rows: Sequence[constraints_lib.Constraint],
+) -> specdec.Constraint | None:
+  """The constraint of a batch; None if no row has one.
+
+  Raises:
+    ValueError: one cannot be used.
+  """
+  vocab_size, eos_ids = pair.target.spec.vocab_size, _eos_ids(pair, options)
   if not any(rows):
     return None
   automata = {

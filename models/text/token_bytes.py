@@ -14,10 +14,13 @@ import json
 import re
 import types
 from typing import Any
+from typing import NamedTuple
 import weakref
 
+import tokenizers
 import transformers
 
+from specdec.text import sections as sections_lib
 from specdec.text import stop_strings
 
 _BYTE_TOKEN = re.compile('<0x([0-9A-Fa-f]{2})>')
@@ -57,22 +60,31 @@ def _byte_fallback(token: str) -> bytes:
   return bytes.fromhex(match[1]) if match else token.encode()
 
 
-def _flat(decoder: dict[str, Any]) -> list[dict[str, Any]]:
-  if decoder['type'] != 'Sequence':
-    return [decoder]
-  return [step for inner in decoder['decoders'] for step in _flat(inner)]
+def _flat(part: dict[str, Any]) -> list[dict[str, Any]]:
+  if part['type'] != 'Sequence':
+    return [part]
+  (inner,) = (value for value in part.values() if isinstance(value, list))
+  return [step for entry in inner for step in _flat(entry)]
 
 
-def _steps(tokenizer: transformers.PreTrainedTokenizerBase) -> list[Any]:
-  """The steps of a decoder, as entries of tokenizer.json; [] without one."""
+def _steps(
+  tokenizer: transformers.PreTrainedTokenizerBase, part: str
+) -> list[Any]:
+  """The steps of a part, as entries of tokenizer.json; [] without it."""
   backend = getattr(tokenizer, 'backend_tokenizer', None)
-  decoder = getattr(backend, 'decoder', None)
-  return [] if decoder is None else _flat(json.loads(decoder.__getstate__()))
+  found = getattr(backend, part, None)
+  return [] if found is None else _flat(json.loads(found.__getstate__()))
 
 
 def is_byte_level(tokenizer: transformers.PreTrainedTokenizerBase) -> bool:
-  """Whether the decoder is that of byte-level vocabularies, such as GPT-2's."""
-  return [step['type'] for step in _steps(tokenizer)] == ['ByteLevel']
+  """Whether the vocabulary is written in the byte alphabet, such as GPT-2's.
+
+  The part that writes a text in this alphabet decides. A converter may have put
+  the decoder of SentencePiece beside it, which leaves the letters as they are.
+  """
+  types = lambda part: [step['type'] for step in _steps(tokenizer, part)]
+  writes = [*types('normalizer'), *types('pre_tokenizer')]
+  return 'ByteLevel' in writes or types('decoder') == ['ByteLevel']
 
 
 def _sentencepiece(
@@ -110,6 +122,14 @@ def _sentencepiece(
   return read if steps else None
 
 
+def added_tokens(
+  tokenizer: transformers.PreTrainedTokenizerBase,
+) -> dict[int, tokenizers.AddedToken]:
+  """The tokens that are matched in texts before all others, by their ids."""
+  backend = getattr(tokenizer, 'backend_tokenizer', None)
+  return {} if backend is None else backend.get_added_tokens_decoder()
+
+
 def token_bytes(
   tokenizer: transformers.PreTrainedTokenizerBase, vocab_size: int
 ) -> tuple[bytes, ...]:
@@ -130,13 +150,14 @@ def token_bytes(
       'stop strings and streaming need a tokenizer of the tokenizers library;'
       f' {type(tokenizer).__name__} has no decoder to read'
     )
-  added = backend.get_added_tokens_decoder().values()
+  added = added_tokens(tokenizer).values()
   special = frozenset(token.content for token in added if token.special)
   known = _cache.setdefault(tokenizer, {})
   key = (vocab_size, len(tokenizer), special)
   if key not in known:
-    steps, byte_level = _steps(tokenizer), is_byte_level(tokenizer)
-    read = _byte_level if byte_level else _sentencepiece(steps)
+    byte_level = is_byte_level(tokenizer)
+    decoding = _steps(tokenizer, 'decoder')
+    read = _byte_level if byte_level else _sentencepiece(decoding)
     if read is None:
       decoder = backend.decoder
       stated = b'null' if decoder is None else decoder.__getstate__()
@@ -164,14 +185,43 @@ def special_tokens(
   tokenizer: transformers.PreTrainedTokenizerBase, vocab_size: int
 ) -> dict[bytes, int]:
   """The ids of the special tokens, which have no bytes, by their texts."""
-  backend = getattr(tokenizer, 'backend_tokenizer', None)
-  if backend is None:
-    return {}
   return {
     token.content.encode(): id_
-    for id_, token in backend.get_added_tokens_decoder().items()
+    for id_, token in added_tokens(tokenizer).items()
     if token.special and token.content and id_ < vocab_size
   }
+
+
+class Said(NamedTuple):
+  """The text and the reasoning of a row, or the new part of both."""
+
+  text: str
+  reasoning: str = ''  #: It says this before its answer.
+
+
+class _Part:
+  """The text of all sections of a kind.
+
+  The newlines that end a section of reasoning are left out. An empty line parts
+  two sections of a kind.
+  """
+
+  def __init__(self, kind: str):
+    self._is_reasoning = kind == sections_lib.REASONING
+    self._decoder = codecs.getincrementaldecoder('utf-8')('replace')
+    self._said = False
+    self._gap = ''  # Shown if something follows.
+
+  def add(self, data: bytes, *, ends: bool) -> str:
+    """The text that can be shown after more bytes; `ends`: of the section."""
+    text, shown = self._decoder.decode(data, ends), ''
+    if text:
+      text = self._gap + text
+      shown = text.rstrip('\n') if self._is_reasoning else text
+      self._said, self._gap = bool(self._said or shown), text[len(shown) :]
+    if ends:
+      self._gap = '\n\n' if self._said else ''
+    return shown
 
 
 class TextStream:
@@ -181,7 +231,8 @@ class TextStream:
   string, however the tokens are grouped. They end with whole characters: bytes
   are held back until they complete a character, or become U+FFFD. Ids beyond
   `token_bytes` have no bytes. `special` has the ids of the special tokens that
-  stop strings may name, see `special_tokens`.
+  stop strings and ends of sections may name, see `special_tokens`. The text
+  begins in the section `first` of `sections`, see `models/text/reasoning`.
 
   Raises:
     ValueError: a stop string is empty or is not Unicode.
@@ -192,20 +243,28 @@ class TextStream:
     token_bytes: Sequence[bytes],
     stops: Sequence[str] = (),
     special: Mapping[bytes, int] = types.MappingProxyType({}),
+    sections: sections_lib.Sections = sections_lib.PLAIN,
+    first: int = 0,
   ):
     self._token_bytes = token_bytes
+    self._kinds = [section.kind for section in sections]
     self._matcher = stop_strings.StopMatcher(
-      [stop.encode() for stop in stops], special
+      [stop.encode() for stop in stops], special, sections, first
     )
-    self._decoder = codecs.getincrementaldecoder('utf-8')('replace')
+    self._parts = {kind: _Part(kind) for kind in sections_lib.KINDS}
+
+  @property
+  def section(self) -> int:
+    """The section that goes on."""
+    return self._matcher.section
 
   @property
   def stopped(self) -> bool:
     """Whether a stop string was found, which ends the text."""
     return self._matcher.stopped
 
-  def feed(self, ids: Iterable[int]) -> str:
-    """Adds tokens; returns the text that can no longer change."""
+  def feed(self, ids: Iterable[int]) -> Said:
+    """Adds tokens; returns what can no longer change."""
     known, symbols = len(self._token_bytes), self._matcher.symbols
     new = ''
     for token in ids:
@@ -213,12 +272,29 @@ class TextStream:
         new += symbols[token]
       elif token < known:
         new += self._token_bytes[token].decode('latin-1')
-    # A stop string begins with a character, so the text before it is complete.
-    return self._decoder.decode(self._matcher.feed(new), self.stopped)
+    # The end of a section begins with a character, so the text before it is
+    # complete.
+    *ended, last = self._matcher.feed(new)
+    runs = [(run, True) for run in ended] + [(last, self.stopped)]
+    return self._said(runs)
 
-  def flush(self) -> str:
-    """Ends the row; returns the rest of its text."""
-    return self._decoder.decode(self._matcher.flush(), final=True)
+  def flush(self) -> Said:
+    """Ends the row; returns the rest of what it says."""
+    rest = self._matcher.section, self._matcher.flush()
+    return self._said([(rest, True)])
+
+  def finish(self, ids: Iterable[int]) -> Said:
+    """Adds the last tokens, and ends the row; returns the rest."""
+    new, rest = self.feed(ids), self.flush()
+    return Said(new.text + rest.text, new.reasoning + rest.reasoning)
+
+  def _said(self, runs: Iterable[tuple[tuple[int, bytes], bool]]) -> Said:
+    """New text: bytes by section, and whether they end it."""
+    shown = dict.fromkeys(self._parts, '')
+    for (section, data), ends in runs:
+      kind = self._kinds[section]
+      shown[kind] += self._parts[kind].add(data, ends=ends)
+    return Said(shown[sections_lib.TEXT], shown[sections_lib.REASONING])
 
 
 def text_of(
@@ -232,5 +308,4 @@ def text_of(
   The arguments and errors are those of `TextStream`. Without stop strings and
   with a byte-level tokenizer the text is that of `Pair.decode`.
   """
-  stream = TextStream(token_bytes, stops, special)
-  return stream.feed(ids) + stream.flush()
+  return TextStream(token_bytes, stops, special).finish(ids).text

@@ -8,6 +8,10 @@ bytes with `StopMatcher`, to know which text can be shown already.
 
 A special token, such as <|im_end|>, has no bytes, because it is not shown, but
 a stop string may name it. There it is one symbol beyond the bytes.
+
+A text may have sections (`specdec.text.sections`), each with an automaton of
+its own. The texts that end a section are found like stop strings, and lead to
+the first state of another section.
 """
 
 import collections
@@ -23,15 +27,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec.text import automaton as automaton_lib
+from specdec.text import sections as sections_lib
 
 # The state of a row whose text contains a stop string.
 STOPPED = -1
+
+# A state at which nothing ends.
+_GOES_ON = -2
 
 # The number of states is a multiple of this, so that few shapes are compiled.
 _STATE_BLOCK = 16
 
 # Bytes; the symbols from here on are special tokens.
 _NUM_BYTES = 256
+_NEWLINE = ord('\n')
 _NO_TOKENS: Mapping[bytes, int] = types.MappingProxyType({})
 
 
@@ -41,7 +50,18 @@ class StopTable(flax.struct.PyTreeNode):
   # `[Q, V]` int16, or int32 if Q is large: the state after a token; `STOPPED`
   # if a stop string ends within the token or at its end.
   next_state: jax.Array
-  start: jax.Array  # `[B]` int32, the state before the first new token.
+  # `[B]` int32, the first state of section 0; those of the others follow it.
+  base: jax.Array
+  section: jax.Array  # `[B]` int32, in which the new text of each row begins.
+
+  @property
+  def start(self) -> jax.Array:
+    """`[B]` int32, the state before the first new token."""
+    return self.base + self.section
+
+  def in_sections(self, sections: Sequence[int] | np.ndarray) -> 'StopTable':
+    """The table for new texts that begin in other sections, one per row."""
+    return self.replace(section=jnp.array(sections, jnp.int32))
 
   def follow(
     self, state: jax.Array, tokens: jax.Array
@@ -63,39 +83,68 @@ class StopTable(flax.struct.PyTreeNode):
 
 
 def _named(
-  stops: Iterable[bytes], special: Mapping[bytes, int]
+  texts: Iterable[bytes], special: Mapping[bytes, int]
 ) -> dict[bytes, int]:
-  """The special tokens that stop strings name, by their texts; longest first.
+  """The special tokens that some texts name, by their own; longest first.
 
   A token's symbol is its index, from `_NUM_BYTES` on.
   """
-  texts = [text for text in special if any(text in stop for stop in stops)]
-  return {text: special[text] for text in sorted(texts, key=len, reverse=True)}
+  found = [token for token in special if any(token in text for text in texts)]
+  return {
+    token: special[token] for token in sorted(found, key=len, reverse=True)
+  }
 
 
-def _spelled(stops: Iterable[bytes], named: Iterable[bytes]) -> set[str]:
-  """The symbols of stop strings: of all bytes, and of special tokens as such.
+def _texts(
+  stops: Iterable[bytes], sections: sections_lib.Sections
+) -> list[bytes]:
+  """Everything that is searched for."""
+  return [*stops, *(text for section in sections for text, _ in section.ends)]
+
+
+def _symbols(text: bytes, named: Iterable[bytes]) -> str:
+  """The symbols of a text in which special tokens are named.
 
   A symbol is the character of its number.
   """
-  texts = [text.decode('latin-1') for text in named]
+  texts = [token.decode('latin-1') for token in named]
   words = re.compile('|'.join(map(re.escape, texts)) or '(?!)')
   symbol = lambda found: chr(_NUM_BYTES + texts.index(found[0]))
-  plain = {stop.decode('latin-1') for stop in stops}
-  return plain | {words.sub(symbol, stop) for stop in plain}
+  return words.sub(symbol, text.decode('latin-1'))
+
+
+def _ends(
+  stops: Iterable[bytes],
+  section: sections_lib.Section,
+  named: Iterable[bytes],
+) -> dict[str, int]:
+  """The ends of a section, in symbols, and where they lead; longest first.
+
+  A stop string is spelled in all bytes, or with special tokens as such. In
+  sections that are not of the text it is searched for only if it names a
+  special token or what ends this section: it is meant for these.
+  """
+  ends = {_symbols(text, named): follower for text, follower in section.ends}
+  marks = [*named, *(text for text, _ in section.ends)]
+  for stop in stops:
+    if section.is_text or any(mark in stop for mark in marks):
+      ends[stop.decode('latin-1')] = STOPPED
+      ends[_symbols(stop, named)] = STOPPED
+  return {text: ends[text] for text in sorted(ends, key=len, reverse=True)}
 
 
 def _automaton(
-  stops: set[str], num_symbols: int
+  ends: Mapping[str, int], num_symbols: int
 ) -> tuple[np.ndarray, np.ndarray]:
   """Goto and fail transitions in one table (Aho and Corasick, 1975).
 
   Returns:
     `[states, symbols]` int32, the state after a symbol; state 0 is the empty
-    prefix. `[states]` bool, whether a stop string ends there.
+    prefix. `[states]` int32, where the text leads that ends there, or
+    `_GOES_ON`.
   """
-  prefixes = {stop[:size] for stop in stops for size in range(len(stop))}
-  prefixes |= {'', *stops}
+  prefixes = {text[:size] for text in ends for size in range(len(text))}
+  prefixes |= {'', *ends}
   # In an order that all hosts share.
   ordered = sorted(prefixes, key=lambda prefix: (len(prefix), prefix))
   states = {one: state for state, one in enumerate(ordered)}
@@ -104,11 +153,11 @@ def _automaton(
     children[prefix[:-1]].append(prefix)
   fail = {'': 0}
   delta = np.zeros((len(states), num_symbols), np.int32)
-  is_stop = np.zeros(len(states), bool)
+  leads = np.full(len(states), _GOES_ON, np.int32)
   # The fail state is shorter, so its row is already complete.
   for prefix, state in states.items():
     delta[state] = delta[fail[prefix]]
-    is_stop[state] = prefix in stops or is_stop[fail[prefix]]
+    leads[state] = ends.get(prefix, leads[fail[prefix]])
     for child in children[prefix]:
       fail[child] = delta[state, ord(child[-1])]
       delta[state, ord(child[-1])] = states[child]
@@ -116,7 +165,39 @@ def _automaton(
   # like those that none names: the text that is shown goes on.
   tokens = delta[:, _NUM_BYTES:]
   tokens[...] = np.where(tokens, tokens, np.arange(len(delta))[:, None])
-  return delta, is_stop
+  return delta, leads
+
+
+def _joined(
+  automata: Sequence[tuple[np.ndarray, np.ndarray]],
+  sections: sections_lib.Sections,
+  base: int,
+) -> np.ndarray:
+  """`[states, symbols]` int32, the states of all sections.
+
+  They are numbered from `base`, and the first states of sections come first.
+  """
+  numbers, size = list[np.ndarray](), len(sections)
+  for index, section in enumerate(sections):
+    leads = automata[index][1]
+    others = leads == _GOES_ON
+    others[0] = section.strips
+    number = np.where(leads == STOPPED, STOPPED, base + leads)
+    number[0] = base + index
+    number[others] = base + size + np.arange(others.sum())
+    size += others.sum()
+    numbers.append(number)
+  joined = np.empty((size, automata[0][0].shape[1]), np.int32)
+  for index, (delta, leads) in enumerate(automata):
+    number, kept = numbers[index], leads == _GOES_ON
+    joined[number[kept] - base] = number[delta[kept]]
+    if sections[index].strips:
+      # A state of its own, in which newlines and tokens change nothing.
+      row = number[delta[0]]
+      row[_NUM_BYTES:][delta[0, _NUM_BYTES:] == 0] = base + index
+      row[_NEWLINE] = base + index
+      joined[index] = row
+  return joined
 
 
 def build_stop_table(
@@ -124,6 +205,7 @@ def build_stop_table(
   token_bytes: Sequence[bytes],
   vocab_size: int,
   special: Mapping[bytes, int] = _NO_TOKENS,
+  sections: sections_lib.Sections = sections_lib.PLAIN,
 ) -> StopTable:
   """Builds the table that a decode reads; it takes 2 Q V bytes.
 
@@ -137,6 +219,8 @@ def build_stop_table(
     vocab_size: V.
     special: the ids of tokens without bytes that stop strings may name, by
       their texts.
+    sections: those of all texts, which begin in section 0, see
+      `StopTable.in_sections`.
 
   Raises:
     ValueError: a stop string is empty.
@@ -145,14 +229,17 @@ def build_stop_table(
     if not all(strings):
       raise ValueError(f'row {row} has an empty stop string: {list(strings)}')
   sets = [tuple(sorted(set(strings))) for strings in stops]
-  named = _named([stop for strings in sets for stop in strings], special)
+  stated = [stop for strings in sets for stop in strings]
+  named = _named(_texts(stated, sections), special)
   ids, num_symbols = [*named.values()], _NUM_BYTES + len(named)
-  offsets, blocks, num_states = {}, [], 0
+  bases, blocks, num_states = {}, [], 0
   for strings in dict.fromkeys(sets):
-    offsets[strings] = num_states
-    own, is_stop = _automaton(_spelled(strings, named), num_symbols)
-    renamed = np.where(is_stop, STOPPED, num_states + np.cumsum(~is_stop) - 1)
-    blocks.append(renamed[own[~is_stop]].astype(np.int32))
+    bases[strings] = num_states
+    automata = [
+      _automaton(_ends(strings, section, named), num_symbols)
+      for section in sections
+    ]
+    blocks.append(_joined(automata, sections, num_states))
     num_states += len(blocks[-1])
   padded = -(-num_states // _STATE_BLOCK) * _STATE_BLOCK
   # The last row (index -1) is that of `STOPPED`, which is never left.
@@ -166,8 +253,11 @@ def build_stop_table(
     states = np.arange(first, first + _STATE_BLOCK, dtype=np.int32)
     next_state[states] = automaton_lib.read_tokens(delta, states, pieces)
     next_state[states[:, None], ids] = delta[states, _NUM_BYTES:]
-  starts = jnp.array([offsets[strings] for strings in sets], jnp.int32)
-  return StopTable(next_state=jnp.asarray(next_state), start=starts)
+  return StopTable(
+    next_state=jnp.asarray(next_state),
+    base=jnp.array([bases[strings] for strings in sets], jnp.int32),
+    section=jnp.zeros(len(sets), jnp.int32),
+  )
 
 
 class StopMatcher:
@@ -175,14 +265,20 @@ class StopMatcher:
 
   The first stop string is that which ends first; of those that end at the same
   byte, the longest. Once it was found (`stopped`), nothing more is returned.
+  What ends a section is found alike.
 
   Attributes:
-    symbols: of the special tokens that stop strings name, by their ids.
+    symbols: of the special tokens that are searched for, by their ids.
     stopped: whether a stop string was found.
+    section: the section that goes on.
   """
 
   def __init__(
-    self, stops: Sequence[bytes], special: Mapping[bytes, int] = _NO_TOKENS
+    self,
+    stops: Sequence[bytes],
+    special: Mapping[bytes, int] = _NO_TOKENS,
+    sections: sections_lib.Sections = sections_lib.PLAIN,
+    first: int = 0,
   ):
     """The arguments are those of `build_stop_table`, for one row.
 
@@ -191,36 +287,50 @@ class StopMatcher:
     """
     if not all(stops):
       raise ValueError(f'a stop string is empty: {list(stops)}')
-    named = _named(stops, special)
+    named = _named(_texts(stops, sections), special)
     self.symbols = {
       token: chr(_NUM_BYTES + index)
       for index, token in enumerate(named.values())
     }
-    self.stopped = False
-    # The longest first.
-    self._stops = sorted(_spelled(stops, named), key=len, reverse=True)
-    self._beginnings = {
-      stop[:size] for stop in self._stops for size in range(1, len(stop))
-    }
+    self.stopped, self.section = False, first
+    self._strips = [section.strips for section in sections]
+    self._begins = True  # Nothing is in the section yet.
+    self._ends = [_ends(stops, section, named) for section in sections]
+    self._beginnings = [
+      {text[:size] for text in ends for size in range(1, len(text))}
+      for ends in self._ends
+    ]
     self._held = ''  # The longest end of the text that is such a beginning.
 
-  def feed(self, text: str) -> bytes:
-    """Reads symbols; returns the bytes that are in no stop string.
+  def feed(self, text: str) -> list[tuple[int, bytes]]:
+    """Reads symbols; returns the bytes that are in nothing that was found.
 
     The symbol of a byte is the character of its number, as in Latin-1.
+
+    Returns:
+      Sections and what was said in them, in order; the last goes on, unless the
+      text is stopped.
     """
-    shown = ''
+    runs, shown = list[tuple[int, bytes]](), ''
     for symbol in '' if self.stopped else text:
-      seen = self._held + symbol
-      if stop := next(filter(seen.endswith, self._stops), ''):
-        self.stopped, self._held = True, ''
-        return _bytes(shown + seen[: -len(stop)])
-      ends = (seen[start:] for start in range(len(seen)))
-      held = next((end for end in ends if end in self._beginnings), '')
+      if symbol == '\n' and self._begins and self._strips[self.section]:
+        continue
+      seen, ends = self._held + symbol, self._ends[self.section]
+      if end := next(filter(seen.endswith, ends), ''):
+        runs.append((self.section, _bytes(shown + seen[: -len(end)])))
+        shown = self._held = ''
+        if ends[end] == STOPPED:
+          self.stopped = True
+          return runs
+        self.section, self._begins = ends[end], True
+        continue
+      beginnings = self._beginnings[self.section]
+      rests = (seen[start:] for start in range(len(seen)))
+      held = next((rest for rest in rests if rest in beginnings), '')
       if held or ord(symbol) < _NUM_BYTES:
         shown += seen[: len(seen) - len(held)]
-        self._held = held
-    return _bytes(shown)
+        self._held, self._begins = held, False
+    return [*runs, (self.section, _bytes(shown))]
 
   def flush(self) -> bytes:
     """Returns the text that was held back; call it at the end of the text."""

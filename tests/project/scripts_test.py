@@ -283,7 +283,7 @@ def test_an_interrupt_ends_an_answer_and_not_the_conversation(
   instruct, monkeypatch
 ):
   """Neither does one while nothing is decoded."""
-  step_by_step, read = chat_lib.Chat.__iter__, builtins.input
+  step_by_step, read = chat_lib.Chat.said, builtins.input
   interrupts = [KeyboardInterrupt]
 
   def interrupted(chat):
@@ -298,7 +298,7 @@ def test_an_interrupt_ends_an_answer_and_not_the_conversation(
       raise interrupts.pop()
     return line
 
-  monkeypatch.setattr(chat_lib.Chat, '__iter__', interrupted)
+  monkeypatch.setattr(chat_lib.Chat, 'said', interrupted)
   monkeypatch.setattr(builtins, 'input', typed)
   before = signal.getsignal(signal.SIGINT)
   lines = ['lost', 'def', 'add']
@@ -307,6 +307,24 @@ def test_an_interrupt_ends_an_answer_and_not_the_conversation(
   assert '/quit' in dropped
   assert [one.endswith(' [stopped]\n') for one in answers] == [True, True]
   assert end == '\n'
+
+
+def test_reasoning_is_shown_apart(target, instruct, tmp_path, monkeypatch):
+  """The template begins the reasoning, as Qwen 3.5's does."""
+  folder = tmp_path / 'thinks'
+  shutil.copytree(target, folder)
+  template = _TEMPLATE + '{% if add_generation_prompt %}<think>{% endif %}'
+  (folder / 'chat_template.jinja').write_text(f'{template}{{# </think> #}}')
+  flags = [f'--target={folder}', *instruct[1:]]
+  said = _generate(*flags, '--chat', '--prompt=def')
+  assert said['text'] == ['']
+  assert said['reasoning'] != ['']
+  shown = '> '.join(_converse(monkeypatch, ['def'], *flags))
+  assert shown.startswith('\n[reasoning] ' + said['reasoning'][0])
+  streamed = _output(
+    'generate.py', *flags, '--chat', '--prompt=def', '--stream'
+  )
+  assert '\n[reasoning] ' + said['reasoning'][0] in streamed
 
 
 def test_no_message_ends_a_conversation(

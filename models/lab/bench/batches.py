@@ -8,6 +8,7 @@ import tqdm
 
 from specdec.models.lab.bench import questions as questions_lib
 from specdec.models.lab.bench import timing
+from specdec.models.text import chat_template
 from specdec.models.text import pair as pair_lib
 
 Turn = tuple[str | None, list[int]]
@@ -52,7 +53,7 @@ def turns_of(
   """
   first = pair.ids_of([question.first for question in questions])
   prompts = [[ids] for ids in first]
-  answers: list[list[str]] = [[] for _ in questions]
+  answers: list[list[dict[str, str]]] = [[] for _ in questions]
   while going_on := [
     index
     for index, question in enumerate(questions)
@@ -68,7 +69,9 @@ def turns_of(
       rows += rows[-1:] * (batch_size - len(rows))
       tokens = answer(rows, max_new_tokens).tokens[: len(chunk)]
       for index, answer_ids in zip(chunk, tokens, strict=True):
-        answers[index].append(pair.decode(answer_ids))
+        messages = questions[index].messages(answers[index])
+        said = pair.said(answer_ids, section=pair.section_after(messages))
+        answers[index].append(chat_template.answer(*said))
         messages = questions[index].messages(answers[index])
         prompts[index] += pair.ids_of([messages])
   return [

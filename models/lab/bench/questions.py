@@ -29,11 +29,10 @@ class Question:
     """The text, or the messages of the first turn."""
     return self.turns[0] if self.category is None else self.messages([])
 
-  def messages(self, answers: Sequence[str]) -> list[dict[str, str]]:
-    """The conversation up to the turn that follows these answers."""
+  def messages(self, answers: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    """The conversation up to the turn that follows these messages."""
     said = [{'role': 'user', 'content': turn} for turn in self.turns]
-    replies = [{'role': 'assistant', 'content': text} for text in answers]
-    pairs = zip(said, replies, strict=False)
+    pairs = zip(said, answers, strict=False)
     return [*sum(pairs, ()), said[len(answers)]]
 
 

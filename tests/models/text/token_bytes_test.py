@@ -3,19 +3,25 @@
 import json
 import types
 
+import byte_level
 import hypothesis
 from hypothesis import strategies as st
+import numpy as np
 import pytest
 import tokenizers
 from tokenizers import AddedToken
 from tokenizers import decoders
 from tokenizers import models
+from tokenizers import normalizers
 import transformers
 
 from specdec.models.lab.training import tokenizer as tokenizer_lib
 from specdec.models.text import choice as choice_lib
+from specdec.models.text import constraints as constraints_lib
+from specdec.models.text import ends as ends_lib
 from specdec.models.text import pair as pair_lib
 from specdec.models.text import token_bytes as token_bytes_lib
+from specdec.text import stop_strings
 
 
 @pytest.fixture(scope='module')
@@ -61,7 +67,7 @@ def _streamed(stream, ids, sizes):
   """The text until `flush`, of portions of some sizes, and then of the rest."""
   pieces = []
   for size in (*sizes, len(ids)):
-    pieces.append(stream.feed(ids[:size]))
+    pieces.append(stream.feed(ids[:size]).text)
     ids = ids[size:]
   return ''.join(pieces)
 
@@ -95,7 +101,7 @@ def test_text_and_streams_are_what_the_pair_decodes(
   streamed = _streamed(stream, ids, sizes)
   assert _cut(text, stops).startswith(streamed)
   assert stream.stopped == any(stop in text for stop in stops)
-  assert streamed + stream.flush() == _cut(text, stops)
+  assert streamed + stream.flush().text == _cut(text, stops)
   assert token_bytes_lib.text_of(table, ids, stops) == _cut(text, stops)
   # Without stop strings all is shown at once but half a character.
   shown = _streamed(token_bytes_lib.TextStream(table), ids, sizes)
@@ -184,7 +190,8 @@ def test_sentencepiece_text_is_what_the_pair_decodes(decoder):
     ids = sum(parts, start=tokenizer.convert_tokens_to_ids(['cat']))
     assert token_bytes_lib.text_of(table, ids) == pair.decode(ids)
     stream = token_bytes_lib.TextStream(table)
-    assert _streamed(stream, ids, sizes) + stream.flush() == pair.decode(ids)
+    shown = _streamed(stream, ids, sizes) + stream.flush().text
+    assert shown == pair.decode(ids)
 
   check()
 
@@ -224,6 +231,41 @@ def test_other_decoders_are_refused():
     cat = tokenizer.convert_tokens_to_ids('cat')
     pair = _pair_of(tokenizer)
     assert pair.pieces([cat, cat]) == [pair.decode([cat])] * 2
+
+
+@pytest.mark.parametrize('decoder', [_LLAMA, _GEMMA, _METASPACE, None])
+@pytest.mark.parametrize('writes', ['pre_tokenizer', 'normalizer'])
+def test_a_byte_level_vocabulary_is_read_as_bytes(decoder, writes):
+  """Converters of Mistral's models write the decoder of SentencePiece there."""
+  word, text = byte_level.spelled(' é'), 'a é\n€'
+  letters = [*byte_level.ALPHABET, word]
+  merges = [(word[:1], word[1:2]), (word[:2], word[2:])]
+  letters.insert(-1, word[:2])
+  tokenizer = byte_level.tokenizer(letters, '<s>', merges=merges)
+  tokenizer.add_tokens(['▁čaj'])
+  expected = token_bytes_lib.token_bytes(tokenizer, len(tokenizer))
+  backend = tokenizer.backend_tokenizer
+  backend.decoder = decoder
+  if writes == 'normalizer':
+    backend.pre_tokenizer, backend.normalizer = None, normalizers.ByteLevel()
+  token_bytes_lib._cache.clear()
+  pair, ids = _pair_of(tokenizer), tokenizer(f'{text}▁čaj<s>')['input_ids']
+  assert pair.token_bytes() == expected
+  assert ' é'.encode() in expected
+  assert pair.decode(ids) == f'{text}▁čaj'
+  assert ''.join(pair.pieces(ids)) == f'{text}▁čaj'
+  assert pair.said(ids, ['\n']).text == 'a é'
+  sections = pair.sections
+  size = len(tokenizer)
+  table = ends_lib.stop_table(((' é',),), tokenizer, size, sections)
+  stopped = np.asarray(table.next_state)[0] == stop_strings.STOPPED
+  assert stopped.nonzero()[0].tolist() == [expected.index(' é'.encode())]
+  automaton = constraints_lib.automaton_of(
+    ('regex', ' é'), tokenizer, size, [size - 2]
+  )
+  first = [automaton.after[1, automaton.kinds[id_]] >= 0 for id_ in range(size)]
+  spelled = [data for data, can in zip(expected, first, strict=True) if can]
+  assert sorted(spelled) == sorted([b' ', ' é'.encode()[:2], ' é'.encode()])
 
 
 def test_tokenizers_without_a_decoder_are_refused():

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specdec.text import sections as sections_lib
 from specdec.text import stop_strings
 
 _TOKENS = {b'<a>': 3, b'<a><b>': 5, b'<b>': 4}
@@ -57,6 +58,10 @@ def _slow(stops, special, token_bytes, tokens):
     yield shown(text), shown(text[len(text) - begun(text) :])
 
 
+def _shown(runs):
+  return b''.join(data for _, data in runs)
+
+
 def _check(table, row, stops, special, token_bytes, tokens):
   """Whether the row is stopped."""
   expected = [*_slow(stops, special, token_bytes, tokens)]
@@ -70,7 +75,7 @@ def _check(table, row, stops, special, token_bytes, tokens):
     assert (state == stop_strings.STOPPED) == is_end, (stops, tokens)
     text, held = expected[min(index, len(expected) - 1)]
     plain = token_bytes[token].decode('latin-1')
-    shown += matcher.feed(matcher.symbols.get(token, plain))
+    shown += _shown(matcher.feed(matcher.symbols.get(token, plain)))
     assert shown + (held or b'') == text, (stops, tokens)
     assert matcher.stopped == is_end
   assert shown + matcher.flush() == (expected[-1][0] if expected else b'')
@@ -134,7 +139,8 @@ def test_states_come_in_blocks_and_lead_to_states():
 def test_all_hosts_number_states_alike():
   """By length and bytes, not as a set of strings happens to be ordered."""
   letters = 'abcdefgh'
-  delta, _ = stop_strings._automaton({2 * one for one in letters}, 256)
+  ends = {2 * one: stop_strings.STOPPED for one in letters}
+  delta, _ = stop_strings._automaton(ends, 256)
   after = [int(delta[0, ord(one)]) for one in letters]
   assert after == [*range(1, 9)]
 
@@ -155,3 +161,116 @@ def test_empty_stop_is_refused_by_row():
     stop_strings.build_stop_table([[b'a'], [b'b', b'']], [b'a'], 1)
   with pytest.raises(ValueError, match='a stop string is empty'):
     stop_strings.StopMatcher([b'a', b''])
+
+
+def _slow_in_sections(stops, special, sections, first, token_bytes, tokens):
+  """Yields after each token what was said by section, and where it goes on.
+
+  What may be a part of an end is said, too; the section is None after a stop.
+  """
+  section, text, runs = first, [], []
+  shown = lambda symbols: bytes(one for one in symbols if one >= 0)
+  for token in tokens:
+    for symbol in token_bytes[token] or [~token]:
+      found = sections[section]
+      if symbol == 10 and not text and found.strips:
+        continue
+      ends = [(_symbols(end, special), then) for end, then in found.ends]
+      marks = [*special, *(end for end, _ in found.ends)]
+      for stop in stops:
+        if found.kind == 'text' or any(mark in stop for mark in marks):
+          ends += [([*stop], None), (_symbols(stop, special), None)]
+      begun = lambda text, ends=ends: any(
+        end[:size] == text[-size:]
+        for end, _ in ends
+        for size in range(1, len(end) + 1)
+      )
+      if symbol < 0 and not begun([*text, symbol]):
+        continue
+      text.append(symbol)
+      done = [one for one in ends if one[0] == text[-len(one[0]) :]]
+      if done:
+        # If two are equal, the stop string counts.
+        end, then = max(done, key=lambda one: (len(one[0]), one[1] is None))
+        runs.append((section, shown(text[: -len(end)])))
+        section, text = then, []
+        if then is None:
+          yield runs, None
+          return
+    yield [*runs, (section, shown(text))], section
+
+
+def _by_section(runs):
+  said = {}
+  for section, data in runs:
+    said[section] = said.get(section, b'') + data
+  return {section: data for section, data in said.items() if data}
+
+
+def _random_sections(rng, words):
+  """Three sections that lead to one another, and one that is never left."""
+  kinds = rng.sample(sections_lib.KINDS, 3)
+  ends = lambda: dict.fromkeys(_texts(rng, words, rng.randint(1, 2), 1, 2), 0)
+  return (
+    *(
+      sections_lib.Section(
+        kind, tuple((end, rng.randint(0, 3)) for end in ends())
+      )
+      for kind in kinds
+    ),
+    *sections_lib.PLAIN,
+  )
+
+
+def test_sections_are_what_a_slow_search_finds():
+  rng, ends = random.Random(1), []
+  letters, special = [b'\n', b'x'], {b'<b>': 4}
+  for _ in range(150):
+    sections = _random_sections(rng, [*letters, *special])
+    words = [*letters, *special]
+    stops = [_texts(rng, words, rng.randint(0, 2), 1, 3) for _ in range(3)]
+    token_bytes = _texts(rng, letters, 12, 0, 4)
+    for token in special.values():
+      token_bytes[token] = b''
+    firsts = rng.choices(range(4), k=3)
+    table = stop_strings.build_stop_table(
+      stops, token_bytes, 12, special, sections
+    ).in_sections(firsts)
+    starts = np.asarray(table.start)
+    for row, first in enumerate(firsts):
+      tokens = rng.choices(range(12), k=8)
+      arguments = (stops[row], special, sections, first)
+      matcher, runs = stop_strings.StopMatcher(*arguments), []
+      next_state, state = np.asarray(table.next_state), starts[row]
+      found = [*_slow_in_sections(*arguments, token_bytes, tokens)]
+      for token, (expected, section) in zip(tokens, found, strict=False):
+        state = next_state[state, token]
+        assert (state == stop_strings.STOPPED) == (section is None)
+        plain = token_bytes[token].decode('latin-1')
+        runs += matcher.feed(matcher.symbols.get(token, plain))
+        assert matcher.stopped == (section is None)
+        said = _by_section(runs)
+        expected = _by_section(expected)
+        if section is None:
+          assert said == expected
+        else:
+          assert matcher.section == section
+          rest = expected.pop(section, b'')
+          assert rest.startswith(said.pop(section, b''))
+          assert said == expected
+      ends.append(found[-1][1])
+  assert 80 < ends.count(None) < 400, ends.count(None)
+  assert {*ends} == {None, 0, 1, 2, 3}
+
+
+def test_a_token_before_newlines_is_not_the_beginning_of_a_section():
+  sections = (sections_lib.Section('text', ((b'q', 0),)), *sections_lib.PLAIN)
+  stops, special, token_bytes = [b'\n', b'x<b>'], {b'<b>': 2}, [b'\n', b'x']
+  table = stop_strings.build_stop_table(
+    [stops], token_bytes, 3, special, sections
+  )
+  start = int(table.start[0])
+  assert np.asarray(table.next_state)[start, [0, 2]].tolist() == [start] * 2
+  matcher = stop_strings.StopMatcher(stops, special, sections)
+  assert _shown(matcher.feed(f'{matcher.symbols[2]}\n')) == b''
+  assert not matcher.stopped
