@@ -12,6 +12,7 @@ from typing import Any
 from typing import NoReturn
 import urllib.parse
 
+from models.text import ecma_pattern
 from models.text import expression as expression_lib
 from models.text import json_texts
 from specdec import arguments as arguments_lib
@@ -117,7 +118,7 @@ def _string(given: dict[str, Any], place: str) -> expression_lib.Tree:
   own = f'{place}/pattern'
   pattern = _checked(given['pattern'], str, own)
   try:
-    return json_texts.string_of(expression_lib.parse(pattern, search=True))
+    return json_texts.string_of(ecma_pattern.parse(pattern))
   except ValueError as error:
     _refuse(own, f'{pattern!r} cannot be used: {error}')
 
