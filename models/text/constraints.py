@@ -101,8 +101,14 @@ def _automaton(
   parse = expression.parse if kind == 'regex' else json_schema.parse
   named = f'{kind} {_short(text)!r}'
   try:
-    delta, accepting = byte_automaton.of_tree(parse(text))
-    return automaton_lib.of_bytes(delta, accepting, pieces, vocab_size, eos_ids)
+    tree = parse(text)
+    delta, accepting, counts = byte_automaton.counting(tree)
+    if counts and not automaton_lib.can_spell(delta, pieces, eos_ids):
+      delta, accepting = byte_automaton.of_tree(tree)
+      counts = None
+    return automaton_lib.of_bytes(
+      delta, accepting, pieces, vocab_size, eos_ids, counts
+    )
   except automaton_lib.TooLarge as error:
     raise ValueError(
       f'{named} is too large: {error}; choose smaller numbers of repetitions'

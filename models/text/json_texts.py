@@ -119,16 +119,18 @@ def array(
   """An array of `least` to `most` elements, the first with their own trees."""
   first = first or (others,)
   limit = None if most is None else max(most - len(first), 0)
+  # A space belongs to what precedes it, so that the next byte always says
+  # whether an element follows.
   tail: expression_lib.Tree = expression_lib.Repetition(
-    (join(' ?, ?', others),), max(least - len(first), 0), limit
+    (join(', ?', others, ' ?'),), max(least - len(first), 0), limit
   )
   for index in reversed(range(len(first))):
-    tail = join(' ?, ?' if index else '', first[index], tail)
+    tail = join(', ?' if index else '', first[index], ' ?', tail)
     if most is not None and index >= most:
       tail = expression_lib.NOTHING
     if index >= least:
       tail = _optional(tail)
-  return join(r'\[ ?', tail, r' ?\]')
+  return join(r'\[ ?', tail, r'\]')
 
 
 def object_of(

@@ -1,0 +1,111 @@
+"""Which repetitions of a tree are worth counting, and how they are nested."""
+
+from collections.abc import Set
+import dataclasses
+import functools
+
+from models.text import expression as expression_lib
+
+_Repetitions = Set[expression_lib.Repetition]
+
+_EMPTY = expression_lib.Concatenation()
+
+
+def top_of(tree: expression_lib.Repetition) -> int:
+  """The largest number of times that must be told from more."""
+  return tree.least if tree.most is None else tree.most
+
+
+def without_impossible(tree: expression_lib.Tree) -> expression_lib.Tree:
+  """A tree of the same texts, each part of which has a text.
+
+  `NOTHING` if there is no text.
+  """
+
+  @functools.cache
+  def clean(tree: expression_lib.Tree) -> expression_lib.Tree | None:
+    parts = [clean(part) for part in tree.parts]
+    some = tuple(part for part in parts if part is not None)
+    if isinstance(tree, expression_lib.Character):
+      return tree if tree.ranges else None
+    if isinstance(tree, expression_lib.Alternation):
+      return dataclasses.replace(tree, parts=some) if some else None
+    if isinstance(tree, expression_lib.Repetition):
+      if len(some) < len(parts) or tree.most == 0:
+        return None if tree.least else _EMPTY
+      if tree.most is not None and tree.most < tree.least:
+        return None
+    return (
+      None if len(some) < len(parts) else dataclasses.replace(tree, parts=some)
+    )
+
+  return clean(tree) or expression_lib.NOTHING
+
+
+def long_ones(
+  tree: expression_lib.Tree, limit: int
+) -> set[expression_lib.Repetition]:
+  """The repetitions that would take more than `limit` states if not counted.
+
+  The states are estimated. A part that may be empty is never counted.
+  """
+  found = set[expression_lib.Repetition]()
+
+  @functools.cache
+  def size(tree: expression_lib.Tree) -> int:
+    if isinstance(tree, expression_lib.Character):
+      return 1 if tree.ranges[-1][1] < 0x80 else 8
+    total = sum(map(size, tree.parts))
+    if not isinstance(tree, expression_lib.Repetition):
+      return total
+    times = max(top_of(tree), 1)
+    if (
+      times * total <= limit or times == 1 or all(map(may_be_empty, tree.parts))
+    ):
+      return times * total
+    found.add(tree)
+    return total
+
+  @functools.cache
+  def may_be_empty(tree: expression_lib.Tree) -> bool:
+    if isinstance(tree, expression_lib.Character):
+      return False
+    if isinstance(tree, expression_lib.Alternation):
+      return any(map(may_be_empty, tree.parts))
+    if isinstance(tree, expression_lib.Repetition) and not tree.least:
+      return True
+    return all(map(may_be_empty, tree.parts))
+
+  size(tree)
+  return found
+
+
+def _levels(
+  tree: expression_lib.Tree, counted: _Repetitions
+) -> list[set[expression_lib.Repetition]]:
+  """The repetitions that are counted, by how many others they are inside."""
+  levels: list[set[expression_lib.Repetition]] = []
+
+  @functools.cache
+  def visit(tree: expression_lib.Tree, level: int) -> None:
+    if isinstance(tree, expression_lib.Repetition) and tree in counted:
+      levels.extend(set() for _ in range(len(levels), level + 1))
+      levels[level].add(tree)
+      level += 1
+    for part in tree.parts:
+      visit(part, level)
+
+  visit(tree, 0)
+  return levels
+
+
+def sizes(tree: expression_lib.Tree, counted: _Repetitions) -> tuple[int, ...]:
+  """How many counts each level has, from 0 on."""
+  return tuple(1 + max(map(top_of, level)) for level in _levels(tree, counted))
+
+
+def at_smallest_level(
+  tree: expression_lib.Tree, counted: _Repetitions
+) -> set[expression_lib.Repetition]:
+  """The repetitions of the level with the fewest counts."""
+  return min(_levels(tree, counted), key=lambda level: max(map(top_of, level)))
