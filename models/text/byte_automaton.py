@@ -13,7 +13,6 @@ from collections.abc import Iterator
 import dataclasses
 import functools
 import math
-from typing import NoReturn
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from models.text import expression as expression_lib
 from models.text import repetitions
 from specdec.text import automaton as automaton_lib
 from specdec.text import constraint as constraint_lib
-from specdec.text import counts as counts_lib
+from specdec.text import effects as effects_lib
 
 _Ranges = tuple[tuple[int, int], ...]
 
@@ -120,13 +119,13 @@ class _Rests:
   """The rests of a text that may follow: a tree and then another rest.
 
   Rest 0 is the end of the text. Some repetitions are counted: how often they
-  may follow is no part of a rest, but an effect (`specdec.text.counts`).
+  may follow is no part of a rest, but an effect (`specdec.text.effects`).
   """
 
   def __init__(
     self,
     counted: Collection[expression_lib.Repetition],
-    effects: counts_lib.Effects,
+    effects: effects_lib.Effects,
   ):
     self._counted, self.effects = counted, effects
     self._rests: list[tuple[expression_lib.Tree, int]] = []
@@ -179,17 +178,15 @@ class _Rests:
     self, parts: tuple[expression_lib.Tree, ...], least: int, most: int | None
   ) -> expression_lib.Repetition:
     key = parts, least, most
-    if key not in self._fewer:
-      self._fewer[key] = expression_lib.Repetition(*key)
-    return self._fewer[key]
+    return self._fewer.setdefault(key, expression_lib.Repetition(*key))
 
   def _again(self, tree: _Again, number: int) -> list[_Step]:
     """A repetition ends, or goes on."""
     (repetition,), rest = _repetitions(tree), self._rests[number - 1][1]
     at_level = functools.partial(self.effects.at_level, len(self._inside[rest]))
-    leave = at_level(low=repetition.least, keep=0)
+    leave = at_level(low=repetition.least)
     most = repetition.most
-    high = counts_lib.UNLIMITED if most is None else most - 1
+    high = effects_lib.UNLIMITED if most is None else most - 1
     go_on = at_level(high=high, more=1)
     return [(rest, leave), (self.of(repetition.parts, number), go_on)]
 
@@ -206,19 +203,31 @@ class _Rests:
       ends |= set() if rest else {effect}
       for one, change in others:
         step = one, self.effects.then(effect, change)
-        if step not in known and step[1] != counts_lib.IMPOSSIBLE:
+        if step not in known and step[1] != effects_lib.IMPOSSIBLE:
           known.add(step)
           waiting.append(step)
     self._work += len(known)
     if self._work > _MAX_WORK:
       raise _too_large()
-    if len(ends) > 1:
-      self.refuse(rest for rest, _ in known)
-    return frozenset(ways), max(ends, default=counts_lib.IMPOSSIBLE)
+    if not ends:
+      return frozenset(ways), effects_lib.IMPOSSIBLE
+    end = self.effects.together([(effect, 0) for effect in ends])
+    if end == effects_lib.IMPOSSIBLE:
+      raise self.ambiguous(rest for rest, _ in known)
+    return frozenset(ways), end
 
-  def refuse(self, rests: Iterable[int]) -> NoReturn:
-    """Raises `_Ambiguous` for all repetitions that rests are in."""
-    raise _Ambiguous(one for rest in rests for one in self._inside[rest])
+  def together(self, steps: Collection[_Step]) -> int:
+    """The effect of steps that one text takes at once."""
+    effect = self.effects.together(
+      [(effect, len(self._inside[rest])) for rest, effect in steps]
+    )
+    if effect == effects_lib.IMPOSSIBLE:
+      raise self.ambiguous(rest for rest, _ in steps)
+    return effect
+
+  def ambiguous(self, rests: Iterable[int]) -> _Ambiguous:
+    """An error that names the innermost repetitions of some rests."""
+    return _Ambiguous(one for rest in rests for one in self._inside[rest][:1])
 
 
 def _repetitions(tree: _Again) -> tuple[expression_lib.Repetition, ...]:
@@ -266,7 +275,7 @@ def of_tree(tree: expression_lib.Tree) -> tuple[np.ndarray, np.ndarray]:
 
 def counting(
   tree: expression_lib.Tree,
-) -> tuple[np.ndarray, np.ndarray, counts_lib.OfBytes | None]:
+) -> tuple[np.ndarray, np.ndarray, effects_lib.OfBytes | None]:
   """The same automaton, which counts long repetitions.
 
   A repetition is counted where the next byte alone says whether it goes on.
@@ -286,8 +295,12 @@ def counting(
     try:
       delta, accepting, counts = _built(spoken, counted, sizes)
     except _Ambiguous as error:
-      counted -= error.repetitions
+      counted -= error.repetitions or counted
       continue
+    except automaton_lib.TooLarge as error:
+      name = repetitions.longest(spoken, counted)
+      where = f'; {name} is the longest that is not counted' if name else ''
+      raise automaton_lib.TooLarge(f'{error}{where}') from error
     if len(delta) * math.prod(sizes) < constraint_lib.LARGEST // 2:
       return delta, accepting, counts if sizes else None
     counted -= repetitions.at_smallest_level(spoken, counted)
@@ -297,14 +310,14 @@ def _built(
   tree: expression_lib.Tree,
   counted: Collection[expression_lib.Repetition],
   sizes: tuple[int, ...],
-) -> tuple[np.ndarray, np.ndarray, counts_lib.OfBytes]:
+) -> tuple[np.ndarray, np.ndarray, effects_lib.OfBytes]:
   """The automaton that counts some repetitions.
 
   Raises:
     specdec.text.automaton.TooLarge: it has too many states.
     _Ambiguous: some repetitions cannot be counted.
   """
-  effects = counts_lib.Effects(len(sizes))
+  effects = effects_lib.Effects(len(sizes))
   rests = _Rests(counted, effects)
   states = {rests.state([rests.of((tree,), 0)]): 0}
   waiting, table, changes = [*states], [], []
@@ -313,21 +326,19 @@ def _built(
     row, changed = np.full(256, -1), np.zeros(256, np.int32)
     for some, steps in _by_rests(ways):
       following = tuple(dict.fromkeys(rest for rest, _ in steps))
-      if len({effect for _, effect in steps}) > 1:
-        rests.refuse(following)
       if following not in targets:
         state = rests.state(following)
         targets[following] = states.setdefault(state, len(states))
         waiting += [state] if len(states) > len(waiting) else []
       row[_indices(some)] = targets[following]
-      changed[_indices(some)] = steps[0][1] if steps else 0
+      changed[_indices(some)] = rests.together(steps) if steps else 0
     table.append(row)
     changes.append(changed)
     if len(states) > automaton_lib.MAX_STATES:
       raise _too_large()
   at_end = np.array([end for _, end in waiting], np.int32)
   accepting = at_end >= 0
-  counts = counts_lib.OfBytes(
+  counts = effects_lib.OfBytes(
     effects, sizes, np.stack(changes), np.where(accepting, at_end, 0)
   )
   return np.stack(table), accepting, counts

@@ -41,6 +41,7 @@ class Repetition(Tree):
 
   least: int = 0
   most: int | None = None  #: None: there is no limit.
+  name: str = ''  #: For messages.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -166,7 +167,9 @@ def _part(
   if op in (ops.MAX_REPEAT, ops.MIN_REPEAT):
     least, most, items = argument
     inner = sequence(items, flags, None, None)
-    part = Repetition((inner,), least, None if most == ops.MAXREPEAT else most)
+    limit = None if most == ops.MAXREPEAT else most
+    name = f'{{{least},{"" if limit is None else limit}}}'
+    part = Repetition((inner,), least, limit, name)
   elif isinstance(argument, Tree):
     part = argument
   elif op is ops.LITERAL and not flags & re.IGNORECASE:

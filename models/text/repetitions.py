@@ -80,6 +80,21 @@ def long_ones(
   return found
 
 
+def longest(tree: expression_lib.Tree, counted: _Repetitions) -> str:
+  """The name of the longest repetition that is not counted, or nothing."""
+  known, found = {tree}, [tree]
+  for one in found:
+    found += dict.fromkeys(part for part in one.parts if part not in known)
+    known.update(one.parts)
+  others = [
+    one
+    for one in found
+    if isinstance(one, expression_lib.Repetition) and one not in counted
+  ]
+  one = max(others, key=top_of, default=None)
+  return one.name if one and top_of(one) > 1 else ''
+
+
 def _levels(
   tree: expression_lib.Tree, counted: _Repetitions
 ) -> list[set[expression_lib.Repetition]]:

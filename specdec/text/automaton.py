@@ -19,7 +19,7 @@ from scipy import sparse
 from scipy.sparse import csgraph
 
 from specdec.text import constraint as constraint_lib
-from specdec.text import counts as counts_lib
+from specdec.text import effects as effects_lib
 
 MAX_STATES = 2**14 - 1
 """The most states of an automaton."""
@@ -47,7 +47,7 @@ class Automaton:
 
   after: np.ndarray  #: `[Q, C]` int16, the state after a token of each kind.
   kinds: np.ndarray  #: `[V]` int32, the kind of each token.
-  counts: counts_lib.OfTokens | None = None  #: None: it does not count.
+  counts: effects_lib.OfTokens | None = None  #: None: it does not count.
 
   @functools.cached_property
   def masks(self) -> np.ndarray:
@@ -99,7 +99,7 @@ def of_bytes(
   token_bytes: Sequence[bytes],
   vocab_size: int,
   eos_ids: Sequence[int],
-  counts: counts_lib.OfBytes | None = None,
+  counts: effects_lib.OfBytes | None = None,
 ) -> Automaton:
   """The automaton over tokens of one over bytes.
 
@@ -131,7 +131,7 @@ def of_bytes(
   pieces = list(token_bytes)
   for token in eos_ids:
     pieces[token : token + 1] = [b''] if token < len(pieces) else []
-  reader = counts_lib.Reader(delta, counts)
+  reader = effects_lib.Reader(delta, counts)
   examples, kinds = _kinds(reader, num_states, pieces, vocab_size)
   _check_size(num_states + 1, len(examples) + 1, vocab_size)
   chosen = [pieces[token] for token in examples.tolist()]
@@ -140,20 +140,27 @@ def of_bytes(
   after[after == num_states] = constraint_lib.FORBIDDEN
   kinds[list(eos_ids)] = len(examples)
   kept, made = _trimmed(after, accepting, kinds)
-  if counts is None:
-    return made
-  table = np.full(made.after.shape, counts_lib.NOTHING, np.int32)
-  table[1:, :-2] = effects[kept]
-  table[1:, -2] = [
-    counts.effects.forgetting(one) for one in counts.at_end[kept].tolist()
-  ]
-  table[made.after < 0] = counts_lib.NOTHING
-  counted = counts_lib.of_tokens(counts, table)
-  _check_counts(counted, len(made.after))
-  return dataclasses.replace(made, counts=counted)
+  return _with_counts(made, effects[kept], counts, kept) if counts else made
 
 
-def _check_counts(counts: counts_lib.OfTokens, num_states: int) -> None:
+def _with_counts(
+  automaton: Automaton,
+  effects: np.ndarray,
+  counts: effects_lib.OfBytes,
+  kept: np.ndarray,
+) -> Automaton:
+  """The automaton with the effects of tokens, `[Q - 1, C - 2]`."""
+  ends = counts.at_end[kept].tolist()
+  table = np.full(automaton.after.shape, effects_lib.NOTHING, np.int32)
+  table[1:, :-2] = effects
+  table[1:, -2] = [counts.effects.forgetting(one) for one in ends]
+  table[automaton.after < 0] = effects_lib.NOTHING
+  counted = effects_lib.of_tokens(counts, table)
+  _check_counts(counted, len(table))
+  return dataclasses.replace(automaton, counts=counted)
+
+
+def _check_counts(counts: effects_lib.OfTokens, num_states: int) -> None:
   """Refuses more counts, or effects, than their numbers have room for."""
   total = num_states * math.prod(counts.sizes)
   if total > constraint_lib.LARGEST or len(counts.effects) > MAX_EFFECTS:
@@ -205,7 +212,7 @@ def _token_trie(
 
 
 def _kinds(
-  reader: counts_lib.Reader,
+  reader: effects_lib.Reader,
   num_states: int,
   token_bytes: Sequence[bytes],
   vocab_size: int,
@@ -257,11 +264,11 @@ def read_tokens(
   delta: np.ndarray, states: np.ndarray, tokens: Sequence[bytes]
 ) -> np.ndarray:
   """`[states, tokens]`, the state of `delta` after the bytes of each token."""
-  return _read(counts_lib.Reader(delta, None), states, tokens)[0]
+  return _read(effects_lib.Reader(delta, None), states, tokens)[0]
 
 
 def _read(
-  reader: counts_lib.Reader, states: np.ndarray, tokens: Sequence[bytes]
+  reader: effects_lib.Reader, states: np.ndarray, tokens: Sequence[bytes]
 ) -> tuple[np.ndarray, np.ndarray]:
   """`[states, tokens]`, the state after each token, and the effect."""
   after = np.repeat(states[:, None], len(tokens), 1)
@@ -354,7 +361,7 @@ def _dense(
   kinds = np.zeros(vocab_size, np.int32)
   masks = np.full((num_states, -(-vocab_size // 32)), 2**32 - 1, np.uint32)
   changes = np.zeros_like(after)
-  effects = np.tile(np.int32(counts_lib.SAME), (num_effects, num_levels, 1))
+  effects = np.tile(np.int32(effects_lib.SAME), (num_effects, num_levels, 1))
   bases = np.array([constraint_lib.LARGEST] + [1] * num_levels, np.int32)
   if automaton is not None:
     states, own = automaton.after.shape

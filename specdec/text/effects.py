@@ -6,6 +6,7 @@ for each level from which counts it is possible, at least `low` and at most
 `high`, and the count after it, `keep * count + more`, where `keep` is 0 or 1.
 """
 
+from collections.abc import Collection
 import dataclasses
 
 import numpy as np
@@ -90,6 +91,26 @@ class Effects:
       is_possible = len(possible) == len(levels)
       self._then[key] = self._number(possible) if is_possible else IMPOSSIBLE
     return self._then[key]
+
+  def together(self, steps: Collection[tuple[int, int]]) -> int:
+    """What several effects are if they happen at once, in one text.
+
+    Args:
+      steps: effects, and how many levels the text is in after each. A count of
+        a level that it is not in says nothing.
+
+    Returns:
+      `IMPOSSIBLE` if they differ.
+    """
+    levels: list[_AtLevel] = []
+    for level in range(len(self._same)):
+      own = [(self._effects[one][level], depth) for one, depth in steps]
+      bounds = {one[:2] for one, _ in own}
+      changes = {one[2:] for one, depth in own if depth > level} or {SAME[2:]}
+      if len(bounds) > 1 or len(changes) > 1:
+        return IMPOSSIBLE
+      levels.append((*bounds.pop(), *changes.pop()))
+    return self._number(tuple(levels))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
