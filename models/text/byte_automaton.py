@@ -10,6 +10,7 @@ import collections
 from collections.abc import Collection
 from collections.abc import Iterable
 from collections.abc import Iterator
+from collections.abc import Mapping
 import dataclasses
 import functools
 import math
@@ -124,10 +125,10 @@ class _Rests:
 
   def __init__(
     self,
-    counted: Collection[expression_lib.Repetition],
+    levels: Mapping[expression_lib.Repetition, int],
     effects: effects_lib.Effects,
   ):
-    self._counted, self.effects = counted, effects
+    self._levels, self.effects = levels, effects
     self._rests: list[tuple[expression_lib.Tree, int]] = []
     self._numbers: dict[tuple[expression_lib.Tree, int], int] = {}
     # By rest, the repetitions that are counted and end in it, the inner first.
@@ -163,9 +164,9 @@ class _Rests:
       return [], self._again(tree, number)
     if not isinstance(tree, expression_lib.Repetition):
       return [], [(self.of(tree.parts, rest), 0)]
-    if tree in self._counted:
+    if tree in self._levels:
       end = self._ends.setdefault(tree, _Again((tree,)))
-      start = self.effects.at_level(len(self._inside[rest]), keep=0)
+      start = self.effects.at_level(self._levels[tree], keep=0)
       return [], [(self.of((end,), rest), start)]
     found: list[_Step] = [] if tree.least else [(rest, 0)]
     if tree.most != 0:
@@ -183,7 +184,9 @@ class _Rests:
   def _again(self, tree: _Again, number: int) -> list[_Step]:
     """A repetition ends, or goes on."""
     (repetition,), rest = _repetitions(tree), self._rests[number - 1][1]
-    at_level = functools.partial(self.effects.at_level, len(self._inside[rest]))
+    at_level = functools.partial(
+      self.effects.at_level, self._levels[repetition]
+    )
     leave = at_level(low=repetition.least)
     most = repetition.most
     high = effects_lib.UNLIMITED if most is None else most - 1
@@ -211,7 +214,7 @@ class _Rests:
       raise _too_large()
     if not ends:
       return frozenset(ways), effects_lib.IMPOSSIBLE
-    end = self.effects.together([(effect, 0) for effect in ends])
+    end = self.effects.together([(effect, ()) for effect in ends])
     if end == effects_lib.IMPOSSIBLE:
       raise self.ambiguous(rest for rest, _ in known)
     return frozenset(ways), end
@@ -219,7 +222,10 @@ class _Rests:
   def together(self, steps: Collection[_Step]) -> int:
     """The effect of steps that one text takes at once."""
     effect = self.effects.together(
-      [(effect, len(self._inside[rest])) for rest, effect in steps]
+      [
+        (effect, [self._levels[one] for one in self._inside[rest]])
+        for rest, effect in steps
+      ]
     )
     if effect == effects_lib.IMPOSSIBLE:
       raise self.ambiguous(rest for rest, _ in steps)
@@ -270,7 +276,7 @@ def of_tree(tree: expression_lib.Tree) -> tuple[np.ndarray, np.ndarray]:
   Raises:
     specdec.text.automaton.TooLarge: it has too many states.
   """
-  return _built(tree, (), ())[:2]
+  return _built(tree, {})[:2]
 
 
 def counting(
@@ -291,9 +297,9 @@ def counting(
   spoken = repetitions.without_impossible(tree)
   counted = repetitions.long_ones(spoken, _UNROLLED)
   while True:
-    sizes = repetitions.sizes(spoken, counted)
+    levels = repetitions.levels(spoken, counted)
     try:
-      delta, accepting, counts = _built(spoken, counted, sizes)
+      delta, accepting, counts = _built(spoken, levels)
     except _Ambiguous as error:
       counted -= error.repetitions or counted
       continue
@@ -301,24 +307,28 @@ def counting(
       name = repetitions.longest(spoken, counted)
       where = f'; {name} is the longest that is not counted' if name else ''
       raise automaton_lib.TooLarge(f'{error}{where}') from error
-    if len(delta) * math.prod(sizes) < constraint_lib.LARGEST // 2:
-      return delta, accepting, counts if sizes else None
-    counted -= repetitions.at_smallest_level(spoken, counted)
+    # One more state allows everything.
+    total = (len(delta) + 1) * math.prod(counts.sizes)
+    if total <= constraint_lib.LARGEST:
+      return delta, accepting, counts if counted else None
+    # The shortest are unrolled, so that there are fewer counts.
+    level = counts.sizes.index(min(counts.sizes))
+    counted -= {one for one in counted if levels[one] == level}
 
 
 def _built(
   tree: expression_lib.Tree,
-  counted: Collection[expression_lib.Repetition],
-  sizes: tuple[int, ...],
+  levels: Mapping[expression_lib.Repetition, int],
 ) -> tuple[np.ndarray, np.ndarray, effects_lib.OfBytes]:
-  """The automaton that counts some repetitions.
+  """The automaton that counts some repetitions, by their levels.
 
   Raises:
     specdec.text.automaton.TooLarge: it has too many states.
     _Ambiguous: some repetitions cannot be counted.
   """
+  sizes = repetitions.sizes(levels)
   effects = effects_lib.Effects(len(sizes))
-  rests = _Rests(counted, effects)
+  rests = _Rests(levels, effects)
   states = {rests.state([rests.of((tree,), 0)]): 0}
   waiting, table, changes = [*states], [], []
   targets: dict[tuple[int, ...], int] = {(): -1}

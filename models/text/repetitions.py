@@ -1,5 +1,6 @@
 """Which repetitions of a tree are worth counting, and how they are nested."""
 
+from collections.abc import Mapping
 from collections.abc import Set
 import dataclasses
 import functools
@@ -95,32 +96,32 @@ def longest(tree: expression_lib.Tree, counted: _Repetitions) -> str:
   return one.name if one and top_of(one) > 1 else ''
 
 
-def _levels(
+def levels(
   tree: expression_lib.Tree, counted: _Repetitions
-) -> list[set[expression_lib.Repetition]]:
-  """The repetitions that are counted, by how many others they are inside."""
-  levels: list[set[expression_lib.Repetition]] = []
+) -> dict[expression_lib.Repetition, int]:
+  """The level of each repetition that is counted.
+
+  It is above the levels of all that are inside, from 0 on.
+  """
+  found: dict[expression_lib.Repetition, int] = {}
 
   @functools.cache
-  def visit(tree: expression_lib.Tree, level: int) -> None:
-    if isinstance(tree, expression_lib.Repetition) and tree in counted:
-      levels.extend(set() for _ in range(len(levels), level + 1))
-      levels[level].add(tree)
-      level += 1
-    for part in tree.parts:
-      visit(part, level)
+  def height(tree: expression_lib.Tree) -> int:
+    level = max(map(height, tree.parts), default=0)
+    if not isinstance(tree, expression_lib.Repetition) or tree not in counted:
+      return level
+    found[tree] = level
+    return level + 1
 
-  visit(tree, 0)
-  return levels
+  height(tree)
+  return found
 
 
-def sizes(tree: expression_lib.Tree, counted: _Repetitions) -> tuple[int, ...]:
+def sizes(
+  levels: Mapping[expression_lib.Repetition, int],
+) -> tuple[int, ...]:
   """How many counts each level has, from 0 on."""
-  return tuple(1 + max(map(top_of, level)) for level in _levels(tree, counted))
-
-
-def at_smallest_level(
-  tree: expression_lib.Tree, counted: _Repetitions
-) -> set[expression_lib.Repetition]:
-  """The repetitions of the level with the fewest counts."""
-  return min(_levels(tree, counted), key=lambda level: max(map(top_of, level)))
+  largest = dict[int, int]()
+  for one, level in levels.items():
+    largest[level] = max(largest.get(level, 0), top_of(one))
+  return tuple(1 + largest[level] for level in sorted(largest))

@@ -92,21 +92,22 @@ class Effects:
       self._then[key] = self._number(possible) if is_possible else IMPOSSIBLE
     return self._then[key]
 
-  def together(self, steps: Collection[tuple[int, int]]) -> int:
+  def together(self, steps: Collection[tuple[int, Collection[int]]]) -> int:
     """What several effects are if they happen at once, in one text.
 
     Args:
-      steps: effects, and how many levels the text is in after each. A count of
-        a level that it is not in says nothing.
+      steps: effects, and the levels that the text is in after each. A count of
+        another level says nothing.
 
     Returns:
       `IMPOSSIBLE` if they differ.
     """
     levels: list[_AtLevel] = []
     for level in range(len(self._same)):
-      own = [(self._effects[one][level], depth) for one, depth in steps]
+      own = [(self._effects[one][level], inside) for one, inside in steps]
       bounds = {one[:2] for one, _ in own}
-      changes = {one[2:] for one, depth in own if depth > level} or {SAME[2:]}
+      changes = {one[2:] for one, inside in own if level in inside}
+      changes = changes or {SAME[2:]}
       if len(bounds) > 1 or len(changes) > 1:
         return IMPOSSIBLE
       levels.append((*bounds.pop(), *changes.pop()))
@@ -168,9 +169,8 @@ class Reader:
       return after, effects
     pairs = effects * self._width + self._changes[states, byte]
     missing = len(self._counts.effects) * self._width - len(self._known)
-    self._known = np.pad(
-      self._known, (0, max(missing, 0)), constant_values=_UNKNOWN
-    )
+    if missing > 0:
+      self._known = np.pad(self._known, (0, missing), constant_values=_UNKNOWN)
     effects = self._known[pairs]
     if np.any(effects == _UNKNOWN):
       for pair in np.unique(pairs[effects == _UNKNOWN]).tolist():

@@ -8,6 +8,7 @@ import numpy as np
 
 from models.text import byte_automaton
 from models.text import expression
+from models.text import json_texts
 from specdec.text import automaton as automaton_lib
 from specdec.text import constraint as constraint_lib
 
@@ -17,8 +18,8 @@ _EXPRESSIONS = {
   'a{2,5}': (6,),
   'a{3,}b': (4,),
   '(ab?){2,4}c': (5,),
-  '(a{1,3}b){2,4}': (5, 4),
-  '(a{1,3}b|c{2}){2,4}d{3}': (5, 4),
+  '(a{1,3}b){2,4}': (4, 5),
+  '(a{1,3}b|c{2}){2,4}d{3}': (4, 5),
   '((a{2}b){1,2}c){2}': (3, 3, 3),
   'a{2}b(a{4}b)?': (5,),
   '(aé){0,3}(b|)': (4,),
@@ -128,3 +129,32 @@ def check_counts(monkeypatch=None):
 
 def test_what_is_counted_is_what_is_unrolled():
   check_counts()
+
+
+def test_long_texts_are_counted():
+  """Few states, and limits to the letter, also of one inside another."""
+  words = json_texts.string(3, 100_000)
+  delta, accepting, counts = byte_automaton.counting(words)
+  assert len(delta) < 20
+  assert counts.sizes == (100_001,)
+  pieces = [b'', b'a' * 500, *(bytes([byte]) for byte in range(256))]
+  size = len(pieces)
+  made = automaton_lib.of_bytes(delta, accepting, pieces, size, (0,), counts)
+  tables = automaton_lib.stack([made], size)
+
+  def after(text):
+    state = np.ones(1, np.int32)
+    for token in text:
+      state = _follow(tables, state, np.array([token], np.int32))
+    return np.asarray(state)
+
+  quote, letter = 2 + ord('"'), 2 + ord('a')
+  assert after([quote, letter, letter, quote]) < 0
+  assert after([quote, *[letter] * 3, quote, 0]) == 0
+  full = after([quote, *[1] * 200])
+  assert _follow(tables, full, np.array([letter], np.int32)) < 0
+  assert after([quote, *[1] * 199, letter, 1]) < 0
+  assert np.flatnonzero(_allowed(tables, full, size)[0]).tolist() == [quote]
+  rows = json_texts.array((), words, 2, 300)
+  # Without the first element.
+  assert byte_automaton.counting(rows)[2].sizes == (100_001, 300)
