@@ -99,7 +99,7 @@ def _same_ways(counted, plain, size):
   return len(known)
 
 
-def check_counts(monkeypatch=None):
+def check_counts():
   """Every repetition is counted where it can be."""
   unrolled, byte_automaton._UNROLLED = byte_automaton._UNROLLED, 0
   rng, counted = random.Random(0), collections.Counter()
