@@ -92,8 +92,8 @@ def longest(tree: expression_lib.Tree, counted: _Repetitions) -> str:
     for one in found
     if isinstance(one, expression_lib.Repetition) and one not in counted
   ]
-  one = max(others, key=top_of, default=None)
-  return one.name if one and top_of(one) > 1 else ''
+  most = max(others, key=top_of, default=None)
+  return most.name if most and top_of(most) > 1 else ''
 
 
 def levels(

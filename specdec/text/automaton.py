@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,8 +77,10 @@ def _padded(size: int, least: int) -> int:
   return least
 
 
-def _check_size(num_states: int, num_kinds: int, vocab_size: int) -> None:
-  """Refuses what is too large.
+def _check_size(
+  num_states: int, num_kinds: int, vocab_size: int, *, counts: bool
+) -> None:
+  """Refuses what is too large; what counts has a second table of kinds.
 
   Raises:
     TooLarge: says how large it is, and what is allowed.
@@ -85,7 +88,7 @@ def _check_size(num_states: int, num_kinds: int, vocab_size: int) -> None:
   states = _padded(num_states, _LEAST_STATES)
   kinds = _padded(num_kinds, _LEAST_KINDS)
   words = -(-vocab_size // 32)
-  size = states * (2 * kinds + 4 * words) + 4 * vocab_size
+  size = states * ((4 if counts else 2) * kinds + 4 * words) + 4 * vocab_size
   if num_states > MAX_STATES or size > MAX_BYTES:
     raise TooLarge(
       f'{num_states:,} states, whose tables take {size / 2**20:,.0f} MiB; at'
@@ -123,7 +126,8 @@ def of_bytes(
     Unspeakable: no sequence of tokens is a text that is allowed.
   """
   num_states = len(delta)
-  _check_size(num_states + 1, 1, vocab_size)
+  check_size = functools.partial(_check_size, counts=counts is not None)
+  check_size(num_states + 1, 1, vocab_size)
   # The last state is the one after forbidden bytes.
   delta = np.where(delta < 0, num_states, delta).astype(np.int32)
   delta = np.pad(delta, ((0, 1), (0, 0)), constant_values=num_states)
@@ -133,7 +137,7 @@ def of_bytes(
     pieces[token : token + 1] = [b''] if token < len(pieces) else []
   reader = effects_lib.Reader(delta, counts)
   examples, kinds = _kinds(reader, num_states, pieces, vocab_size)
-  _check_size(num_states + 1, len(examples) + 1, vocab_size)
+  check_size(num_states + 1, len(examples) + 1, vocab_size)
   chosen = [pieces[token] for token in examples.tolist()]
   first = np.arange(num_states, dtype=np.int32)
   after, effects = _read(reader, first, chosen)
@@ -333,25 +337,6 @@ def _trimmed(
   return kept, Automaton(table, kinds)
 
 
-def _sizes(
-  automata: Sequence[Automaton | None], sizes: tuple[int, ...]
-) -> tuple[int, ...]:
-  """Q, C, E and K of tables for some automata, at least `sizes`.
-
-  K is the number of levels of counts, 0 where nothing is counted, and E the
-  number of effects.
-  """
-  made = [one for one in automata if one is not None]
-  effects = [one.counts.effects.shape for one in made if one.counts]
-  least = (_LEAST_STATES, _LEAST_KINDS, _LEAST_EFFECTS)
-  wanted = [(*one.after.shape, 0, 0) for one in made]
-  wanted += [(0, 0, *shape[:2]) for shape in effects]
-  padded = [
-    (*map(_padded, shape[:3], least), shape[3]) for shape in [*wanted, (0,) * 4]
-  ]
-  return tuple(map(max, *padded, sizes))
-
-
 def _dense(
   automaton: Automaton | None, sizes: tuple[int, ...], vocab_size: int
 ) -> constraint_lib.Tables:
@@ -361,21 +346,22 @@ def _dense(
   kinds = np.zeros(vocab_size, np.int32)
   masks = np.full((num_states, -(-vocab_size // 32)), 2**32 - 1, np.uint32)
   changes = np.zeros_like(after)
-  effects = np.tile(np.int32(effects_lib.SAME), (num_effects, num_levels, 1))
+  same = np.array(effects_lib.SAME, np.int32)
+  effects = np.tile(same, (num_effects, num_levels, 1))
   bases = np.array([constraint_lib.LARGEST] + [1] * num_levels, np.int32)
   if automaton is not None:
     states, own = automaton.after.shape
     after[:states, :own] = automaton.after
     kinds[:], masks[:states] = automaton.kinds, automaton.masks
-    if counts := automaton.counts:
-      used, levels, _ = counts.effects.shape
-      changes[:states, :own] = counts.after
-      effects[:used, :levels] = counts.effects
-      bases[: 1 + levels] = states, *counts.sizes
-  counting = constraint_lib.Counting(changes, effects, bases)
-  return constraint_lib.Tables(
-    after, kinds, masks, counting if num_levels else None
-  )
+    if own_counts := automaton.counts:
+      used, levels, _ = own_counts.effects.shape
+      changes[:states, :own] = own_counts.after
+      effects[:used, :levels] = own_counts.effects
+      bases[: 1 + levels] = states, *own_counts.sizes
+  arrays: list[Any] = [after, kinds, masks]
+  counts: list[Any] = [changes, effects, bases]
+  counting = constraint_lib.Counting(*counts) if num_levels else None
+  return constraint_lib.Tables(*arrays, counting=counting)
 
 
 def _sizes(
