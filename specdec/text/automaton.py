@@ -342,9 +342,10 @@ def _dense(
 ) -> constraint_lib.Tables:
   """The tables of one automaton, of the sizes `Tables.sizes`, in NumPy."""
   num_states, num_kinds, num_effects, num_levels = sizes
-  after = np.zeros((num_states, num_kinds), np.int16)
-  kinds = np.zeros(vocab_size, np.int32)
-  masks = np.full((num_states, -(-vocab_size // 32)), 2**32 - 1, np.uint32)
+  after: Any = np.zeros((num_states, num_kinds), np.int16)
+  kinds: Any = np.zeros(vocab_size, np.int32)
+  words = -(-vocab_size // 32)
+  masks: Any = np.full((num_states, words), 2**32 - 1, np.uint32)
   changes = np.zeros_like(after)
   same = np.array(effects_lib.SAME, np.int32)
   effects = np.tile(same, (num_effects, num_levels, 1))
@@ -358,10 +359,9 @@ def _dense(
       changes[:states, :own] = own_counts.after
       effects[:used, :levels] = own_counts.effects
       bases[: 1 + levels] = states, *own_counts.sizes
-  arrays: list[Any] = [after, kinds, masks]
   counts: list[Any] = [changes, effects, bases]
   counting = constraint_lib.Counting(*counts) if num_levels else None
-  return constraint_lib.Tables(*arrays, counting=counting)
+  return constraint_lib.Tables(after, kinds, masks, counting)
 
 
 def _sizes(
