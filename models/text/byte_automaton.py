@@ -109,7 +109,7 @@ class _Again(expression_lib.Tree):
 
 
 class _Ambiguous(Exception):
-  """What a text does to the counts of some repetitions cannot be known."""
+  """Nobody can know how often a text went through some repetitions."""
 
   def __init__(self, repetitions: Iterable[expression_lib.Repetition]):
     super().__init__()

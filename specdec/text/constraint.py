@@ -139,7 +139,7 @@ def condition(
 
 
 class Counting(flax.struct.PyTreeNode):
-  """What the tokens of `Tables` do to counts of repetitions (`effects`)."""
+  """Effects of the tokens of `Tables` on counts of repetitions (`effects`)."""
 
   #: `[G, Q, C]` int16, the effect of a token of each kind.
   changes: jax.Array

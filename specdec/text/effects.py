@@ -22,7 +22,7 @@ NOTHING = 0
 _AtLevel = tuple[int, int, int, int]
 _Effect = tuple[_AtLevel, ...]
 SAME: _AtLevel = (0, UNLIMITED, 1, 0)
-"""What `NOTHING` does at each level."""
+"""The effect `NOTHING` at each level."""
 
 _UNKNOWN = -2
 
@@ -93,7 +93,7 @@ class Effects:
     return self._then[key]
 
   def together(self, steps: Collection[tuple[int, Collection[int]]]) -> int:
-    """What several effects are if they happen at once, in one text.
+    """The effect of several that happen at once, in one text.
 
     Args:
       steps: effects, and the levels that the text is in after each. A count of
@@ -116,7 +116,7 @@ class Effects:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OfBytes:
-  """What the bytes of an automaton do to counts."""
+  """Effects of the bytes of an automaton on counts."""
 
   effects: Effects
   #: How many counts each level has, from 0 on. The last one stands for all that
@@ -129,7 +129,7 @@ class OfBytes:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OfTokens:
-  """What tokens do to counts, as `automaton.Automaton` has it."""
+  """Effects of tokens on counts, as `automaton.Automaton` has them."""
 
   #: `[E, K, 4]` int32: `low`, `high`, `keep` and `more` of each effect.
   effects: np.ndarray
