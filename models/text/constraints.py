@@ -25,8 +25,11 @@ between their parts. A pattern is an expression of ECMA-262 that is found
 anywhere in a string; what of `regex` is refused is refused there, too, and so
 are flags in an expression and classes of Unicode, `\p`.
 
-Long repetitions are counted where the next byte says whether they go on, and
-where each byte is a token.
+Long repetitions are counted and need hardly any states: `maxLength`,
+`minLength`, `maxItems` and `minItems` up to 100,000, and `{m,n}`. The next byte
+of a text must say whether the repetition goes on, as in `\w{1,64}@` and not in
+`\w{1,64}foo`, and each byte must be a token. Otherwise each number of times has
+states of its own, and the message about what is too large names the longest.
 
 Both become trees (`models.text.expression`, `models.text.ecma_pattern`),
 automata over bytes (`models.text.byte_automaton`) and then over tokens
