@@ -7,21 +7,36 @@ UTF-8 spells it: a byte, and then the bits of the bytes that are left.
 """
 
 import collections
+from collections.abc import Collection
 from collections.abc import Iterable
 from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Mapping
 import dataclasses
 import functools
+import math
 
 import numpy as np
 
 from specdec.models.text import expression as expression_lib
+from specdec.models.text import repetitions
 from specdec.text import automaton as automaton_lib
+from specdec.text import constraint as constraint_lib
+from specdec.text import effects as effects_lib
 
 _Ranges = tuple[tuple[int, int], ...]
 
-# A set of bytes as the bits of an integer, and the rest after one of them.
-_Way = tuple[int, int]
+# A rest, and the effect on counts until it begins.
+_Step = tuple[int, int]
+
+# A set of bytes as the bits of an integer, and what follows one of them.
+_Way = tuple[int, _Step]
+
+# The ways of a state, and the effect of an end of the text there, or
+# `IMPOSSIBLE`.
+_State = tuple[frozenset[_Way], int]
+
+# A repetition is counted if more states than these would take its place.
+_UNROLLED = 64
 
 # A bound of time and memory, for states that are few and large.
 _MAX_WORK = 2**22
@@ -87,19 +102,42 @@ def _spelled(
   return found
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Again(expression_lib.Tree):
+  """The end of a part of a repetition that is counted: once more, or not.
+
+  The repetition is its only part.
+  """
+
+
+class _Ambiguous(Exception):
+  """Nobody can know how often a text went through some repetitions."""
+
+  def __init__(self, repetitions: Iterable[expression_lib.Repetition]):
+    super().__init__()
+    self.repetitions = {*repetitions}
+
+
 class _Rests:
   """The rests of a text that may follow: a tree and then another rest.
 
-  Rest 0 is the end of the text.
+  Rest 0 is the end of the text. Some repetitions are counted: how often they
+  may follow is no part of a rest, but an effect (`specdec.text.effects`).
   """
 
-  def __init__(self) -> None:
+  def __init__(
+    self,
+    levels: Mapping[expression_lib.Repetition, int],
+    effects: effects_lib.Effects,
+  ):
+    self._levels, self.effects = levels, effects
     self._rests: list[tuple[expression_lib.Tree, int]] = []
     self._numbers: dict[tuple[expression_lib.Tree, int], int] = {}
+    # By rest, the repetitions that are counted and end in it, the inner first.
+    self._inside: list[tuple[expression_lib.Repetition, ...]] = [()]
     self._fewer: dict[tuple[object, ...], expression_lib.Repetition] = {}
-    self._opened: dict[int, tuple[Sequence[_Way], tuple[int, ...]]] = {
-      0: ((), ())
-    }
+    self._ends: dict[expression_lib.Repetition, _Again] = {}
+    self._opened: dict[int, tuple[list[_Way], list[_Step]]] = {0: ([], [])}
     self._work = 0
 
   def of(self, trees: Iterable[expression_lib.Tree], rest: int) -> int:
@@ -107,45 +145,101 @@ class _Rests:
     for tree in reversed([*trees]):
       key = tree, rest
       if key not in self._numbers:
+        inside = self._inside[rest]
+        if isinstance(tree, _Again):
+          inside = (*_repetitions(tree), *inside)
         self._rests.append(key)
+        self._inside.append(inside)
         self._numbers[key] = len(self._rests)
       rest = self._numbers[key]
     return rest
 
-  def _open(self, number: int) -> tuple[Sequence[_Way], tuple[int, ...]]:
+  def _open(self, number: int) -> tuple[list[_Way], list[_Step]]:
     """The bytes that begin a rest, or the rests that it may be."""
     tree, rest = self._rests[number - 1]
     if isinstance(tree, (expression_lib.Character, _Tail)):
       begun = _spelled(tree)
-      return [(some, self.of(trees, rest)) for some, trees in begun], ()
+      return [(some, (self.of(trees, rest), 0)) for some, trees in begun], []
     if isinstance(tree, expression_lib.Alternation):
-      return (), tuple(self.of((part,), rest) for part in tree.parts)
+      return [], [(self.of((part,), rest), 0) for part in tree.parts]
+    if isinstance(tree, _Again):
+      return [], self._again(tree, number)
     if not isinstance(tree, expression_lib.Repetition):
-      return (), (self.of(tree.parts, rest),)
-    found: tuple[int, ...] = () if tree.least else (rest,)
+      return [], [(self.of(tree.parts, rest), 0)]
+    if tree in self._levels:
+      end = self._ends.setdefault(tree, _Again((tree,)))
+      start = self.effects.at_level(self._levels[tree], keep=0)
+      return [], [(self.of((end,), rest), start)]
+    found: list[_Step] = [] if tree.least else [(rest, 0)]
     if tree.most != 0:
       most = None if tree.most is None else tree.most - 1
-      key = tree.parts, max(tree.least - 1, 0), most
-      if key not in self._fewer:
-        self._fewer[key] = expression_lib.Repetition(*key)
-      found += (self.of((*tree.parts, self._fewer[key]), rest),)
-    return (), found
+      fewer = self._repetition(tree.parts, max(tree.least - 1, 0), most)
+      found.append((self.of((*tree.parts, fewer), rest), 0))
+    return [], found
 
-  def state(self, rests: Iterable[int]) -> tuple[frozenset[_Way], bool]:
-    """The bytes that begin one of the rests; whether the text may end."""
-    ways, waiting = set[_Way](), [*rests]
+  def _repetition(
+    self, parts: tuple[expression_lib.Tree, ...], least: int, most: int | None
+  ) -> expression_lib.Repetition:
+    key = parts, least, most
+    return self._fewer.setdefault(key, expression_lib.Repetition(*key))
+
+  def _again(self, tree: _Again, number: int) -> list[_Step]:
+    """A repetition ends, or goes on."""
+    (repetition,), rest = _repetitions(tree), self._rests[number - 1][1]
+    at_level = functools.partial(
+      self.effects.at_level, self._levels[repetition]
+    )
+    leave = at_level(low=repetition.least)
+    most = repetition.most
+    high = effects_lib.UNLIMITED if most is None else most - 1
+    go_on = at_level(high=high, more=1)
+    return [(rest, leave), (self.of(repetition.parts, number), go_on)]
+
+  def state(self, rests: Iterable[int]) -> _State:
+    """The bytes that begin one of the rests; how the text may end."""
+    ways, ends = set[_Way](), set[int]()
+    waiting: list[_Step] = [(rest, 0) for rest in rests]
     known = {*waiting}
-    for rest in waiting:
+    for rest, effect in waiting:
       if rest not in self._opened:
         self._opened[rest] = self._open(rest)
       new, others = self._opened[rest]
-      ways.update(new)
-      waiting += [one for one in others if one not in known]
-      known.update(others)
+      ways.update((some, (one, effect)) for some, (one, _) in new)
+      ends |= set() if rest else {effect}
+      for one, change in others:
+        step = one, self.effects.then(effect, change)
+        if step not in known and step[1] != effects_lib.IMPOSSIBLE:
+          known.add(step)
+          waiting.append(step)
     self._work += len(known)
     if self._work > _MAX_WORK:
       raise _too_large()
-    return frozenset(ways), 0 in known
+    if not ends:
+      return frozenset(ways), effects_lib.IMPOSSIBLE
+    end = self.effects.together([(effect, ()) for effect in ends])
+    if end == effects_lib.IMPOSSIBLE:
+      raise self.ambiguous(rest for rest, _ in known)
+    return frozenset(ways), end
+
+  def together(self, steps: Collection[_Step]) -> int:
+    """The effect of steps that one text takes at once."""
+    effect = self.effects.together(
+      [
+        (effect, [self._levels[one] for one in self._inside[rest]])
+        for rest, effect in steps
+      ]
+    )
+    if effect == effects_lib.IMPOSSIBLE:
+      raise self.ambiguous(rest for rest, _ in steps)
+    return effect
+
+  def ambiguous(self, rests: Iterable[int]) -> _Ambiguous:
+    """An error that names the innermost repetitions of some rests."""
+    return _Ambiguous(one for rest in rests for one in self._inside[rest][:1])
+
+
+def _repetitions(tree: _Again) -> tuple[expression_lib.Repetition, ...]:
+  return tree.parts  # type: ignore[return-value]
 
 
 def _too_large() -> automaton_lib.TooLarge:
@@ -155,14 +249,12 @@ def _too_large() -> automaton_lib.TooLarge:
   )
 
 
-def _by_rests(
-  ways: Iterable[_Way],
-) -> Iterator[tuple[int, tuple[int, ...]]]:
+def _by_rests(ways: Iterable[_Way]) -> Iterator[tuple[int, tuple[_Step, ...]]]:
   """Yields sets of bytes, at most 256, and the rests that follow each."""
-  of_rests = collections.Counter[int]()
+  of_rests = collections.Counter[_Step]()
   for some, rest in ways:
     of_rests[rest] |= some
-  blocks: list[tuple[int, list[int]]] = [(2**256 - 1, [])]
+  blocks: list[tuple[int, list[_Step]]] = [(2**256 - 1, [])]
   for rest, some in sorted(of_rests.items()):
     for index, (known, following) in enumerate([*blocks]):
       if both := some & known:
@@ -177,6 +269,8 @@ def _by_rests(
 def of_tree(tree: expression_lib.Tree) -> tuple[np.ndarray, np.ndarray]:
   """The automaton over bytes of a tree, see `specdec.text.automaton.of_bytes`.
 
+  It does not count.
+
   Returns:
     `[S, 256]` int64, the state after a byte, or -1; the first state is 0. And
     `[S]` bool, where a text may end.
@@ -184,19 +278,79 @@ def of_tree(tree: expression_lib.Tree) -> tuple[np.ndarray, np.ndarray]:
   Raises:
     specdec.text.automaton.TooLarge: it has too many states.
   """
-  rests = _Rests()
+  return _built(tree, {})[:2]
+
+
+def counting(
+  tree: expression_lib.Tree,
+) -> tuple[np.ndarray, np.ndarray, effects_lib.OfBytes | None]:
+  """The same automaton, which counts long repetitions.
+
+  A repetition is counted where the next byte alone says whether it goes on.
+  Where it does not, there are states for every number of times.
+
+  Returns:
+    What `of_tree` returns, and the effects of bytes on counts; None if there
+    are no counts.
+
+  Raises:
+    specdec.text.automaton.TooLarge: it has too many states.
+  """
+  spoken = repetitions.without_impossible(tree)
+  counted = repetitions.long_ones(spoken, _UNROLLED)
+  while True:
+    levels = repetitions.levels(spoken, counted)
+    try:
+      delta, accepting, counts = _built(spoken, levels)
+    except _Ambiguous as error:
+      counted -= error.repetitions or counted
+      continue
+    except automaton_lib.TooLarge as error:
+      name = repetitions.longest(spoken, counted)
+      where = f'; {name} is the longest that is not counted' if name else ''
+      raise automaton_lib.TooLarge(f'{error}{where}') from error
+    # One more state allows everything.
+    total = (len(delta) + 1) * math.prod(counts.sizes)
+    if total <= constraint_lib.LARGEST:
+      return delta, accepting, counts if counted else None
+    # The shortest are unrolled, so that there are fewer counts.
+    level = counts.sizes.index(min(counts.sizes))
+    counted -= {one for one in counted if levels[one] == level}
+
+
+def _built(
+  tree: expression_lib.Tree,
+  levels: Mapping[expression_lib.Repetition, int],
+) -> tuple[np.ndarray, np.ndarray, effects_lib.OfBytes]:
+  """The automaton that counts some repetitions, by their levels.
+
+  Raises:
+    specdec.text.automaton.TooLarge: it has too many states.
+    _Ambiguous: some repetitions cannot be counted.
+  """
+  sizes = repetitions.sizes(levels)
+  effects = effects_lib.Effects(len(sizes))
+  rests = _Rests(levels, effects)
   states = {rests.state([rests.of((tree,), 0)]): 0}
-  waiting, table = [*states], []
+  waiting, table, changes = [*states], [], []
   targets: dict[tuple[int, ...], int] = {(): -1}
   for ways, _ in waiting:
-    row = np.full(256, -1)
-    for some, following in _by_rests(ways):
+    row, changed = np.full(256, -1), np.zeros(256, np.int32)
+    for some, steps in _by_rests(ways):
+      following = tuple(dict.fromkeys(rest for rest, _ in steps))
       if following not in targets:
         state = rests.state(following)
         targets[following] = states.setdefault(state, len(states))
         waiting += [state] if len(states) > len(waiting) else []
       row[_indices(some)] = targets[following]
+      changed[_indices(some)] = rests.together(steps) if steps else 0
     table.append(row)
+    changes.append(changed)
     if len(states) > automaton_lib.MAX_STATES:
       raise _too_large()
-  return np.stack(table), np.array([ends for _, ends in waiting])
+  at_end = np.array([end for _, end in waiting], np.int32)
+  accepting = at_end >= 0
+  counts = effects_lib.OfBytes(
+    effects, sizes, np.stack(changes), np.where(accepting, at_end, 0)
+  )
+  return np.stack(table), accepting, counts

@@ -10,9 +10,10 @@ it. The keywords are `type`, `enum`, `const`, `anyOf`, `allOf` with one schema,
 `$ref` within the schema and without recursion, `properties`, `required`,
 `additionalProperties`, `prefixItems`, `items`, `minItems`, `maxItems`,
 `minLength`, `maxLength`, `pattern` and `format`, one of `date`, `time`,
-`date-time`, `email`, `uri` and `uuid`. Annotations such as a title are ignored.
-Every other keyword is refused, and so are keywords of one string, or beside
-`$ref` and others, that would have to hold together.
+`date-time`, `email`, `uri` and `uuid`. Annotations such as a title are ignored,
+and so are names that begin with `x-`, `uniqueItems: false` and
+`minProperties: 0`. Every other keyword is refused, and so are keywords of one
+string, or beside `$ref` and others, that would have to hold together.
 
 Not all JSON that conforms is such a text. An object has the properties that its
 schema names, in their order and no others; if it names none, it has any, with
@@ -20,11 +21,19 @@ schema names, in their order and no others; if it names none, it has any, with
 keywords are about. Values that the schema does not describe have two levels of
 arrays and objects at most. An integer has no fraction and no exponent. Strings
 and constants are spelled as by `json.dumps`, other values with a space or none
-between their parts. A pattern is an expression that is found anywhere in a
-string, but `$` is only its end.
+between their parts. A pattern is an expression of ECMA-262 that is found
+anywhere in a string; what of `regex` is refused is refused there, too, and so
+are flags in an expression and classes of Unicode, `\p`.
 
-Both become trees (`models/text/expression`), automata over bytes
-(`models/text/byte_automaton`) and then over tokens (`specdec.text.automaton`).
+Long repetitions are counted and need hardly any states: `maxLength`,
+`minLength`, `maxItems` and `minItems` up to 100,000, and `{m,n}`. The next byte
+of a text must say whether the repetition goes on, as in `\w{1,64}@` and not in
+`\w{1,64}foo`, and each byte must be a token. Otherwise each number of times has
+states of its own, and the message about what is too large names the longest.
+
+Both become trees (`models/text/expression`, `models/text/ecma_pattern`),
+automata over bytes (`models/text/byte_automaton`) and then over tokens
+(`specdec.text.automaton`).
 """
 
 from collections.abc import Mapping
@@ -101,8 +110,14 @@ def _automaton(
   parse = expression.parse if kind == 'regex' else json_schema.parse
   named = f'{kind} {_short(text)!r}'
   try:
-    delta, accepting = byte_automaton.of_tree(parse(text))
-    return automaton_lib.of_bytes(delta, accepting, pieces, vocab_size, eos_ids)
+    tree = parse(text)
+    delta, accepting, counts = byte_automaton.counting(tree)
+    if counts and not automaton_lib.can_spell(delta, pieces, eos_ids):
+      delta, accepting = byte_automaton.of_tree(tree)
+      counts = None
+    return automaton_lib.of_bytes(
+      delta, accepting, pieces, vocab_size, eos_ids, counts
+    )
   except automaton_lib.TooLarge as error:
     raise ValueError(
       f'{named} is too large: {error}; choose smaller numbers of repetitions'

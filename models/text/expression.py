@@ -41,6 +41,7 @@ class Repetition(Tree):
 
   least: int = 0
   most: int | None = None  #: None: there is no limit.
+  name: str = ''  #: For messages.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,18 +84,21 @@ def literal(text: str) -> Tree:
 
 @functools.lru_cache(maxsize=1024)
 def _literal(code: int) -> Character:
-  is_scalar = any(first <= code < end for first, end in _SCALARS)
-  return Character(ranges=((code, code),) if is_scalar else ())
+  return character([(code, code)])
 
 
-def parse(expression: str, *, search: bool = False) -> Tree:
-  """The tree of an expression.
+def character(ranges: Iterable[tuple[int, int]]) -> Character:
+  """One character of some ranges in order, which may have surrogates."""
+  cut = [
+    (max(first, low), min(last, high))
+    for first, last in ranges
+    for low, high in ANY.ranges
+  ]
+  return Character(ranges=tuple(one for one in cut if one[0] <= one[1]))
 
-  Args:
-    expression: in the syntax of `re`.
-    search: whether the texts are those that `re.search` accepts, instead of
-      `re.fullmatch`. Then `$` is the end of the text alone, and not also the
-      place before a last line end.
+
+def parse(expression: str) -> Tree:
+  """The tree of an expression in the syntax of `re`.
 
   Raises:
     ValueError: the expression is invalid, or has a part that is not supported;
@@ -109,11 +113,10 @@ def parse(expression: str, *, search: bool = False) -> Tree:
     found = _parser.parse(expression)
   except (re.error, OverflowError) as error:
     raise ValueError(str(error)) from error
-  around = Repetition((ANY,)) if search else _EMPTY
-  return _sequence(found, found.state.flags, around, around)
+  return sequence(found, found.state.flags, _EMPTY, _EMPTY)
 
 
-def _sequence(
+def sequence(
   items: Iterable[tuple[Any, Any]],
   flags: int,
   before: Tree | None,
@@ -122,7 +125,7 @@ def _sequence(
   """The tree of parts that follow each other.
 
   Args:
-    items: the parts, as `re` represents them.
+    items: the parts, as `re` represents them; `IN` may have a tree.
     flags: the flags that hold for them.
     before: what may precede the parts, unless they begin with an anchor. None:
       other parts precede them.
@@ -153,21 +156,25 @@ def _sequence(
 def _part(
   op: Any, argument: Any, flags: int, before: Tree | None, after: Tree | None
 ) -> Tree:
-  """The tree of one part; see `_sequence`."""
+  """The tree of one part; see `sequence`."""
   if op is ops.SUBPATTERN:
     _, added, removed, items = argument
     if added & _parser.TYPE_FLAGS:
       flags &= ~_parser.TYPE_FLAGS
-    return _sequence(items, (flags | added) & ~removed, before, after)
+    return sequence(items, (flags | added) & ~removed, before, after)
   if op is ops.BRANCH:
     _, branches = argument
-    each = (_sequence(items, flags, before, after) for items in branches)
+    each = (sequence(items, flags, before, after) for items in branches)
     return Alternation(tuple(each))
   part: Tree
   if op in (ops.MAX_REPEAT, ops.MIN_REPEAT):
     least, most, items = argument
-    inner = _sequence(items, flags, None, None)
-    part = Repetition((inner,), least, None if most == ops.MAXREPEAT else most)
+    inner = sequence(items, flags, None, None)
+    limit = None if most == ops.MAXREPEAT else most
+    name = f'{{{least},{"" if limit is None else limit}}}'
+    part = Repetition((inner,), least, limit, name)
+  elif isinstance(argument, Tree):
+    part = argument
   elif op is ops.LITERAL and not flags & re.IGNORECASE:
     part = _literal(argument)
   elif op in _CHARACTERS:

@@ -13,6 +13,7 @@ from typing import NoReturn
 import urllib.parse
 
 from specdec import arguments as arguments_lib
+from specdec.models.text import ecma_pattern
 from specdec.models.text import expression as expression_lib
 from specdec.models.text import json_texts
 
@@ -34,6 +35,10 @@ _OF_TYPE = {
   'array': {'items', 'maxItems', 'minItems', 'prefixItems'},
   'object': {'additionalProperties', 'properties', 'required'},
 }
+# Values that say nothing about a text.
+_SAYS_NOTHING = {'uniqueItems': False, 'minProperties': 0}
+# The largest number that keywords may have, such as `maxLength`.
+_LARGEST = 100_000
 # No other keyword may stand beside one of these, except `type` in two cases.
 _ALONE = ('$ref', 'allOf', 'anyOf', 'const', 'enum')
 _WITH_TYPE = ('const', 'enum')
@@ -85,6 +90,14 @@ def _is_number(value: Any) -> bool:
   return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def _says_nothing(key: str, value: Any) -> bool:
+  """Whether a keyword with a value is only an annotation."""
+  if key in _SAYS_NOTHING:
+    nothing = _SAYS_NOTHING[key]
+    return type(value) is type(nothing) and value == nothing
+  return key in _ANNOTATIONS or key.startswith('x-')
+
+
 def _checked(value: Any, kind: Any, place: str) -> Any:
   """A value that must be of a type of Python."""
   if not isinstance(value, kind):
@@ -99,6 +112,12 @@ def _bounds(
   for key in (least, most):
     if key in given:
       arguments_lib.check_count(f'{place}/{key}', given[key], least=0)
+      if given[key] > _LARGEST:
+        _refuse(
+          f'{place}/{key}',
+          f'must be at most {_LARGEST:,}, got {given[key]}; choose a smaller'
+          ' number, or leave it out',
+        )
   return given.get(least, 0), given.get(most)
 
 
@@ -122,11 +141,12 @@ def _string(given: dict[str, Any], place: str) -> expression_lib.Tree:
     inner = json_texts.parse(json_texts.FORMATS[given['format']])
     return json_texts.string_of(inner)
   if 'pattern' not in given:
-    return json_texts.string(*_bounds(given, 'minLength', 'maxLength', place))
+    bounds = _bounds(given, 'minLength', 'maxLength', place)
+    return json_texts.string(*bounds, place)
   own = f'{place}/pattern'
   pattern = _checked(given['pattern'], str, own)
   try:
-    return json_texts.string_of(expression_lib.parse(pattern, search=True))
+    return json_texts.string_of(ecma_pattern.parse(pattern), own)
   except ValueError as error:
     _refuse(own, f'{pattern!r} cannot be used: {error}')
 
@@ -146,7 +166,7 @@ class _Reader:
     given = {
       key: value
       for key, value in _checked(schema, dict, place).items()
-      if key not in _ANNOTATIONS
+      if not _says_nothing(key, value)
     }
     for key in given:
       if key not in _OBEYED:
@@ -204,6 +224,7 @@ class _Reader:
         self._each(first, f'{place}/prefixItems'),
         self.tree(given.get('items', True), f'{place}/items'),
         *_bounds(given, 'minItems', 'maxItems', place),
+        place,
       )
     if kind == 'object':
       return self._object(given, place)

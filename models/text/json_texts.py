@@ -80,20 +80,31 @@ def constant(value: Any) -> expression_lib.Tree:
   return expression_lib.literal(text)
 
 
-def string(least: int = 0, most: int | None = None) -> expression_lib.Tree:
-  """A string of so many characters."""
-  characters = expression_lib.Repetition((parse(_CHARACTER),), least, most)
+def string(
+  least: int = 0, most: int | None = None, place: str = ''
+) -> expression_lib.Tree:
+  """A string of `least` to `most` characters; `place` is for messages."""
+  key = 'minLength' if most is None else 'maxLength'
+  characters = expression_lib.Repetition(
+    (parse(_CHARACTER),), least, most, f'{place}/{key}'
+  )
   return join('"', characters, '"')
 
 
-def string_of(tree: expression_lib.Tree) -> expression_lib.Tree:
-  """A string that is a text of a tree."""
-  return join('"', _in_string(tree), '"')
+def string_of(
+  tree: expression_lib.Tree, place: str = ''
+) -> expression_lib.Tree:
+  """A string that is a text of a tree; `place` is for messages."""
+  return join('"', _in_string(tree, place), '"')
 
 
-def _in_string(tree: expression_lib.Tree) -> expression_lib.Tree:
+def _in_string(tree: expression_lib.Tree, place: str) -> expression_lib.Tree:
   if not isinstance(tree, expression_lib.Character):
-    return dataclasses.replace(tree, parts=tuple(map(_in_string, tree.parts)))
+    parts = tuple(_in_string(part, place) for part in tree.parts)
+    if isinstance(tree, expression_lib.Repetition):
+      name = f'{tree.name} of {place}'
+      return dataclasses.replace(tree, parts=parts, name=name)
+    return dataclasses.replace(tree, parts=parts)
   cut = [
     (max(first, least), min(last, most))
     for first, last in tree.ranges
@@ -115,20 +126,30 @@ def array(
   others: expression_lib.Tree,
   least: int = 0,
   most: int | None = None,
+  place: str = '',
 ) -> expression_lib.Tree:
-  """An array of `least` to `most` elements, the first with their own trees."""
+  """An array of `least` to `most` elements, the first with their own trees.
+
+  The place is for messages.
+  """
+  key = 'minItems' if most is None else 'maxItems'
   first = first or (others,)
   limit = None if most is None else max(most - len(first), 0)
+  # A space belongs to what precedes it, so that the next byte always says
+  # whether an element follows.
   tail: expression_lib.Tree = expression_lib.Repetition(
-    (join(' ?, ?', others),), max(least - len(first), 0), limit
+    (join(', ?', others, ' ?'),),
+    max(least - len(first), 0),
+    limit,
+    f'{place}/{key}',
   )
   for index in reversed(range(len(first))):
-    tail = join(' ?, ?' if index else '', first[index], tail)
+    tail = join(', ?' if index else '', first[index], ' ?', tail)
     if most is not None and index >= most:
       tail = expression_lib.NOTHING
     if index >= least:
       tail = _optional(tail)
-  return join(r'\[ ?', tail, r' ?\]')
+  return join(r'\[ ?', tail, r'\]')
 
 
 def object_of(

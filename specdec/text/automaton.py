@@ -10,6 +10,8 @@ the same in every state are of one kind, so the table is of states by kinds; of
 from collections.abc import Sequence
 import dataclasses
 import functools
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +20,20 @@ from scipy import sparse
 from scipy.sparse import csgraph
 
 from specdec.text import constraint as constraint_lib
+from specdec.text import effects as effects_lib
 
 MAX_STATES = 2**14 - 1
 """The most states of an automaton."""
 MAX_BYTES = 2**29
 """The most bytes of its tables."""
+MAX_EFFECTS = 2**15 - 1
+"""The most effects of its tokens on counts."""
 
 # The smallest tables, so that few shapes are compiled; larger ones have four
 # times more.
 _LEAST_STATES = 256
 _LEAST_KINDS = 256
+_LEAST_EFFECTS = 256
 
 # Automata over bytes are read in blocks of so many states.
 _BLOCK = 16
@@ -42,6 +48,7 @@ class Automaton:
 
   after: np.ndarray  #: `[Q, C]` int16, the state after a token of each kind.
   kinds: np.ndarray  #: `[V]` int32, the kind of each token.
+  counts: effects_lib.OfTokens | None = None  #: None: it does not count.
 
   @functools.cached_property
   def masks(self) -> np.ndarray:
@@ -65,13 +72,15 @@ class Unspeakable(ValueError):
 
 
 def _padded(size: int, least: int) -> int:
-  while least < size:
+  while 0 < least < size:
     least *= 4
   return least
 
 
-def _check_size(num_states: int, num_kinds: int, vocab_size: int) -> None:
-  """Refuses what is too large.
+def _check_size(
+  num_states: int, num_kinds: int, vocab_size: int, *, counts: bool
+) -> None:
+  """Refuses what is too large; what counts has a second table of kinds.
 
   Raises:
     TooLarge: says how large it is, and what is allowed.
@@ -79,7 +88,7 @@ def _check_size(num_states: int, num_kinds: int, vocab_size: int) -> None:
   states = _padded(num_states, _LEAST_STATES)
   kinds = _padded(num_kinds, _LEAST_KINDS)
   words = -(-vocab_size // 32)
-  size = states * (2 * kinds + 4 * words) + 4 * vocab_size
+  size = states * ((4 if counts else 2) * kinds + 4 * words) + 4 * vocab_size
   if num_states > MAX_STATES or size > MAX_BYTES:
     raise TooLarge(
       f'{num_states:,} states, whose tables take {size / 2**20:,.0f} MiB; at'
@@ -93,6 +102,7 @@ def of_bytes(
   token_bytes: Sequence[bytes],
   vocab_size: int,
   eos_ids: Sequence[int],
+  counts: effects_lib.OfBytes | None = None,
 ) -> Automaton:
   """The automaton over tokens of one over bytes.
 
@@ -108,13 +118,16 @@ def of_bytes(
       vocabulary that have no bytes.
     vocab_size: V.
     eos_ids: the tokens that end a text, at least one.
+    counts: the effects of bytes on counts, if it counts. A text must always be
+      able to go on then with tokens of one byte.
 
   Raises:
-    TooLarge: there are too many states, or kinds of tokens.
+    TooLarge: there are too many states, counts, or kinds of tokens.
     Unspeakable: no sequence of tokens is a text that is allowed.
   """
   num_states = len(delta)
-  _check_size(num_states + 1, 1, vocab_size)
+  check_size = functools.partial(_check_size, counts=counts is not None)
+  check_size(num_states + 1, 1, vocab_size)
   # The last state is the one after forbidden bytes.
   delta = np.where(delta < 0, num_states, delta).astype(np.int32)
   delta = np.pad(delta, ((0, 1), (0, 0)), constant_values=num_states)
@@ -122,13 +135,57 @@ def of_bytes(
   pieces = list(token_bytes)
   for token in eos_ids:
     pieces[token : token + 1] = [b''] if token < len(pieces) else []
-  examples, kinds = _kinds(delta, pieces, vocab_size)
-  _check_size(num_states + 1, len(examples) + 1, vocab_size)
+  reader = effects_lib.Reader(delta, counts)
+  examples, kinds = _kinds(reader, num_states, pieces, vocab_size)
+  check_size(num_states + 1, len(examples) + 1, vocab_size)
   chosen = [pieces[token] for token in examples.tolist()]
-  after = read_tokens(delta, np.arange(num_states, dtype=np.int32), chosen)
+  first = np.arange(num_states, dtype=np.int32)
+  after, effects = _read(reader, first, chosen)
   after[after == num_states] = constraint_lib.FORBIDDEN
   kinds[list(eos_ids)] = len(examples)
-  return _trimmed(after, accepting, kinds)
+  kept, made = _trimmed(after, accepting, kinds)
+  return _with_counts(made, effects[kept], counts, kept) if counts else made
+
+
+def _with_counts(
+  automaton: Automaton,
+  effects: np.ndarray,
+  counts: effects_lib.OfBytes,
+  kept: np.ndarray,
+) -> Automaton:
+  """The automaton with the effects of tokens, `[Q - 1, C - 2]`."""
+  ends = counts.at_end[kept].tolist()
+  table = np.full(automaton.after.shape, effects_lib.NOTHING, np.int32)
+  table[1:, :-2] = effects
+  table[1:, -2] = [counts.effects.forgetting(one) for one in ends]
+  table[automaton.after < 0] = effects_lib.NOTHING
+  counted = effects_lib.of_tokens(counts, table)
+  _check_counts(counted, len(table))
+  return dataclasses.replace(automaton, counts=counted)
+
+
+def _check_counts(counts: effects_lib.OfTokens, num_states: int) -> None:
+  """Refuses more counts, or effects, than their numbers have room for."""
+  total = num_states * math.prod(counts.sizes)
+  if total > constraint_lib.LARGEST or len(counts.effects) > MAX_EFFECTS:
+    raise TooLarge(
+      f'{total:,} states with their counts and {len(counts.effects):,} effects'
+      f' of tokens on them; at most {constraint_lib.LARGEST:,} and'
+      f' {MAX_EFFECTS:,} are possible'
+    )
+
+
+def can_spell(
+  delta: np.ndarray, token_bytes: Sequence[bytes], eos_ids: Sequence[int]
+) -> bool:
+  """Whether each byte that `delta [S, 256]` allows is a token of its own."""
+  single = {
+    piece
+    for token, piece in enumerate(token_bytes)
+    if len(piece) == 1 and token not in eos_ids
+  }
+  used = np.flatnonzero(np.any(delta >= 0, axis=0)).tolist()
+  return all(bytes([byte]) in single for byte in used)
 
 
 def _token_trie(
@@ -159,32 +216,45 @@ def _token_trie(
 
 
 def _kinds(
-  delta: np.ndarray, token_bytes: Sequence[bytes], vocab_size: int
+  reader: effects_lib.Reader,
+  num_states: int,
+  token_bytes: Sequence[bytes],
+  vocab_size: int,
 ) -> tuple[np.ndarray, np.ndarray]:
   """A token of each kind that is allowed somewhere, and `[V]`, the kinds.
 
   Kind -1 is forbidden everywhere. Tokens are of one kind if the sum of random
-  numbers for each pair of states, before and after, is the same; of 64 bits,
-  so that no two kinds are ever taken for one.
+  numbers for each state before, state after and effect is the same; of 64 bits,
+  so that no two kinds are ever taken for one. State `num_states` is the one
+  after forbidden bytes.
   """
   levels, node = _token_trie(token_bytes, vocab_size)
   sums = np.zeros(1 + sum(len(parents) for parents, _ in levels), np.uint64)
-  dead = len(delta) - 1
+  dead = num_states
   rng = np.random.default_rng(0)
   of_state, of_next = rng.integers(2**64, size=(2, dead + 1), dtype=np.uint64)
   of_next[dead] = 0
+  of_effect = rng.integers(2**64, dtype=np.uint64)
   for first in range(0, dead, _BLOCK):
-    states = np.arange(first, min(first + _BLOCK, dead))
-    above, above_start, start = states[:, None], 0, 1
+    states = np.arange(first, min(first + _BLOCK, dead), dtype=np.int32)
+    above, effects = states[:, None], np.zeros((len(states), 1), np.int32)
+    above_start, start = 0, 1
     for parents, byte in levels:
       parents = parents - above_start
       alive = np.flatnonzero(np.any(above != dead, axis=0)[parents])
       if not alive.size:
         break  # Nothing longer is allowed either.
-      after = delta[above[:, parents[alive]], byte[alive]]
-      sums[start + alive] += of_state[states] @ of_next[after]
+      before = parents[alive]
+      after, changed = reader.read(
+        above[:, before], effects[:, before], byte[alive]
+      )
+      numbers = of_next[after]
+      if np.any(changed):
+        numbers += of_effect * changed.astype(np.uint64)
+      sums[start + alive] += of_state[states] @ numbers
       above = np.full((len(states), len(parents)), dead, np.int32)
-      above[:, alive] = after
+      effects = np.zeros_like(above)
+      above[:, alive], effects[:, alive] = after, changed
       above_start, start = start, start + len(parents)
   found, examples, kinds = np.unique(
     sums[node], return_index=True, return_inverse=True
@@ -198,15 +268,25 @@ def read_tokens(
   delta: np.ndarray, states: np.ndarray, tokens: Sequence[bytes]
 ) -> np.ndarray:
   """`[states, tokens]`, the state of `delta` after the bytes of each token."""
+  return _read(effects_lib.Reader(delta, None), states, tokens)[0]
+
+
+def _read(
+  reader: effects_lib.Reader, states: np.ndarray, tokens: Sequence[bytes]
+) -> tuple[np.ndarray, np.ndarray]:
+  """`[states, tokens]`, the state after each token, and the effect."""
   after = np.repeat(states[:, None], len(tokens), 1)
+  effects = np.zeros(after.shape, np.int32)
   lengths = np.array([len(token) for token in tokens], np.int64)
   first = np.cumsum(lengths) - lengths
   text = np.frombuffer(b''.join(tokens), np.uint8)
   for position in range(lengths.max(initial=0)):
     longer = np.flatnonzero(lengths > position)
     byte = text[first[longer] + position]
-    after[:, longer] = delta[after[:, longer], byte[None]]
-  return after
+    after[:, longer], effects[:, longer] = reader.read(
+      after[:, longer], effects[:, longer], byte[None]
+    )
+  return after, effects
 
 
 def _order(edges: np.ndarray, size: int, first: np.ndarray) -> np.ndarray:
@@ -224,8 +304,10 @@ def _order(edges: np.ndarray, size: int, first: np.ndarray) -> np.ndarray:
 
 def _trimmed(
   after: np.ndarray, accepting: np.ndarray, kinds: np.ndarray
-) -> Automaton:
+) -> tuple[np.ndarray, Automaton]:
   """The automaton of the states that are on a way from the first to an end.
+
+  Also `[Q - 1]`, these states.
 
   Raises:
     Unspeakable: there is no such way.
@@ -252,32 +334,46 @@ def _trimmed(
   table[1:, :last] = renamed[after[kept]]
   table[1:, last] = np.where(accepting[kept], 0, constraint_lib.FORBIDDEN)
   kinds = np.where(kinds < 0, last + 1, kinds).astype(np.int32)
-  return Automaton(table, kinds)
+  return kept, Automaton(table, kinds)
 
 
 def _dense(
-  automaton: Automaton | None, size: int, num_kinds: int, vocab_size: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Padded tables: `[Q, C]` int16, `[V]` int32, and `[Q, words]` uint32."""
-  after = np.zeros((size, num_kinds), np.int16)
-  kinds = np.zeros(vocab_size, np.int32)
-  masks = np.full((size, -(-vocab_size // 32)), 2**32 - 1, np.uint32)
+  automaton: Automaton | None, sizes: tuple[int, ...], vocab_size: int
+) -> constraint_lib.Tables:
+  """The tables of one automaton, of the sizes `Tables.sizes`, in NumPy."""
+  num_states, num_kinds, num_effects, num_levels = sizes
+  after: Any = np.zeros((num_states, num_kinds), np.int16)
+  kinds: Any = np.zeros(vocab_size, np.int32)
+  words = -(-vocab_size // 32)
+  masks: Any = np.full((num_states, words), 2**32 - 1, np.uint32)
+  changes = np.zeros_like(after)
+  same = np.array(effects_lib.SAME, np.int32)
+  effects = np.tile(same, (num_effects, num_levels, 1))
+  bases = np.array([constraint_lib.LARGEST] + [1] * num_levels, np.int32)
   if automaton is not None:
     states, own = automaton.after.shape
     after[:states, :own] = automaton.after
     kinds[:], masks[:states] = automaton.kinds, automaton.masks
-  return after, kinds, masks
+    if own_counts := automaton.counts:
+      used, levels, _ = own_counts.effects.shape
+      changes[:states, :own] = own_counts.after
+      effects[:used, :levels] = own_counts.effects
+      bases[: 1 + levels] = states, *own_counts.sizes
+  counts: list[Any] = [changes, effects, bases]
+  counting = constraint_lib.Counting(*counts) if num_levels else None
+  return constraint_lib.Tables(after, kinds, masks, counting)
 
 
 def _sizes(
-  automata: Sequence[Automaton | None], sizes: tuple[int, int]
-) -> tuple[int, int]:
-  """Q and C of tables for some automata, at least `sizes`."""
-  shapes = [one.after.shape for one in automata if one is not None]
-  return (
-    max([_padded(size, _LEAST_STATES) for size, _ in shapes] + [sizes[0]]),
-    max([_padded(size, _LEAST_KINDS) for _, size in shapes] + [sizes[1]]),
-  )
+  automata: Sequence[Automaton | None], sizes: tuple[int, ...]
+) -> tuple[int, ...]:
+  """The sizes of tables for some automata, at least `sizes`."""
+  for one in automata:
+    if one is not None:
+      effects = one.counts.effects.shape[:2] if one.counts else (0, 0)
+      sizes = tuple(map(max, sizes, (*one.after.shape, *effects)))
+  least = _LEAST_STATES, _LEAST_KINDS, _LEAST_EFFECTS if sizes[3] else 0
+  return (*map(_padded, sizes[:3], least), sizes[3])
 
 
 def stack(
@@ -287,11 +383,9 @@ def stack(
 
   None allows everything; `vocab_size` is V.
   """
-  sizes = _sizes(automata, (_LEAST_STATES, _LEAST_KINDS))
-  dense = [_dense(automaton, *sizes, vocab_size) for automaton in automata]
-  return constraint_lib.Tables(
-    *(jnp.asarray(np.stack(arrays)) for arrays in zip(*dense, strict=True))
-  )
+  sizes = _sizes(automata, (0,) * 4)
+  dense = [_dense(automaton, sizes, vocab_size) for automaton in automata]
+  return jax.tree.map(lambda *arrays: jnp.asarray(np.stack(arrays)), *dense)
 
 
 def with_row(
@@ -302,30 +396,35 @@ def with_row(
   They grow if it is larger than all before; the states of texts stay as they
   are, since no padded state is ever reached.
   """
-  _, size, num_kinds = tables.following.shape
-  new_size, new_kinds = _sizes([automaton], (size, num_kinds))
-  more = (0, new_size - size)
-  if (new_size, new_kinds) != (size, num_kinds):
-    tables = tables.replace(
-      following=jnp.pad(
-        tables.following, ((0, 0), more, (0, new_kinds - num_kinds))
-      ),
-      masks=jnp.pad(tables.masks, ((0, 0), more, (0, 0))),
-    )
-  dense = _dense(automaton, new_size, new_kinds, tables.kinds.shape[1])
-  return _replaced(tables, np.int32(row), *dense)
+  sizes, vocab_size = _sizes([automaton], tables.sizes), tables.kinds.shape[1]
+  if sizes != tables.sizes:
+    free = _dense(None, sizes, vocab_size)
+    if tables.counting is None and sizes[3]:
+      tables = tables.replace(counting=_no_counts(tables))
+    rows = range(len(tables.kinds))
+    grown = jax.tree.map(lambda array: jnp.stack([array for _ in rows]), free)
+    tables = jax.tree.map(_filled, grown, tables)
+  return _replaced(tables, np.int32(row), _dense(automaton, sizes, vocab_size))
+
+
+def _filled(array: jax.Array, begin: jax.Array) -> jax.Array:
+  """A larger array whose first entries of each axis are another array."""
+  return array.at[tuple(map(slice, begin.shape))].set(begin)
+
+
+def _no_counts(tables: constraint_lib.Tables) -> constraint_lib.Counting:
+  rows = len(tables.kinds)
+  return constraint_lib.Counting(
+    jnp.zeros_like(tables.following),
+    jnp.zeros((rows, 0, 0, 4), jnp.int32),
+    jnp.full((rows, 1), constraint_lib.LARGEST, jnp.int32),
+  )
 
 
 @jax.jit
 def _replaced(
-  tables: constraint_lib.Tables,
-  row: jax.Array,
-  following: jax.Array,
-  kinds: jax.Array,
-  masks: jax.Array,
+  tables: constraint_lib.Tables, row: jax.Array, own: constraint_lib.Tables
 ) -> constraint_lib.Tables:
-  return constraint_lib.Tables(
-    following=tables.following.at[row].set(following),
-    kinds=tables.kinds.at[row].set(kinds),
-    masks=tables.masks.at[row].set(masks),
+  return jax.tree.map(
+    lambda all_rows, one: all_rows.at[row].set(one), tables, own
   )

@@ -18,6 +18,8 @@ from specdec import sampling as sampling_lib
 
 FORBIDDEN = -1
 """The state after a token that must not follow."""
+LARGEST = 2**31 - 1
+"""The largest number of a state."""
 
 
 class Constraint(adjusters_lib.Adjuster):
@@ -136,6 +138,45 @@ def condition(
   return jnp.where(may_follow, conditioned, sampling_lib.EXCLUDED)
 
 
+class Counting(flax.struct.PyTreeNode):
+  """Effects of the tokens of `Tables` on counts of repetitions (`effects`)."""
+
+  #: `[G, Q, C]` int16, the effect of a token of each kind.
+  changes: jax.Array
+  #: `[G, E, K, 4]` int32, `low`, `high`, `keep` and `more` of each effect at
+  #: each level.
+  effects: jax.Array
+  #: `[G, 1 + K]` int32: how many states the automaton has, then how many counts
+  #: each level has. The state of a text is a number whose digits have these
+  #: bases, the lowest first: a state of the automaton, then the counts.
+  bases: jax.Array
+
+  def digits(
+    self, automaton: jax.Array, state: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """The states of the automaton, `[...]`, and the counts, `[..., K]`."""
+    digits = []
+    for base in jnp.moveaxis(self.bases[automaton], -1, 0):
+      digits.append(state % base)
+      state = state // base
+    return digits[0], jnp.stack(digits[1:], axis=-1)
+
+  def number(
+    self, automaton: jax.Array, state: jax.Array, counts: jax.Array
+  ) -> jax.Array:
+    """The numbers of states with their counts, which may be too large."""
+    bases = self.bases[automaton]
+    place = jnp.cumprod(bases[..., :-1], axis=-1)
+    counts = jnp.minimum(counts, bases[..., 1:] - 1)
+    return state + jnp.sum(counts * place, axis=-1)
+
+
+def _are_possible(effects: jax.Array, counts: jax.Array) -> jax.Array:
+  """Whether `effects [..., K, 4]` are possible from `counts [..., K]`."""
+  is_possible = (effects[..., 0] <= counts) & (counts <= effects[..., 1])
+  return jnp.all(is_possible, axis=-1)
+
+
 class Tables(flax.struct.PyTreeNode, Constraint):
   """Automata over tokens: one that all rows follow, or one for each row.
 
@@ -150,6 +191,14 @@ class Tables(flax.struct.PyTreeNode, Constraint):
   #: `[G, Q, ceil(V / 32)]` uint32, the tokens that may follow: bit i of word j
   #: is that of token `i * ceil(V / 32) + j`.
   masks: jax.Array
+  counting: Counting | None = None  #: None: the automata do not count.
+
+  @property
+  def sizes(self) -> tuple[int, ...]:
+    """Q, C, E and K; without counts E and K are 0."""
+    counting = self.counting
+    counted = counting.effects.shape[1:3] if counting else (0, 0)
+    return (*self.following.shape[1:], *counted)
 
   def first_state(self, batch_size: int) -> jax.Array:
     return jnp.ones(batch_size, jnp.int32)
@@ -161,13 +210,46 @@ class Tables(flax.struct.PyTreeNode, Constraint):
     return jax.lax.broadcasted_iota(jnp.int32, state.shape, 0)
 
   def next_state(self, state: jax.Array, tokens: jax.Array) -> jax.Array:
-    automaton = self._automaton(state)
+    automaton, counting = self._automaton(state), self.counting
     kind = self.kinds[automaton, tokens]
-    return self.following[automaton, state, kind].astype(jnp.int32)
+    if counting is None:
+      return self.following[automaton, state, kind].astype(jnp.int32)
+    state, counts = counting.digits(automaton, state)
+    after = self.following[automaton, state, kind].astype(jnp.int32)
+    change = counting.changes[automaton, state, kind].astype(jnp.int32)
+    effects = counting.effects[automaton, change]
+    is_possible = (after >= 0) & _are_possible(effects, counts)
+    counts = effects[..., 2] * counts + effects[..., 3]
+    after = counting.number(automaton, after, counts)
+    return jnp.where(is_possible, after, FORBIDDEN)
 
   def allowed(self, state: jax.Array, vocab_size: int) -> jax.Array:
     del vocab_size  # `decode_options.check_constraint` compares it.
-    words = self.masks[self._automaton(state), state]
+    automaton, counting = self._automaton(state), self.counting
+    if counting is None:
+      return self._bits(automaton, state)
+    state, counts = counting.digits(automaton, state)
+    changes = counting.changes[automaton, state].astype(jnp.int32)
+    effects = counting.effects[automaton[..., None], changes]
+    is_possible = _are_possible(effects, counts[..., None, :])
+    may_follow = self._bits(automaton, state)
+    return jax.lax.cond(
+      jnp.all(is_possible),
+      lambda: may_follow,
+      lambda: may_follow & self._of_kinds(is_possible),
+    )
+
+  def _of_kinds(self, of_kinds: jax.Array) -> jax.Array:
+    """`[B, ..., V]`, the entry of each token's kind in `[B, ..., C]`."""
+    if self.kinds.shape[0] == 1:
+      return jnp.take(of_kinds, self.kinds[0], axis=-1)
+    return jax.vmap(lambda one, kinds: jnp.take(one, kinds, axis=-1))(
+      of_kinds, self.kinds
+    )
+
+  def _bits(self, automaton: jax.Array, state: jax.Array) -> jax.Array:
+    """`[..., V]` bool, the bits of the masks of states."""
+    words = self.masks[automaton, state]
     # Without the barrier XLA's CPU backend reads a word once for each bit, by
     # an index of its own.
     words = jax.lax.optimization_barrier(words)[..., None, :]

@@ -20,8 +20,11 @@ import tiny_drafters
 
 import specdec
 from specdec import hosts
+from specdec.models.text import byte_automaton
+from specdec.models.text import constraints
 from specdec.models.text import generator as generator_lib
 from specdec.models.text import pair as pair_lib
+from specdec.text import automaton as automaton_lib
 
 _PIECES = (*'abcdeflnrstu0123456789 {}[]":,-.\n', '":', '{"', 'true', 'ab')
 _PIECES += ('name', 'null', '", "', 'é', 'cab', '"}')
@@ -105,6 +108,23 @@ def test_rows_match_constraints_of_their_own():
 def test_one_constraint_is_that_of_all_rows():
   both = _generate(rows=[0, 0], regex=_REGEX[0], json_schema=None)
   assert both.tokens == [_generate().tokens[0]] * 2
+
+
+def test_what_is_counted_is_what_is_unrolled(monkeypatch):
+  """Next to rows that do not count, and one that has no constraint."""
+  regex = ['([a-c]{2,5} ){1,3}', r'([0-9]{2,4}[a-e]{0,4}\.){2,3}', 'ab|b', None]
+  rows = {'rows': range(4), 'regex': regex, 'json_schema': None}
+  plain = _generate(**rows)
+  monkeypatch.setattr(byte_automaton, '_UNROLLED', 0)
+  constraints._automaton.cache_clear()
+  of_bytes = automaton_lib.of_bytes
+  with mock.patch.object(automaton_lib, 'of_bytes', wraps=of_bytes) as made:
+    counted = _generate('tree', **rows)
+  constraints._automaton.cache_clear()
+  assert sum(call.args[-1] is not None for call in made.call_args_list) == 2
+  assert counted.tokens == plain.tokens
+  for text, one in zip(counted.text[:3], regex, strict=False):
+    assert _matches(text, one, None)
 
 
 def test_every_answer_of_a_chat_matches():

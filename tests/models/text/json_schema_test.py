@@ -22,6 +22,7 @@ from specdec.models.text import byte_automaton
 from specdec.models.text import constraints
 from specdec.models.text import json_schema
 from specdec.models.text import json_texts
+from specdec.text import automaton as automaton_lib
 
 _ROOT = pathlib.Path(__file__).parents[3]
 _FORMATS = jsonschema.FormatChecker()
@@ -199,9 +200,8 @@ def _strings():
     r'^\x01*$',
     'a{2}',
     '^(a|b"){1,2}$',
-    '(?i)^A',
+    '^[Aa]',
     'é|🙂$',
-    r'^\w+$',
     r'^[\s\S]{2}$',
   ):
     # At a line end, `$` of `re` is not what the standard says.
@@ -213,6 +213,9 @@ def _strings():
   yield {'enum': ['\ud800', 'é\x00', '"']}, ['é\x00', '"', 'é', *texts]
   escaped = {'$defs': {'a/b~c': {'enum': ['a']}}}
   yield {'$ref': '#/%24defs/a~1b~0c'} | escaped, texts
+  # `~01` is a tilde and 1, and no escape of a slash.
+  tilde = {'$defs': {'a~1b': {'enum': ['a']}, 'a/b': {'enum': ['b']}}}
+  yield {'$ref': '#/$defs/a~01b'} | tilde, texts
   years = (1, 4, 100, 1900, 2000, 2023, 9996)
   dates = [
     f'{year:04}-{month:02}-{day:02}'
@@ -276,6 +279,14 @@ _ELSEWHERE = {'x': {'$id': 'z:', 'y': {}}}
     ({'$ref': 'http://a/b'}, r"#/\$ref must be like #/\$defs/name, got 'http"),
     ({'$ref': '#/$defs/a'}, r"#/\$ref must be a place of this schema, got '#"),
     ({'$ref': '#/$defs/x/y', '$defs': _ELSEWHERE}, 'a place of this schema'),
+    ({'maxLength': 100_001}, '#/maxLength must be at most 100,000, got 100001'),
+    (
+      {'items': {'minItems': 2**40}},
+      '#/items/minItems must be at most 100,000',
+    ),
+    ({'uniqueItems': True}, '#/uniqueItems is a keyword that is not supported'),
+    ({'minProperties': False}, '#/minProperties is a keyword'),
+    ({'pattern': r'\Aa'}, r'\\A is no escape of ECMA-262'),
     ({'items': {'$ref': '#'}}, "'#' contains itself, which is not supported"),
     ([], r'# must be an object, got \[\]'),
   ],
@@ -283,6 +294,36 @@ _ELSEWHERE = {'x': {'$id': 'z:', 'y': {}}}
 def test_what_is_not_obeyed_is_refused_with_its_place(schema, message):
   with pytest.raises(ValueError, match=message):
     json_schema.parse(json.dumps(schema))
+
+
+def test_what_says_nothing_is_ignored():
+  nothing = {
+    'x-order': 3,
+    'x-': {'maximum': 1},
+    'uniqueItems': False,
+    'minProperties': 0,
+    'title': 'A title',
+  }
+  for schema in ({'enum': ['a', 'b']}, {'type': 'integer'}, {'maxItems': 2}):
+    found, wanted = _automaton(schema | nothing), _automaton(schema)
+    assert np.array_equal(found[0], wanted[0]), schema
+
+
+@pytest.mark.parametrize(
+  ('schema', 'name'),
+  [
+    ({'pattern': '^(a?){3000}$'}, '{3000,3000} of #/pattern'),
+    (
+      {'items': {'pattern': 'b{2,20000}'}, 'maxItems': 90},
+      '{2,20000} of #/items/pattern',
+    ),
+  ],
+)
+def test_what_is_too_large_is_refused_by_name(schema, name, monkeypatch):
+  monkeypatch.setattr(byte_automaton, '_MAX_WORK', 2**14)
+  tree = json_schema.parse(json.dumps(schema))
+  with pytest.raises(automaton_lib.TooLarge, match=re.escape(name)):
+    byte_automaton.counting(tree)
 
 
 def test_the_reference_names_what_is_obeyed():
