@@ -115,6 +115,21 @@ def _parse(argv: Sequence[str]) -> list[str]:
   return left
 
 
+def _no_device() -> str:
+  """Why JAX has no device at all; '' if it has one."""
+  import jax
+
+  try:
+    jax.devices()
+  except (AssertionError, RuntimeError) as error:  # It asserts that one is.
+    reason = (str(error).splitlines() or ['no such plugin is installed'])[0]
+    return (
+      f'JAX finds no device of JAX_PLATFORMS={jax.config.jax_platforms}'
+      f' ({reason}); unset the variable, or set it to cpu'
+    )
+  return ''
+
+
 def given(*names: str) -> dict[str, Any]:
   """The values of flags by their names."""
   return {name: flags.FLAGS[name].value for name in names}
@@ -131,6 +146,10 @@ def run(main: Callable[[], None]) -> None:
       main()
     except _BAD_INPUT as error:
       _end(argv[0], str(error), _REFUSED)
+    except (AssertionError, RuntimeError):
+      if reason := _no_device():
+        _end(argv[0], reason, _REFUSED)
+      raise
     except KeyboardInterrupt:
       _end(argv[0], 'interrupted; what is written is kept', _INTERRUPTED)
 
