@@ -102,9 +102,22 @@ def _end(script: str, message: str, status: int) -> NoReturn:
   sys.exit(status)
 
 
+def _check_decoded(argument: str) -> None:
+  """Refuses bytes that Python did not decode by the locale."""
+  try:
+    argument.encode()
+  except UnicodeEncodeError as error:
+    raise ValueError(
+      f'{argument!r:.80} has bytes that are no text in this locale; give UTF-8,'
+      ' and set LC_ALL=C.UTF-8'
+    ) from error
+
+
 def _parse(argv: Sequence[str]) -> list[str]:
   """Parses the flags; what they cannot be is one line."""
   try:
+    for argument in argv:
+      _check_decoded(argument)
     left = flags.FLAGS(argv)
     if len(left) > 1:
       raise ValueError(f'unexpected argument {left[1]!r}; see --help')
