@@ -166,7 +166,11 @@ _BATCH = {'tokens': [1, 2], 'step': 0, 'seed': 0, 'batch_size': 1, 'length': 9}
     ('less than a window, --context', _HEAD, {'batch_tokens': 8}),
     ('--corpus=/no is not a folder', _texts, {'folder': '/no'}),
     ('percent must lie', _texts, {'folder': '/', 'percent': 0}),
-    ('there are no files that match .*c under', _texts, {'folder': '.', 'pattern': 'x.c'}),
+    (
+      'there are no files that match .*c under',
+      _texts,
+      {'folder': '.', 'pattern': 'x.c'},
+    ),
     ('=256 must exceed', _tokenizer, {'vocab_size': 256}),
     ('2 tokens, fewer than one', corpus_lib.training_batch, _BATCH),
   ],
