@@ -235,6 +235,7 @@ class HeadFile(HeadTensors, gguf.GGUFFile):
   @property
   def _architecture(self) -> str:
     header = gguf_header.read_header(self.path)
+    gguf_config.check_is_model(header)
     found = header.metadata.get('general.architecture')
     if found not in _OWN_KEYS:
       raise ValueError(
