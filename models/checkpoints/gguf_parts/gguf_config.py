@@ -299,7 +299,7 @@ ARCHITECTURES = {
   ),
   'granite': Architecture('granite', keys=_GRANITE_KEYS, swaps_rows=True),
   'granitemoe': Architecture(
-    'granite',
+    None,
     'granitemoehybrid',
     keys=_GRANITE_KEYS | {_SHARED: 'shared_intermediate_size'},
     swaps_rows=True,

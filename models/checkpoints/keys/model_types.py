@@ -67,8 +67,8 @@ _TYPES = {
   ROUNDED: dict | None,
 }
 WINDOWS = (
-  *('sliding_window', 'use_sliding_window', 'max_window_layers'),
-  'layer_types',
+  *('sliding_window', 'layer_types', 'use_sliding_window'),
+  'max_window_layers',
 )
 _TOKENS = frozenset({'bos_token_id', 'eos_token_id', 'pad_token_id'})
 _OF_ROPES = _TOKENS | {'max_position_embeddings', *_TYPES}

@@ -269,7 +269,8 @@ def test_what_stands_in_the_place_of_a_file(folder, tmp_path):
       with pytest.raises(ValueError, match=f'^{file} {message}'):
         hub.locate(file).config  # noqa: B018
     for name in (_TEMPLATE, 'tokenizer.json'):
-      (folder / 'tokenizer.json').write_text('{}')
+      for other in (_TEMPLATE, 'tokenizer.json'):
+        (folder / other).write_text('{}')
       (folder / name).write_text(text)
       with pytest.raises(ValueError, match=f'^{folder / name} {message}'):
         hub.locate(folder).tokenizer  # noqa: B018

@@ -143,7 +143,7 @@ def test_every_norm_adds_the_epsilon_of_the_config(tmp_path):
   }
   for name, norm in norms.items():
     width = norm.scale.get_value().shape[0]
-    found = layers.normalize(jnp.full((1, 1, width), 0.5), norm)
+    found = norm(jnp.full((1, 1, width), 0.5))
     np.testing.assert_allclose(found, 0.5**0.5, 1e-5, err_msg=name)
   of_layers = ('input_layernorm', 'post_attention_layernorm')
   of_layers += ('self_attn.q_norm', 'self_attn.k_norm')
