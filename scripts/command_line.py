@@ -104,13 +104,11 @@ def _end(script: str, message: str, status: int) -> NoReturn:
 
 def _check_decoded(argument: str) -> None:
   """Refuses bytes that Python did not decode by the locale."""
-  try:
-    argument.encode()
-  except UnicodeEncodeError as error:
+  if any('\udc80' <= letter <= '\udcff' for letter in argument):
     raise ValueError(
       f'{argument!r:.80} has bytes that are no text in this locale; give UTF-8,'
       ' and set LC_ALL=C.UTF-8'
-    ) from error
+    )
 
 
 def _parse(argv: Sequence[str]) -> list[str]:

@@ -21,12 +21,9 @@ def check_text(name: str, text: str) -> None:
   """Refuses half of a surrogate pair, which no tokenizer can encode."""
   for position, letter in enumerate(text):
     if '\ud800' <= letter <= '\udfff':
-      remedy = 'give valid Unicode'
-      if '\udc80' <= letter <= '\udcff':  # A byte that Python did not decode.
-        remedy = 'give UTF-8, and where the locale is another, LC_ALL=C.UTF-8'
       raise ValueError(
         f'{name} has the lone surrogate {letter!r} at position {position} of'
-        f' {text[max(position - 8, 0) : position + 8]!r}; {remedy}'
+        f' {text[max(position - 8, 0) : position + 8]!r}; give valid Unicode'
       )
 
 

@@ -75,18 +75,15 @@ class Corpus:
     where = f'files that match {self.pattern} under {self.root}'
     if not number:
       raise ValueError(f'there are no {where}; see --corpus and --pattern')
-    part = self.held_out_percent
+    part = self.held_out_percent / 100
     split = 'held out to measure the loss' if held_out else 'to train on'
+    others = 1 - part if held_out else part
+    enough = math.ceil(math.log(0.05) / math.log(others))  # At 19 to 1.
     raise ValueError(
-      f'none of the {number} {where} is {split}: by a hash of its name, each'
-      f' file has a chance of {part} % to be held out, and only UTF-8 is read;'
-      f' give {self.enough_files} files or more, such as one for each text'
+      f'none of the {number} {where} is {split}: a hash of its name holds each'
+      f' file out with a chance of {part:.0%}, and only UTF-8 is read; give'
+      f' {enough} files or more, such as one for each text'
     )
-
-  @property
-  def enough_files(self) -> int:
-    """Of so many files at least one is held out, at 19 to 1."""
-    return math.ceil(math.log(0.05) / math.log(1 - self.held_out_percent / 100))
 
   def tokens(
     self, tokenizer: PreTrainedTokenizerBase, *, held_out: bool
