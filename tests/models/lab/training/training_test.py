@@ -117,7 +117,7 @@ def test_a_corpus_of_a_dozen_files_says_how_many_are_needed(tmp_path):
   (tmp_path / os.fsdecode(b't\xe9.py')).write_text('text')
   message = (
     f'none of the 12 files that match .*py under {tmp_path} is held out to'
-    ' measure the loss: .* a chance of 2% .* give 149 files or more'
+    ' measure the loss: .* a chance of 2%, .* give 149 files or more'
   )
   with pytest.raises(ValueError, match=message):
     _texts(tmp_path, held_out=True, percent=2)
