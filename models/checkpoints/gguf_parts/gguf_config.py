@@ -225,13 +225,13 @@ _BEHIND_NAMES = NAMES | {'post_attention_norm': 'post_attention_layernorm'}
 _GEMMA_NAMES = _BEHIND_NAMES | {'ffn_norm': 'pre_feedforward_layernorm'}
 
 
+_PROJECTOR = 'the projector (mmproj) of a vision model, without the model'
 # What files with other contents are, by their `general.type` or architecture.
 _NO_MODELS = {
   'adapter': 'an adapter (LoRA) of one; merge it into the model it is for',
-  'clip': 'the projector of a vision model (mmproj); give the file of its text',
+  **dict.fromkeys(('clip', 'mmproj'), _PROJECTOR),
   'controlvector': 'a control vector of one; give the file of the model',
   'imatrix': 'an importance matrix, with which models are rounded',
-  'mmproj': 'the projector of a vision model; give the file of its text model',
   'vocab': 'a vocabulary without a model; give the file of the model',
 }
 
@@ -437,7 +437,7 @@ def own_keys(
       if key == KV_HEADS and architecture.state_layers:
         # The layers with a state have no heads.
         value = [one or max(value) for one in value]
-      differs = any(one != value[0] for one in value)
+      differs = not value or any(one != value[0] for one in value)
       if differs and (key != INNER or name != 'gemma4'):
         raise ValueError(
           f'{full} differs between layers; this is not supported'

@@ -348,8 +348,11 @@ def test_the_factor_of_yarn_may_be_stated(stated, factor, path):
   [
     ({'general.type': 'adapter'}, r'no model, but an adapter \(LoRA\)'),
     ({'general.type': 'imatrix'}, 'no model, but an importance matrix'),
-    ({'general.type': 'mmproj'}, 'no model, but the projector of a vision'),
-    ({'general.architecture': 'clip'}, 'no model, but the projector of a'),
+    ({'general.type': 'mmproj'}, r'no model, but the projector \(mmproj\) of'),
+    (
+      {'general.architecture': 'clip'},
+      r'no model, but the projector \(mmproj\) of',
+    ),
     ({'split.count': 3}, 'one of 3 parts of a model; merge them'),
   ],
 )
