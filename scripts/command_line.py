@@ -135,7 +135,7 @@ def _no_device() -> str:
   except (AssertionError, RuntimeError) as error:  # It asserts that one is.
     reason = (str(error).splitlines() or ['no such plugin is installed'])[0]
     return (
-      f'JAX finds no device of JAX_PLATFORMS={jax.config.jax_platforms}'
+      f'JAX finds no device of JAX_PLATFORMS={os.environ.get("JAX_PLATFORMS")}'
       f' ({reason}); unset the variable, or set it to cpu'
     )
   return ''
