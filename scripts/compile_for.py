@@ -113,10 +113,8 @@ def main() -> None:
       folder.mkdir(parents=True, exist_ok=True)
       name = f'{_DEVICE.value.replace(":", "-")}-{method}.txt'
       (folder / name).write_text(compiled.text, 'utf-8')
-    memory[method] = figures = report_lib.memory_figures(compiled)
-    words = (
-      f'{one / 1e6:.1f} MB {_BYTES[key]}' for key, one in figures.items()
-    )
+    memory[method] = sizes = report_lib.memory_figures(compiled)
+    words = (f'{one / 1e6:.1f} MB {_BYTES[key]}' for key, one in sizes.items())
     print(f'{method}: {"; ".join(words)}')
     counted = report_lib.analyse(compiled)
     loops += [{'method': method} | loop for loop in counted]
