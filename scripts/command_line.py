@@ -102,9 +102,20 @@ def _end(script: str, message: str, status: int) -> NoReturn:
   sys.exit(status)
 
 
+def _check_decoded(argument: str) -> None:
+  """Refuses bytes that Python did not decode by the locale."""
+  if any('\udc80' <= letter <= '\udcff' for letter in argument):
+    raise ValueError(
+      f'{argument!r:.80} has bytes that are no text in this locale; give UTF-8,'
+      ' and set LC_ALL=C.UTF-8'
+    )
+
+
 def _parse(argv: Sequence[str]) -> list[str]:
   """Parses the flags; what they cannot be is one line."""
   try:
+    for argument in argv:
+      _check_decoded(argument)
     left = flags.FLAGS(argv)
     if len(left) > 1:
       raise ValueError(f'unexpected argument {left[1]!r}; see --help')
@@ -113,6 +124,21 @@ def _parse(argv: Sequence[str]) -> list[str]:
   except (flags.Error, *_BAD_INPUT) as error:
     _end(argv[0], str(error), _REFUSED)
   return left
+
+
+def _no_device() -> str:
+  """Why JAX has no device at all; '' if it has one."""
+  import jax
+
+  try:
+    jax.devices()
+  except (AssertionError, RuntimeError) as error:  # It asserts that one is.
+    reason = (str(error).splitlines() or ['no such plugin is installed'])[0]
+    return (
+      f'JAX finds no device of JAX_PLATFORMS={os.environ.get("JAX_PLATFORMS")}'
+      f' ({reason}); unset the variable, or set it to cpu'
+    )
+  return ''
 
 
 def given(*names: str) -> dict[str, Any]:
@@ -131,6 +157,10 @@ def run(main: Callable[[], None]) -> None:
       main()
     except _BAD_INPUT as error:
       _end(argv[0], str(error), _REFUSED)
+    except (AssertionError, RuntimeError):
+      if reason := _no_device():
+        _end(argv[0], reason, _REFUSED)
+      raise
     except KeyboardInterrupt:
       _end(argv[0], 'interrupted; what is written is kept', _INTERRUPTED)
 

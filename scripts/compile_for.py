@@ -49,6 +49,13 @@ _TEXT = flags.DEFINE_string(
 )
 _OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write')
 
+_BYTES = {
+  'temporary_bytes': 'beside arguments',
+  'accessed_bytes': 'read and written',
+  'held_bytes': 'of weights and caches',
+  'ideal_held_bytes': 'if they were divided evenly',
+}
+
 
 def _checked():
   """The device and the mesh; ValueError if flags do not go together."""
@@ -106,18 +113,9 @@ def main() -> None:
       folder.mkdir(parents=True, exist_ok=True)
       name = f'{_DEVICE.value.replace(":", "-")}-{method}.txt'
       (folder / name).write_text(compiled.text, 'utf-8')
-    held, ideal = compiled.held
-    memory[method] = {
-      'temporary_bytes': compiled.temporary_bytes,
-      'accessed_bytes': compiled.accessed_bytes,
-      'held_bytes': held,
-      'ideal_held_bytes': ideal,
-    }
-    print(
-      f'{method}: {compiled.temporary_bytes / 1e6:.1f} MB beside arguments;'
-      f' {compiled.accessed_bytes / 1e6:.1f} MB read and written;'
-      f' weights and caches {held / 1e9:.3f} GB ({held / ideal:.4f} of ideal)'
-    )
+    memory[method] = sizes = report_lib.memory_figures(compiled)
+    words = (f'{one / 1e6:.1f} MB {_BYTES[key]}' for key, one in sizes.items())
+    print(f'{method}: {"; ".join(words)}')
     counted = report_lib.analyse(compiled)
     loops += [{'method': method} | loop for loop in counted]
     if _EXECUTED.value:

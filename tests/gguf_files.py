@@ -64,7 +64,9 @@ def _rope_keys(
     writer.add_rope_scaling_attn_factors(scaling.attention_factor)
   if rope.query_growth:
     writer.add_attn_temperature_scale(rope.query_growth)
-  if isinstance(scaling, rope_lib.YarnScaling) and scaling.attention_factor:
+  if arch == 'olmo2' and scaling:
+    writer.add_rope_scaling_attn_factors(scaling.attention_factor)
+  elif isinstance(scaling, rope_lib.YarnScaling) and scaling.attention_factor:
     # The factor is (log + 1) / (log * mscale_all_dim + 1).
     log = 0.1 * math.log(scaling.factor)
     multiplier = ((log + 1) / scaling.attention_factor - 1) / log
@@ -140,6 +142,9 @@ def _metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
   _rope_keys(writer, (scaled or ropes)[0], width, arch)
   if arch == 'gemma4':
     _gemma4_keys(writer, config)
+  if arch == 'olmo2' and windows:
+    slides = [window is not None for window in config.of_layers('window')]
+    writer.add_sliding_window_pattern(slides)
   if arch == 'qwen35':
     _delta_keys(writer, config)
   if isinstance(config, mixtral_lib.MixtralConfig):

@@ -188,11 +188,19 @@ def config_from_keys(
       names the key and its value.
   """
   with checkpoint_lib.naming(path):
-    raw = _of_text(raw)
-    if raw.get('model_type') == ASSISTANT:
-      raise ValueError(f'model_type {ASSISTANT!r}: {NO_ASSISTANTS}')
     try:
+      raw = _of_text(raw)
+      if raw.get('model_type') == ASSISTANT:
+        raise ValueError(f'model_type {ASSISTANT!r}: {NO_ASSISTANTS}')
       config = model_configs.read_config(raw)
+    except config_keys.UnreadKey as error:
+      if not (path.is_dir() or path.suffix == '.json'):
+        raise  # Nobody removes a key of a GGUF file.
+      raise ValueError(
+        f'{error}; remove the key if the model is the same without it'
+      ) from error
+    except KeyError as error:  # transformers misses a key of a rotation.
+      raise ValueError(error.args[0]) from error
     except StrictDataclassError as error:
       # It names the class, then the key and the reason, which is its cause.
       reason = str(error.__cause__ or error).partition('. Errors:')[0]

@@ -6,6 +6,7 @@ out what the class does not have, such as a pre-tokenizer.
 """
 
 import codecs
+import itertools
 import pathlib
 from typing import Any
 
@@ -55,7 +56,10 @@ def _chat_template(
   files = {file.stem: file for file in folder.glob(f'{_TEMPLATES}/*.jinja')}
   if (folder / 'chat_template.jinja').is_file():
     files['default'] = folder / 'chat_template.jinja'
-  found = {name: text_files.read(file) for name, file in files.items()}
+  found = dict[str, str]()
+  for name, file in files.items():
+    text_files.refuse_stand_in(file)  # Any text is a template.
+    found[name] = text_files.read(file)
   if found:
     return found['default'] if found.keys() == {'default'} else found
   stated = config.get('chat_template')
@@ -106,6 +110,7 @@ def _from_json(folder: pathlib.Path) -> transformers.PreTrainedTokenizerBase:
     key: config[key] for key in _KEPT if isinstance(config.get(key), _KEPT[key])
   }
   kept['chat_template'] = _chat_template(folder, config)
+  text_files.refuse_stand_in(folder / _JSON)
   with open(folder / _JSON, 'rb') as file:
     marked = file.read(3) == codecs.BOM_UTF8  # It would not be read as JSON.
   try:
@@ -155,6 +160,8 @@ def _from_class(folder: pathlib.Path) -> transformers.PreTrainedTokenizerBase:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     needed = dict(tokenizer.vocab_files_names)
   except Exception as error:  # A package may be missing, or anything be raised.
+    for name in filter(sizes.get, itertools.chain(*_OLD)):
+      text_files.refuse_stand_in(folder / name)
     raise ValueError(
       f'{folder} has no usable tokenizer: {error}; a {_JSON} would be enough'
     ) from error

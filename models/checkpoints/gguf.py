@@ -103,8 +103,10 @@ class GGUFFile:
     config, tensor = self.config, gguf_tensor.Tensor
     family = families.family_of(config)
     heads = {'attn_q': config.num_heads, 'attn_k': config.num_kv_heads}
+    unread = {gguf_config.ROPE_FACTORS, *gguf_config.LONGROPE.values()}
+    unread |= gguf_config.of_further_tokens(header, arch)
     for name, info in header.tensors.items():
-      if name in (gguf_config.ROPE_FACTORS, *gguf_config.LONGROPE.values()):
+      if name in unread:
         continue
       canonical = gguf_config.canonical_name(name, kind.names, kind.layers)
       if canonical is None:

@@ -32,6 +32,7 @@ from specdec.models.nn import blocks as blocks_lib
 from specdec.models.nn import llama_config
 from specdec.models.nn import matrices as matrices_lib
 from specdec.models.nn import sharding as sharding_lib
+from specdec.text import text_files
 from specdec.text import whole_files
 
 Path = tuple[Any, ...]
@@ -84,6 +85,7 @@ def locate(
       raise ValueError(f'{name} is not a hub id, and a revision needs one')
     return found
   if path.is_file():
+    text_files.refuse_stand_in(path)
     raise ValueError(
       f'{name} is a file, but no GGUF file; give the folder of a model'
     )

@@ -39,7 +39,8 @@ def opened(file: pathlib.Path) -> Iterator[Any]:
   try:
     with safetensors.safe_open(file, 'numpy') as mapped:
       yield mapped
-  except safetensors.SafetensorError as error:
+  except (OSError, safetensors.SafetensorError) as error:
+    text_files.refuse_stand_in(file)
     raise ValueError(f'{file} is not a safetensors file: {error}') from error
 
 
@@ -234,30 +235,58 @@ class HuggingFaceFolder:
         )
 
   def stored(self) -> Iterator[Tensor]:
-    """Yields all tensors by their own names."""
-    for file in self._weights():
+    """Yields all tensors by their own names, each once.
+
+    If several files have a tensor, the index says which one counts.
+
+    Raises:
+      ValueError: the index names another file than has a tensor, or several
+        files have a tensor that the index does not name.
+    """
+    files, index = self._weights(), self._index()
+    found, left_out = dict[str, pathlib.Path](), dict[str, pathlib.Path]()
+    for file in files:
       with opened(file) as mapped:
         described = [
           Tensor(file, name, part.get_dtype(), tuple(part.get_shape()))
           for name in mapped.offset_keys()
           for part in (mapped.get_slice(name),)
         ]
-      yield from described
+      for tensor in described:
+        if self.path / index.get(tensor.key, file.name) != file:
+          left_out[tensor.key] = file
+          continue
+        if (first := found.setdefault(tensor.key, file)) != file:
+          raise ValueError(
+            f'{first.name} and {file.name} both have the tensor {tensor.key},'
+            f' and {_INDEX} does not say which one counts'
+          )
+        yield tensor
+    if lost := sorted(left_out.keys() - found.keys()):
+      raise ValueError(
+        f'{_INDEX} says that {index[lost[0]]} has the tensor {lost[0]}, but'
+        f' {left_out[lost[0]].name} has it'
+      )
+
+  def _index(self) -> dict[str, str]:
+    """The file of each tensor by the index; empty if one file has all."""
+    if (self.path / WEIGHTS).exists() or not (self.path / _INDEX).exists():
+      return {}
+    found = text_files.read_object(self.path / _INDEX).get('weight_map')
+    if not found or not text_files.fits(found, dict[str, str]):
+      raise ValueError(
+        f'{self.path / _INDEX} is not an index of shards: its weight_map must'
+        f' name the file of each tensor, got {found!r:.60}'
+      )
+    return found
 
   def _weights(self) -> list[pathlib.Path]:
     """The files with weights; ValueError if there are none or some lack."""
     if (self.path / WEIGHTS).exists():
       return [self.path / WEIGHTS]
-    if not (self.path / _INDEX).exists():
+    files = [self.path / name for name in sorted({*self._index().values()})]
+    if not files:
       raise ValueError(_no_weights(self.path))
-    try:
-      index = text_files.read_object(self.path / _INDEX)
-      shards = sorted(set(index['weight_map'].values()))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-      raise ValueError(
-        f'{self.path / _INDEX} is not an index of shards: {error!r}'
-      ) from error
-    files = [self.path / shard for shard in shards]
     missing = [file.name for file in files if not file.exists()]
     if missing:
       raise ValueError(f'{self.path} lacks the shards {missing}')

@@ -69,9 +69,9 @@ def _check_windows(
     stated != shape.of_layers('window')
     or {*types} - {model_types.FULL, model_types.SLIDING}
   ):
-    raise ValueError(
+    raise config_keys.UnreadKey(
       f'{unread[0]}={keys[unread[0]]!r:.60}: the layers of such a model have no'
-      f' such window; remove the key if this one has been trained so'
+      ' such window'
     )
 
 

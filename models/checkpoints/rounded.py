@@ -65,6 +65,9 @@ class RoundedFolder(hugging_face.HuggingFaceFolder):
       kind, _, width = kinds.get(tensor.name, '').partition(' ')
       yield tensor.name, _Matrix(tensor, kind, int(width)) if kind else tensor
 
+  def _index(self) -> dict[str, str]:
+    return {}  # One that was copied is of other weights.
+
   def _weights(self) -> list[pathlib.Path]:
     return [self.path / _WEIGHTS]
 

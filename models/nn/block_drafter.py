@@ -34,6 +34,7 @@ from specdec.models.nn import llama_config
 from specdec.models.nn import matrices as matrices_lib
 from specdec.models.nn import rope as rope_lib
 from specdec.models.nn import sharding as sharding_lib
+from specdec.tree import topology as topology_lib
 
 VANILLA, GATED, EDGES = 'vanilla', 'gated', 'edges'
 
@@ -75,8 +76,11 @@ class BlockDrafterConfig(llama_config.LlamaConfig):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if self.depth < 1:
-      raise ValueError(f'block_size={self.block_size} drafts no token')
+    if not 0 < self.depth <= topology_lib.LARGEST_DEPTH:
+      raise ValueError(
+        f'block_size={self.block_size} drafts {self.depth} tokens; from 1 to'
+        f' {topology_lib.LARGEST_DEPTH} are supported'
+      )
     if not 0 <= self.mask_token < self.vocab_size:
       raise ValueError(
         f'mask_token_id={self.mask_token} is beyond the vocabulary of'

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from specdec import arguments as arguments_lib
+from specdec.text import text_files
 from specdec.text import whole_files
 
 
@@ -26,6 +27,7 @@ def most_frequent(path: str, number: int) -> list[int]:
     ValueError: the file cannot be read or has another shape.
   """
   with whole_files.reading(path, 'give a .npy file of counts'):
+    text_files.refuse_stand_in(path)
     counts = np.load(path, allow_pickle=False)
   if counts.ndim != 1 or counts.dtype.kind not in 'iuf':
     raise ValueError(f'{path} has no array [V] of counts, but {counts.shape}')

@@ -350,7 +350,7 @@ def model_digest(checkpoint: checkpoint_lib.Checkpoint) -> str:
   for file in checkpoint.files:
     with file.open('rb') as opened:
       size = opened.seek(0, os.SEEK_END)
-      digest.update(f'{file.name} {size}\n'.encode())
+      digest.update(os.fsencode(f'{file.name} {size}\n'))
       for start in (0, max(size - _SAMPLE_BYTES, 0)):
         opened.seek(start)
         digest.update(opened.read(_SAMPLE_BYTES))

@@ -226,6 +226,7 @@ def load_table(
   remedy = 'build one with scripts/build_ngram.py'
   if not pathlib.Path(path).is_file():
     raise ValueError(f'there is no n-gram table {path}; {remedy}')
+  text_files.refuse_stand_in(path)
   with whole_files.reading(
     f'n-gram table {path}', f'copy it again or {remedy}'
   ):

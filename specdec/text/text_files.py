@@ -4,6 +4,7 @@ A text file is UTF-8 whatever the locale says, with or without a byte order
 mark, and with line ends of any system.
 """
 
+import codecs
 from collections.abc import Iterator
 from collections.abc import Mapping
 import contextlib
@@ -78,6 +79,32 @@ def read(name: str | os.PathLike[str]) -> str:
   return ''.join(line for _, line in lines(name))
 
 
+def refuse_stand_in(name: str | os.PathLike[str]) -> None:
+  """Refuses what often lies in the place of a downloaded file.
+
+  Readers call it where a file is not what it should be.
+
+  Raises:
+    ValueError: it is a folder, a pointer of Git LFS or a web page.
+  """
+  if os.path.isdir(name):
+    raise ValueError(f'{name} is a folder, not a file')
+  try:
+    with open(name, 'rb') as file:
+      start = file.read(1024).removeprefix(codecs.BOM_UTF8).lstrip().lower()
+  except OSError:
+    return
+  if start.startswith(b'version https://git-lfs.github.com/'):
+    raise ValueError(
+      f'{name} is a pointer of Git LFS, not the file itself; run git lfs pull'
+      ' in its folder'
+    )
+  if start.startswith((b'<!doctype html', b'<html')):
+    raise ValueError(
+      f'{name} is a web page; download the file that the page is about'
+    )
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
   """The object of JSON pairs; ValueError if a key is there twice."""
   found: dict[str, Any] = {}
@@ -98,6 +125,7 @@ def read_object(name: str | os.PathLike[str]) -> dict[str, Any]:
   try:
     found = json.loads(text, object_pairs_hook=_unique)
   except (ValueError, RecursionError) as error:
+    refuse_stand_in(name)
     raise ValueError(f'{name} is not valid JSON: {error}') from error
   if not isinstance(found, dict):
     raise ValueError(f'{name} must hold a JSON object, got {found!r:.40}')

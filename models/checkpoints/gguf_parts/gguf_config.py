@@ -68,14 +68,28 @@ _DELTA_KEYS = LLAMA_KEYS | {
   'ssm.group_count': 'linear_num_key_heads',
   'ssm.time_step_rank': 'linear_num_value_heads',
 }
-# Keys that a file may lack, beside those of experts.
-_OPTIONAL_KEYS = {
-  'attention.head_count_kv',
-  'attention.key_length',
-  'attention.sliding_window',
-  'attn_logit_softcapping',
-  'final_logit_softcapping',
+# Keys that 0 turns off, as in llama.cpp, and the values that do so here.
+_OFF_AT_ZERO: dict[str, float | None] = {
+  'attention.scale': None,
+  'attention.sliding_window': None,
+  'attn_logit_softcapping': None,
+  'embedding_scale': 1.0,
+  'final_logit_softcapping': None,
+  'logit_scale': 1.0,
+  'residual_scale': 1.0,
 }
+# Keys that a file may lack, beside those of experts.
+_OPTIONAL_KEYS = {'attention.head_count_kv', 'attention.key_length'}
+_OPTIONAL_KEYS |= _OFF_AT_ZERO.keys()
+# The beginnings of keys of parts that a model may have, and what the names of
+# tensors of such a part have. Converters leave keys of parts in files without
+# them: a Granite 4 without Mamba layers is a `granite`.
+_OF_PARTS = {
+  'ssm.': '.ssm_',
+  'shortconv.': '.shortconv.',
+  'expert_shared_': 'shexp.',
+}
+_NEXTN = 'nextn_predict_layers'
 # For each layer, whether it has the window; or every how many has not.
 PATTERN = 'attention.sliding_window_pattern'
 KV_HEADS = 'attention.head_count_kv'
@@ -83,6 +97,7 @@ INNER = 'feed_forward_length'
 # Keys that are read elsewhere, or that change nothing.
 _OTHER_KEYS = {
   PATTERN,
+  _NEXTN,
   'attention.temperature_scale',
   'attention.value_length',
   'attention.value_length_swa',
@@ -96,8 +111,10 @@ _OTHER_KEYS = {
   'rope.scaling.finetuned',
   'rope.scaling.original_context_length',
   'rope.scaling.type',
+  'rope.scaling.yarn_attn_factor',
   'rope.scaling.yarn_beta_fast',
   'rope.scaling.yarn_beta_slow',
+  'rope.scaling.yarn_ext_factor',
   'rope.scaling.yarn_log_multiplier',
   'ssm.inner_size',
   'tensor_data_layout',
@@ -212,18 +229,32 @@ _BEHIND_NAMES = NAMES | {'post_attention_norm': 'post_attention_layernorm'}
 _GEMMA_NAMES = _BEHIND_NAMES | {'ffn_norm': 'pre_feedforward_layernorm'}
 
 
+_PROJECTOR = 'the projector (mmproj) of a vision model, without the model'
+# What files with other contents are, by their `general.type` or architecture.
+_NO_MODELS = {
+  'adapter': 'an adapter (LoRA) of one; merge it into the model it is for',
+  **dict.fromkeys(('clip', 'mmproj'), _PROJECTOR),
+  'controlvector': 'a control vector of one; give the file of the model',
+  'imatrix': 'an importance matrix, with which models are rounded',
+  'vocab': 'a vocabulary without a model; give the file of the model',
+}
+
+
 class Architecture(NamedTuple):
   """The properties of the files of an architecture.
 
   Attributes:
     plain: the `model_type` without experts, None if there is none.
     mixture: the `model_type` with experts.
+    windowed: the `model_type` if layers have a window, None if it is the same.
     keys: of the metadata.
     names: of the tensors.
     layers: canonical name of the list of layers.
     swaps_rows: whether rows of queries and keys have llama.cpp's order.
     pattern: every how many layers one has no window, of files that do not say
       it; 0 if all have one, None if it is not known.
+    local_base: the base of the rotation of layers with a window, of files that
+      do not say it; None if it is the same for all layers.
     head_from_width: the number of layers of a model whose scores are divided by
       the square root of the width over the number of heads, not of a head's.
     state_layers: the entry of `layer_types` of layers with a state in place of
@@ -233,11 +264,13 @@ class Architecture(NamedTuple):
 
   plain: str | None
   mixture: str | None = None
+  windowed: str | None = None
   keys: Mapping[str, str] = LLAMA_KEYS
   names: Mapping[str, str] = NAMES
   layers: str = 'layers'
   swaps_rows: bool = False
   pattern: int | None = None
+  local_base: float | None = None
   head_from_width: int | None = None
   state_layers: str | None = None
   fixed: Mapping[str, Any] = types.MappingProxyType({})
@@ -251,9 +284,15 @@ ARCHITECTURES = {
     'gemma2', names=_GEMMA_NAMES, pattern=2, head_from_width=46
   ),
   'gemma3': Architecture(
-    'gemma3_text', names=_GEMMA_NAMES, pattern=6, head_from_width=62
+    'gemma3_text',
+    names=_GEMMA_NAMES,
+    pattern=6,
+    local_base=10000.0,
+    head_from_width=62,
   ),
-  'gemma4': Architecture('gemma4_text', keys=_GEMMA4_KEYS, names=_GEMMA_NAMES),
+  'gemma4': Architecture(
+    'gemma4_text', keys=_GEMMA4_KEYS, names=_GEMMA_NAMES, local_base=10000.0
+  ),
   'gpt-oss': Architecture(None, 'gpt_oss', names=_BEHIND_NAMES, pattern=2),
   'lfm2': Architecture(
     'lfm2',
@@ -271,7 +310,7 @@ ARCHITECTURES = {
   ),
   'minicpm': Architecture('granite', keys=_MINICPM_KEYS, swaps_rows=True),
   'mistral3': Architecture('ministral3', swaps_rows=True, pattern=0),
-  'olmo2': Architecture('olmo2', names=_BEHIND_NAMES),
+  'olmo2': Architecture('olmo2', windowed='olmo3', names=_BEHIND_NAMES),
   'phi3': Architecture('phi3', names=_FUSED_NAMES, pattern=0),
   'qwen2': Architecture('qwen2'),
   'qwen3': Architecture('qwen3'),
@@ -301,18 +340,26 @@ def canonical_name(
   return ours and (f'{layers}.{number}.{ours}' if block == 'blk' else ours)
 
 
+def check_is_model(header: gguf_header.Header) -> None:
+  """Refuses a file that holds something else, or a part of a model."""
+  for key in ('general.type', 'general.architecture'):
+    if other := _NO_MODELS.get(str(header.metadata.get(key))):
+      raise ValueError(f'it is no model, but {other}')
+  if (parts := header.metadata.get('split.count', 0)) > 1:  # 0: merged.
+    raise ValueError(
+      f'it is one of {parts} parts of a model; merge them with llama-gguf-split'
+      ' --merge'
+    )
+
+
 def architecture_of(header: gguf_header.Header) -> str:
   """The name of the architecture; ValueError if it is not known."""
+  check_is_model(header)
   found = header.metadata.get('general.architecture')
   if found not in ARCHITECTURES:
     raise ValueError(
       f'architecture {found!r} is not known; choose from'
       f' {sorted(ARCHITECTURES)}'
-    )
-  if (parts := header.metadata.get('split.count', 0)) > 1:  # 0: merged.
-    raise ValueError(
-      f'it is one of {parts} parts of a model; merge them with llama-gguf-split'
-      ' --merge'
     )
   return found
 
@@ -320,6 +367,37 @@ def architecture_of(header: gguf_header.Header) -> str:
 def _shortest(value: Any) -> Any:
   """1e-05 in place of 9.99999974737875e-06, which is the same in float32."""
   return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def num_layers(header: gguf_header.Header, name: str) -> int:
+  """The number of layers, without those that predict further tokens.
+
+  The last ones of a file may be such (MTP), and are not read.
+  """
+  keys = f'{name}.block_count', f'{name}.{_NEXTN}'
+  text_files.check_types(header.metadata, dict.fromkeys(keys, int))
+  number, others = (header.metadata.get(key, 0) for key in keys)
+  if not 0 <= others <= number:
+    raise ValueError(f'{keys[1]}={others} contradicts {keys[0]}={number}')
+  return number - others
+
+
+def of_further_tokens(header: gguf_header.Header, name: str) -> set[str]:
+  """The tensors of the layers that `num_layers` does not count."""
+  last = header.metadata.get(f'{name}.block_count', 0)
+  numbers = range(num_layers(header, name), last)
+  prefixes = tuple(f'blk.{number}.' for number in numbers)
+  return {one for one in header.tensors if one.startswith(prefixes)}
+
+
+def _is_left_over(
+  key: str, known: Collection[str], header: gguf_header.Header
+) -> bool:
+  """Whether a key is of a part that the tensors do not have."""
+  return key not in known and any(
+    key.startswith(prefix) and not any(part in name for name in header.tensors)
+    for prefix, part in _OF_PARTS.items()
+  )
 
 
 def own_keys(
@@ -346,30 +424,33 @@ def own_keys(
   number = header.metadata.get(f'{prefix}block_count')
   found = {}
   for full, value in header.metadata.items():
-    if not full.startswith(prefix):
-      continue
     key = full.removeprefix(prefix)
+    if key == full or _is_left_over(key, known, header):
+      continue
     if key not in known:
       raise ValueError(f'{full} is not supported')
-    if (
-      key == KV_HEADS and architecture.state_layers and isinstance(value, list)
-    ):
-      # The layers with a state have no heads.
-      value = [one or max(value) for one in value]
+    if key == 'block_count':
+      value = num_layers(header, name)
+    if isinstance(value, list) and (key == PATTERN or key not in _LISTS):
+      if len(value) != number:
+        raise ValueError(
+          f'{full} has {len(value)} values for block_count={number!r}'
+        )
+      value = value[: num_layers(header, name)]
     if isinstance(value, list) and key not in _LISTS:
+      if key == KV_HEADS and architecture.state_layers:
+        # The layers with a state have no heads.
+        value = [one or max(value) for one in value]
       differs = not value or any(one != value[0] for one in value)
       if differs and (key != INNER or name != 'gemma4'):
         raise ValueError(
           f'{full} differs between layers; this is not supported'
         )
-      if len(value) != number:
-        raise ValueError(
-          f'{full} has {len(value)} values for block_count={number!r}'
-        )
       value = value if differs else value[0]
     kind = _TYPES.get(key, float if _NUMBERS.search(key) else int)
     text_files.check_types({full: value}, {full: kind})
-    found[key] = _shortest(value)
+    is_off = value == 0 and key in _OFF_AT_ZERO
+    found[key] = _OFF_AT_ZERO[key] if is_off else _shortest(value)
   return found
 
 
@@ -389,5 +470,7 @@ def check_keys(name: str, metadata: Mapping[str, Any]) -> None:
   keys, pattern = ARCHITECTURES[name].keys, ARCHITECTURES[name].pattern
   optional = {key for key in keys if key.startswith('expert_')}
   optional |= _OPTIONAL_KEYS - {'attention.sliding_window' if pattern else ''}
+  if name == 'minicpm':  # llama.cpp takes the factors of one of its models.
+    optional -= {*_MINICPM_KEYS} & {*_OFF_AT_ZERO} - {*LLAMA_KEYS}
   if missing := sorted(keys.keys() - metadata.keys() - optional):
     raise ValueError(f'lacks the key {name}.{missing[0]}')

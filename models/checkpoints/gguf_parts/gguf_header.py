@@ -15,6 +15,8 @@ import pathlib
 import struct
 from typing import Any
 
+from specdec.text import text_files
+
 _MAGIC = b'GGUF'
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32  # Alignment of the data, unless the metadata has another.
@@ -124,6 +126,7 @@ def _read(path: pathlib.Path, size: int, modified: int) -> Header:
   del size, modified
   with path.open('rb') as file:
     if file.read(len(_MAGIC)) != _MAGIC:
+      text_files.refuse_stand_in(path)
       raise ValueError(f'{path} is not a GGUF file: it begins with other bytes')
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as buffer:
       reader = _Reader(buffer)

@@ -75,7 +75,9 @@ def _add_own(
     found[original] = rope[original]
   if name == 'gpt-oss' and rope.get('rope_type') == 'yarn':
     rope['truncate'] = False  # No file says that pairs are not rounded.
-  if name == 'minicpm':
+  if name in ('granite', 'granitemoe', 'minicpm') and not found.get(
+    'attention_multiplier'
+  ):
     found['attention_multiplier'] = 1 / math.sqrt(found['head_dim'])
   if name == 'mistral3' and 'llama_4_scaling_beta' not in rope:
     found['model_type'] = 'mistral'  # Such as Mistral Small 3.
@@ -124,17 +126,14 @@ def _add_rotation(metadata: Mapping[str, Any], found: dict[str, Any]) -> None:
 def _layer_types(name: str, header: gguf_header.Header) -> list[str]:
   """Which layers have a state in place of keys and values."""
   key = f'{name}.{gguf_config.KV_HEADS}'
-  heads, number = (
-    header.metadata.get(key),
-    header.metadata[f'{name}.block_count'],
-  )
-  if not isinstance(heads, list) or len(heads) != number:
+  heads = header.metadata.get(key)
+  if not isinstance(heads, list):
     raise ValueError(
-      f'{key} must say for each of {number} layers how many heads it'
-      f' has, got {heads!r:.60}'
+      f'{key} must say for each layer how many heads it has, got {heads!r:.60}'
     )
   states = str(gguf_config.ARCHITECTURES[name].state_layers)
-  return ['full_attention' if one else states for one in heads]
+  types = ['full_attention' if one else states for one in heads]
+  return types[: gguf_config.num_layers(header, name)]
 
 
 def _add_heads(
@@ -165,21 +164,23 @@ def _add_windows(
 ) -> None:
   """Adds which layers have the window, and how those rotate."""
   kind, number = gguf_config.ARCHITECTURES[name], found['num_hidden_layers']
-  is_local = model_types.MODEL_TYPES[found['model_type']].ropes == 'kinds'
   stated, theta = metadata.get(gguf_config.PATTERN), 'rope.freq_base_swa'
+  window = found.get('sliding_window')
+  if window and kind.windowed:
+    found['model_type'] = kind.windowed
+  is_local = model_types.MODEL_TYPES[found['model_type']].ropes == 'kinds'
   base = found['rope_parameters']['rope_theta']
   if not is_local and metadata.get(theta, base) != base:
     raise ValueError(
       f'{name}.{theta}={metadata[theta]} is not supported, since all'
       f' layers rotate by the base {base}'
     )
-  window = found.get('sliding_window')
-  if not window:  # 0 in files of Phi 4.
+  if not window:
     found.pop('sliding_window', None)
     if stated is not None:
       raise ValueError(
         f'{name}.{gguf_config.PATTERN} says which layers have a window,'
-        f' but {name}.attention.sliding_window is {window}'
+        f' but {name}.attention.sliding_window lacks or is 0'
       )
     return
   pattern = kind.pattern if stated is None else stated
@@ -190,17 +191,12 @@ def _add_windows(
     )
   if not isinstance(pattern, list):
     pattern = [pattern == 0 or (at + 1) % pattern for at in range(number)]
-  elif len(pattern) != number:
-    raise ValueError(
-      f'{name}.{gguf_config.PATTERN} has {len(pattern)} values for'
-      f' {number} layers'
-    )
   if name == 'llama' and found['model_type'] == 'llama':
     found['model_type'] = 'mistral' if all(pattern) else 'ministral'
   types = ['sliding_attention' if one else 'full_attention' for one in pattern]
   found |= {'layer_types': types, 'use_sliding_window': True}
   if is_local:
-    local = {'rope_theta': metadata.get(theta, 10000.0)}
+    local = {'rope_theta': metadata.get(theta, kind.local_base or base)}
     found['rope_parameters'] = {
       'full_attention': found['rope_parameters'],
       'sliding_attention': local | {'rope_type': 'default'},

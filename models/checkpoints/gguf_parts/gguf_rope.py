@@ -9,6 +9,7 @@ import numpy as np
 from specdec.models.checkpoints.gguf_parts import gguf_config
 from specdec.models.checkpoints.gguf_parts import gguf_header
 from specdec.models.checkpoints.gguf_parts import gguf_tensor
+from specdec.models.checkpoints.keys import config_keys
 from specdec.models.nn import rope as rope_lib
 
 # Keys of each scaling, and those of `rope_parameters`.
@@ -25,6 +26,10 @@ _SCALINGS: dict[str, dict[str, str]] = {
     'attention.temperature_scale': 'llama_4_scaling_beta',
   },
 }
+# Keys of the factor of queries and keys, by older and newer converters, and a
+# key that is 1 in every model of transformers.
+_FACTORS = 'rope.scaling.attn_factor', 'rope.scaling.yarn_attn_factor'
+_EXTRAPOLATION = 'rope.scaling.yarn_ext_factor'
 _NEVER = 1e29  # From here on, a frequency is divided to zero.
 # The scaling of Llama 3.1 and later; a file has only what follows from it.
 _LLAMA3: dict[str, Any] = {
@@ -58,11 +63,13 @@ def rope_parameters(
     *gguf_config.LONGROPE.values()
   }:
     return _longrope(metadata, header) | parameters
-  if metadata.get('rope.scaling.attn_factor', 1.0) != 1.0:
-    raise ValueError(
-      f'rope.scaling.attn_factor='
-      f'{metadata["rope.scaling.attn_factor"]} is not supported'
-    )
+  for key in (*_FACTORS, _EXTRAPOLATION):
+    if metadata.get(key, 1.0) != 1.0 and (
+      kind != 'yarn' or key == _EXTRAPOLATION
+    ):
+      raise ValueError(
+        f'{key}={metadata[key]} is not supported with rope.scaling.type={kind}'
+      )
   if kind not in _SCALINGS:
     raise ValueError(f'rope.scaling.type {kind!r} is not supported')
   if kind == 'linear' and 'rope.scaling.factor' not in metadata:
@@ -71,6 +78,8 @@ def rope_parameters(
   found = {keys[key]: metadata[key] for key in keys if key in metadata}
   if kind != 'none':
     parameters |= {'rope_type': kind, **found}
+  if kind == 'yarn':
+    parameters |= _attention_factor(metadata, found.get('factor', 1.0))
   if 'mscale_all_dim' in parameters:  # The other factor is one in llama.cpp.
     parameters['mscale'] = 1.0
   if (factors := gguf_config.ROPE_FACTORS) in header.tensors:
@@ -81,6 +90,23 @@ def rope_parameters(
       )
     parameters |= _divided(header, parameters['rope_theta'])
   return parameters
+
+
+def _attention_factor(
+  metadata: Mapping[str, Any], factor: float
+) -> dict[str, float]:
+  """The key of YaRN's factor of queries and keys, if a file states it.
+
+  It is the whole factor, as converters copy it. In a file it is rounded to
+  float32; where it is the usual one, it follows from the factor of the context.
+  """
+  first, second = (metadata.get(key) for key in _FACTORS)
+  config_keys.check_same(_FACTORS[0], first, _FACTORS[1], second)
+  stated = second if first is None else first
+  usual = 0.1 * math.log(max(factor, 1.0)) + 1.0
+  if stated is None or np.float32(stated) == np.float32(usual):
+    return {}
+  return {'attention_factor': stated}
 
 
 def _longrope(

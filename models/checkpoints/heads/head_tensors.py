@@ -215,11 +215,15 @@ class HeadFolder(HeadTensors, hugging_face.HuggingFaceFolder):
         f" s.save_file(torch.load('{pickled}', weights_only=True),"
         f" '{self.path / hugging_face.WEIGHTS}')\""
       )
-    found = {
-      _canonical(tensor.name): tensor
-      for tensor in self.stored()
-      if not _BUFFERS.fullmatch(tensor.name)
-    }
+    found = dict[str, hugging_face.Tensor]()
+    for tensor in self.stored():
+      if _BUFFERS.fullmatch(tensor.name):
+        continue
+      same = found.setdefault(_canonical(tensor.name), tensor)
+      if same != tensor:
+        raise ValueError(
+          f'tensors {same.name} and {tensor.name} are the same one of a head'
+        )
     # DeepSeek counts on from the layers of the target.
     numbers = [int(one[1]) for one in map(_LAYER.fullmatch, found) if one]
     first = min(numbers, default=0)
@@ -235,6 +239,7 @@ class HeadFile(HeadTensors, gguf.GGUFFile):
   @property
   def _architecture(self) -> str:
     header = gguf_header.read_header(self.path)
+    gguf_config.check_is_model(header)
     found = header.metadata.get('general.architecture')
     if found not in _OWN_KEYS:
       raise ValueError(

@@ -102,7 +102,7 @@ def merged(raw: Mapping[str, Any]) -> dict[str, Any]:
         f'{key}={keys[key]!r} is not supported; choose a block drafter with one'
         f' of {known}'
       )
-  for key in ('block_size', 'mask_token_id'):
+  for key in ('block_size', 'mask_token_id', 'num_attention_heads'):
     if keys.get(key) is None:
       raise ValueError(f'lacks the key {key}')
   return keys
@@ -136,6 +136,17 @@ def reads(keys: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
   return tuple(found)
 
 
+def _uses_window(keys: Mapping[str, Any]) -> bool:
+  """Whether layers of the kind `sliding_attention` have a window.
+
+  Of the classes of transformers that describe layers, those of Qwen alone have
+  a switch, which is off if a file does not say it.
+  """
+  has_switch = keys.get('model_type') in (None, 'qwen2', 'qwen3')
+  is_on = not has_switch or bool(keys.get('use_sliding_window'))
+  return is_on and bool(keys.get('sliding_window'))
+
+
 def fields(keys: Mapping[str, Any], slides: tuple[bool, ...]) -> dict[str, Any]:
   """Fields of a `BlockDrafterConfig`; `slides`: which layers have a window."""
   of_speculators = bool(keys.get(_SPECULATORS))
@@ -145,7 +156,7 @@ def fields(keys: Mapping[str, Any], slides: tuple[bool, ...]) -> dict[str, Any]:
     all_see = keys.get('sliding_window_non_causal')
     if all_see is None:
       all_see = keys[_SPECULATORS] == 'dflash2'
-    if all_see or not keys.get('sliding_window'):
+    if all_see or not _uses_window(keys):
       causal = False
   for key in ('is_causal', 'causal', 'causal_head'):
     if keys.get(key) is not None:
@@ -173,6 +184,5 @@ def of_layers(keys: Mapping[str, Any]) -> dict[str, Any]:
   """
   own = {*_TYPES, *_IDLE} - _LAYERS
   found = {key: keys[key] for key in keys if key not in own}
-  if found.get('model_type') != 'qwen3' and found.get('sliding_window'):
-    found.setdefault('use_sliding_window', True)
+  found['use_sliding_window'] = _uses_window(keys)
   return found | {'model_type': 'qwen3', 'tie_word_embeddings': False}

@@ -107,6 +107,10 @@ _SYNONYMS = {
 }
 
 
+class UnreadKey(ValueError):
+  """A key says what nothing here computes; a file may be right without it."""
+
+
 def types_of(config: Any) -> dict[str, Any]:
   """The keys of a class of transformers that not all have, and their types."""
   base = {one.name for one in dataclasses.fields(transformers.PreTrainedConfig)}
@@ -163,8 +167,9 @@ def refuse_unread(
       read, with defaults.
 
   Raises:
-    ValueError: a key was not read, is not known to change nothing, and is
-      neither null, false, zero nor empty; or it contradicts one that was read.
+    UnreadKey: a key was not read, is not known to change nothing, and is
+      neither null, false, zero nor empty.
+    ValueError: it contradicts one that was read.
   """
   for key in sorted(keys.keys() - {*read} - {*idle}):
     value, synonym = keys[key], _SYNONYMS.get(key, '')
@@ -177,7 +182,4 @@ def refuse_unread(
       continue
     never_off = any(one is True for one in _HARMLESS.get(key, ()))
     if (value or never_off) and not _NO_EFFECT.fullmatch(key):
-      raise ValueError(
-        f'{key}={value!r:.60} is not supported; remove the key if the model is'
-        ' the same without it'
-      )
+      raise UnreadKey(f'{key}={value!r:.60} is not supported')

@@ -44,7 +44,7 @@ def flat(
     ValueError: a key has another type, or two of them contradict each other.
   """
   objects = (nested_name, _LAYERS)
-  text_files.check_types(raw, dict.fromkeys(objects, dict | None))
+  text_files.check_types(raw, {nested_name: dict | None, _LAYERS: dict})
   nested, layers = ({**(raw.get(key) or {})} for key in objects)
   own = {key: raw[key] for key in raw if key not in objects}
   for keys in (own, layers, nested):
@@ -100,7 +100,7 @@ def of_layers(
   if found.get('model_type') not in _LAYER_TYPES:
     found['model_type'] = 'llama'
   if isinstance(types := found.get('layer_types'), list) and (
-    len(types) != number and types.count(types[0]) == len(types)
+    len(types) != number and len({*types}) == 1
   ):
     found['layer_types'] = types[:1] * number
   return found | {'num_hidden_layers': number, 'tie_word_embeddings': False}

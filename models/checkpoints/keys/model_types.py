@@ -71,9 +71,9 @@ _TYPES = {
 }
 WINDOWS = (
   'sliding_window',
+  'layer_types',
   'use_sliding_window',
   'max_window_layers',
-  'layer_types',
 )
 _TOKENS = frozenset({'bos_token_id', 'eos_token_id', 'pad_token_id'})
 _OF_ROPES = _TOKENS | {'max_position_embeddings', *_TYPES}

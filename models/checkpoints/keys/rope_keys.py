@@ -20,6 +20,7 @@ _OF_LAYERS = ('full_attention', 'sliding_attention')
 # The sections of an `mrope` rotate by positions within a picture; for text all
 # of them are the same.
 _UNSCALED = ('default', 'mrope')
+_OLDER_TYPES = {'su': 'longrope'}
 _TYPES: dict[str, Any] = {
   'rope_type': str,
   'type': str,
@@ -47,6 +48,8 @@ def _normalized(rope: Mapping[str, Any], context: Any) -> dict[str, Any]:
   """
   stated = {key: value for key, value in rope.items() if value is not None}
   text_files.check_types(stated, _TYPES | _SCALING_TYPES)
+  for key in stated.keys() & {'rope_type', 'type'}:
+    stated[key] = _OLDER_TYPES.get(stated[key], stated[key])
   kind = stated.get('rope_type', stated.get('type'))
   config_keys.check_same('rope_type', kind, 'type', stated.get('type'))
   original = stated.get('original_max_position_embeddings')

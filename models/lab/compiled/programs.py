@@ -272,8 +272,10 @@ class Compiled:
   """
 
   text: str  # The optimised program, which each device runs.
-  temporary_bytes: int  # Memory that it needs besides its arguments.
-  accessed_bytes: int  # All that it reads and writes, each loop once, by XLA.
+  # By XLA, None where a compiler does not say it: memory besides the arguments,
+  # and all that is read and written, each loop once.
+  temporary_bytes: int | None
+  accessed_bytes: int | None
   held: tuple[int, float]
   #: The sizes of the axes of whole weights and caches that are divided.
   divided: frozenset[tuple[int, ...]]
@@ -430,6 +432,16 @@ def _cost_ratio(
   return read / target.spec.weight_bytes
 
 
+def analyses(compiled: jax.stages.Compiled) -> dict[str, int | None]:
+  """What a compiler says of a program; without a GPU one may say nothing."""
+  memory_use, work = compiled.memory_analysis(), compiled.cost_analysis() or {}
+  accessed = work.get('bytes accessed')
+  return {
+    'temporary_bytes': memory_use and memory_use.temp_size_in_bytes,
+    'accessed_bytes': None if accessed is None else int(accessed),
+  }
+
+
 def compile_program(
   method: str,
   task: CompiledTask,
@@ -482,8 +494,7 @@ def compile_program(
   own = sum(map(memory.bytes_on_device, held))
   return Compiled(
     text=compiled.as_text(),
-    temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
-    accessed_bytes=int(compiled.cost_analysis()['bytes accessed']),
+    **analyses(compiled),
     held=(own, sum(map(_bytes, held)) - saved),
     divided=frozenset(counts.axes_of(leaf.shape) for leaf in divided),
     stages=tuple(stage.name for stage in drafter.stages),

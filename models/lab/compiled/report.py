@@ -56,6 +56,18 @@ def loop_figures(
   }
 
 
+def memory_figures(compiled: programs.Compiled) -> dict[str, float]:
+  """Bytes of a program, without those that its compiler does not say."""
+  held, ideal = compiled.held
+  figures = {
+    'temporary_bytes': compiled.temporary_bytes,
+    'accessed_bytes': compiled.accessed_bytes,
+    'held_bytes': held,
+    'ideal_held_bytes': ideal,
+  }
+  return {key: one for key, one in figures.items() if one is not None}
+
+
 def _label(loop: counts.Loop, depth: int, compiled: programs.Compiled) -> str:
   """Growth runs in the scope `grow_` and the name of the stage."""
   for stage in compiled.stages:

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 import dataclasses
 import hashlib
+import math
+import os
 import pathlib
 import sysconfig
 
@@ -43,17 +45,23 @@ class Corpus:
     return pathlib.Path(self.folder or sysconfig.get_path('stdlib'))
 
   def _is_held_out(self, path: pathlib.Path) -> bool:
-    name = path.relative_to(self.root).as_posix().encode()
+    # Names of files may be no UTF-8.
+    name = os.fsencode(path.relative_to(self.root).as_posix())
     digest = hashlib.blake2b(name, digest_size=8).digest()
     return int.from_bytes(digest, 'big') % 100 < self.held_out_percent
 
   def texts(self, *, held_out: bool) -> Iterator[str]:
-    """Yields the UTF-8 files of one split in a fixed order."""
-    found = False
+    """Yields the UTF-8 files of one split in a fixed order.
+
+    Raises:
+      ValueError: there are none; says how many files a corpus should have.
+    """
+    found, number = False, 0
     for path in sorted(self.root.rglob(self.pattern)):
       folders = path.relative_to(self.root).parts
       if _SKIPPED_FOLDERS.intersection(folders) or not path.is_file():
         continue
+      number += 1
       if self._is_held_out(path) != held_out:
         continue
       try:
@@ -62,11 +70,20 @@ class Corpus:
         continue
       found = True
       yield text
-    if not found:
-      split = 'held-out' if held_out else 'training'
-      raise ValueError(
-        f'no {split} files match {self.pattern} under {self.root}'
-      )
+    if found:
+      return
+    where = f'files that match {self.pattern} under {self.root}'
+    if not number:
+      raise ValueError(f'there are no {where}; see --corpus and --pattern')
+    part = self.held_out_percent / 100
+    split = 'held out to measure the loss' if held_out else 'to train on'
+    others = 1 - part if held_out else part
+    enough = math.ceil(math.log(0.05) / math.log(others))  # At 19 to 1.
+    raise ValueError(
+      f'none of the {number} {where} is {split}: a hash of its name holds each'
+      f' file out with a chance of {part:.0%}, and only UTF-8 is read; give'
+      f' {enough} files or more, such as one for each text'
+    )
 
   def tokens(
     self, tokenizer: PreTrainedTokenizerBase, *, held_out: bool
@@ -126,8 +143,8 @@ def training_batch(
   """
   if len(tokens) <= length:
     raise ValueError(
-      f'the corpus has {len(tokens)} tokens, fewer than one window of'
-      f' {length + 1}'
+      f'the training split has {len(tokens)} tokens, fewer than one window of'
+      f' {length + 1}; give more files, or a smaller --context'
     )
   rng = np.random.default_rng([seed, step])
   starts = rng.integers(0, len(tokens) - length, batch_size)
@@ -142,7 +159,7 @@ def held_out_batches(
   if windows < 1:
     raise ValueError(
       f'the held-out split has {len(tokens)} tokens, fewer than one window'
-      f' of {length + 1}'
+      f' of {length + 1}; give more files, or a smaller --context'
     )
   starts = np.arange(windows) * length
   # The last batch wraps around: a shorter one would compile a second program.

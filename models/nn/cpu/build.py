@@ -8,6 +8,7 @@ import os
 import pathlib
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -68,6 +69,11 @@ def _compile(command: Sequence[str], scratch: pathlib.Path) -> pathlib.Path:
   return library
 
 
+def _command(compiler: str) -> list[str]:
+  """The words of a compiler; the name of a program may have spaces."""
+  return [compiler] if shutil.which(compiler) else shlex.split(compiler)
+
+
 def compile_library(
   compiler: str, folder: pathlib.Path, flags: tuple[str, ...] = FLAGS
 ) -> pathlib.Path:
@@ -78,17 +84,20 @@ def compile_library(
   one step, so several processes may compile at once.
 
   Args:
-    compiler: a C++ compiler, such as `g++`.
+    compiler: a C++ compiler, and arguments if need be, such as `ccache g++`.
     folder: where the library is kept.
     flags: of the compiler.
 
   Raises:
     OSError: the compiler cannot be run or the folder not written.
+    ValueError: its arguments cannot be told apart.
     subprocess.CalledProcessError: it does not compile.
   """
   include = pathlib.Path(jaxlib.__file__).with_name('include')
+  program, *arguments = _command(compiler)
+  flags = (*arguments, *flags)
   version = subprocess.run(
-    [compiler, '--version'], capture_output=True, check=True
+    [program, *arguments, '--version'], capture_output=True, check=True
   ).stdout
   parts = (
     *(source.read_bytes() for source in _SOURCES),
@@ -105,7 +114,7 @@ def compile_library(
   print(f'Compiling the CPU kernels with {compiler}, once.', file=sys.stderr)
   folder.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryDirectory(dir=folder) as scratch:
-    command = [compiler, *flags, '-isystem', str(include)]
+    command = [program, *flags, '-isystem', str(include)]
     made = _compile(command, pathlib.Path(scratch))
     made.write_bytes(whole_files.sealed(made.read_bytes()))
     made.replace(library)
@@ -127,7 +136,8 @@ def register(library: pathlib.Path, suffix: str = '') -> None:
 
 def find_compiler() -> str | None:
   """The C++ compiler to use: that of the variable `CXX`, or one of the path."""
-  return os.environ.get('CXX') or shutil.which('g++') or shutil.which('c++')
+  stated = os.environ.get('CXX', '').strip()
+  return stated or shutil.which('g++') or shutil.which('c++')
 
 
 @functools.cache
@@ -140,8 +150,8 @@ def is_available() -> bool:
     return _unavailable('there is no C++ compiler (g++)')
   try:
     register(compile_library(compiler, user_cache.folder('kernels')))
-  except (OSError, AttributeError) as error:
-    return _unavailable(str(error))
+  except (OSError, ValueError, AttributeError) as error:
+    return _unavailable(f'{compiler}: {error}')
   except subprocess.CalledProcessError as error:
     lines = error.stderr.decode(errors='replace').strip().splitlines()
     return _unavailable(f'{compiler} failed: {lines[0] if lines else error}')

@@ -234,7 +234,8 @@ _REFUSED = {
     ({'partial_rotary_factor': 0}, 'partial_rotary_factor must be'),
     (_long(short_factor=[1.0] * 3), 'short_factor'),
     (_long(short_factor=[0.0]), 'short_factor must have positive'),
-    (_long(long_factor=None), 'long_factor'),
+    (_long(long_factor=None), 'Missing required keys .*long_factor'),
+    (_long(type='su', rope_type='yarn'), "='yarn' and type='longrope' contra"),
   ),
   'granitemoehybrid': (
     ({'layer_types': ['attention', 'mamba']}, r"\['linear_attention'\]"),
@@ -272,6 +273,12 @@ _REFUSED = {
   ),
   'gemma3': (({}, 'text_config must be an object, got None'),),
 }
+
+
+def test_an_older_name_of_longrope():
+  """As the first files of Phi 3 and Phi 4 have it."""
+  config = _OF_TYPE['phi3']
+  assert _read(config | _long(type='su')) == _read(config | _long())
 
 
 @pytest.mark.parametrize(

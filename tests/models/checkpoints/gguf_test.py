@@ -1,5 +1,6 @@
 """GGUF files give the same models as the folders that they were made from."""
 
+import dataclasses
 import re
 import struct
 import sys
@@ -22,6 +23,7 @@ from specdec.models.checkpoints import hub
 from specdec.models.checkpoints.gguf_parts import gguf_header
 from specdec.models.checkpoints.gguf_parts import gguf_rope
 from specdec.models.checkpoints.gguf_parts import gguf_tensor
+from specdec.models.checkpoints.heads import heads
 from specdec.models.lab.training import tokenizer as tokenizer_lib
 from specdec.models.nn import blocks as blocks_lib
 from specdec.models.nn import delta as delta_lib
@@ -44,12 +46,16 @@ _LLAMA3 = rope_lib.Llama3Scaling(
 _YARN = rope_lib.YarnScaling(
   factor=4.0, original_max_position_embeddings=16, truncate=False
 )
+_YARN_OF_8 = rope_lib.YarnScaling(
+  factor=8.0, original_max_position_embeddings=16, attention_factor=1.5
+)
 _LONGROPE = rope_lib.LongRopeScaling(
   short_factor=tuple(1 + np.arange(24) / 16),
   long_factor=tuple(2 + np.arange(24) / 16),
   original_max_position_embeddings=48,
   attention_factor=1.25,
 )
+_WIDE = rope_lib.Rope(theta=5e5)
 _LOCAL = rope_lib.Rope()
 _GLOBAL = rope_lib.Rope(theta=1e6, scaling=rope_lib.LinearScaling(factor=2.0))
 _PROPORTIONAL = rope_lib.Rope(
@@ -90,6 +96,11 @@ _CONFIGS = {
     **{'qk_norm': True, 'mixers': ('linear_attn', 'self_attn', 'linear_attn')},
     **{'key_heads': 2, 'value_heads': 4, 'key_width': 64, 'value_width': 32},
     **{'conv_size': 4, 'tiled': True},
+  ),
+  'olmo2': llama_config.LlamaConfig(
+    **_LLAMA | {'pre_norm': False, 'post_norm': True, 'window': (8, None)},
+    **{'qk_norm': True, 'joint_qk_norm': True},
+    rope=(_WIDE, dataclasses.replace(_WIDE, scaling=_YARN_OF_8)),
   ),
   'smollm3': llama_config.LlamaConfig(
     **_LLAMA | {'num_layers': 4, 'rope': (*[_LOCAL] * 3, None)}
@@ -141,6 +152,7 @@ def path(tmp_path):
   [
     *((name, Kind.F32) for name in ('llama, llama3', 'gemma2', 'gemma3')),
     *((name, Kind.F32) for name in ('qwen35', 'smollm3', 'mistral3')),
+    ('olmo2', Kind.F32),
     *((name, Kind.F16) for name in ('gpt2', 'llama, mixture')),
     ('gpt2', Kind.BF16),
     *_BLOCKS,
@@ -283,28 +295,104 @@ def test_a_tensor_of_another_architecture_is_refused(tensor, path):
 
 
 _LISTS = {'attention.head_count_kv': [2, 2], 'feed_forward_length': [256] * 2}
+# The converter keeps keys of Mamba layers and experts that a model has not.
+_LEFT_OVER = {'ssm.conv_kernel': 4, 'expert_shared_feed_forward_length': 64}
+_LEFT_OVER |= {'attn_logit_softcapping': 0.0, 'attention.sliding_window': 0}
+# One more block predicts the token after the next one.
+_MTP = {'block_count': 4, 'nextn_predict_layers': 1}
+_MTP |= {'attention.head_count_kv': [2, 2, 2, 4]}
+
+
+def _with_mtp(tensors):
+  row = tensors['blk.1.attn_norm.weight']
+  names = ('attn_norm', 'attn_k', 'nextn.eh_proj', 'nextn.enorm')
+  return tensors | {f'blk.3.{name}.weight': row for name in names}
 
 
 @pytest.mark.parametrize(
   ('name', 'other'),
   [
     ('llama', {'keys': _LISTS}),
+    ('llama', {'keys': _LEFT_OVER}),
+    ('qwen35', {'keys': _MTP, 'change': _with_mtp}),
     # The layer reads the keys of another one.
     ('gemma4', {'change': _with('blk.3.attn_k.weight', _ROW)}),
   ],
 )
 def test_what_a_file_may_also_say_changes_nothing(name, other, path):
-  loaded = []
+  loaded, configs = [], set()
   for options in ({}, other):
     _write(path, name, **options)
-    loaded.append(tiny.parameters(hub.load_module(path)))
+    module = hub.load_module(path)
+    configs.add(module.config)
+    loaded.append(tiny.parameters(module))
+  assert len(configs) == 1
   jax.tree.map(np.testing.assert_array_equal, *loaded)
+
+
+def test_scales_of_0_are_off(path, tmp_path):
+  module = hub.load_module(variants.write('granite', tmp_path / 'folder'))
+  names = 'embedding_scale', 'residual_scale', 'logit_scale', 'attention.scale'
+  gguf_files.write(path, module, 'granite', keys=dict.fromkeys(names, 0.0))
+  off = {'embedding_scale': 1.0, 'residual_scale': 1.0, 'logit_divisor': 1.0}
+  expected = dataclasses.replace(module.config, attention_scale=None, **off)
+  assert hub.locate(path).config == expected
+
+
+@pytest.mark.parametrize(
+  ('stated', 'factor'),
+  [
+    ({}, 0.1 * np.log(4.0) + 1),
+    ({'rope.scaling.attn_factor': 1.5}, 1.5),
+    ({'rope.scaling.yarn_attn_factor': 1.0}, 1.0),
+    # It is the usual one, rounded to float32.
+    ({'rope.scaling.attn_factor': 1.1386294}, 0.1 * np.log(4.0) + 1),
+  ],
+)
+def test_the_factor_of_yarn_may_be_stated(stated, factor, path):
+  keys = {'rope.scaling.type': 'yarn', 'rope.scaling.factor': 4.0}
+  keys |= {'rope.scaling.original_context_length': 16} | stated
+  _write(path, 'llama', keys=keys)
+  scaling = hub.locate(path).config.rope.scaling
+  assert scaling.attention_factor == factor
+
+
+@pytest.mark.parametrize(
+  ('keys', 'message'),
+  [
+    ({'general.type': 'adapter'}, r'no model, but an adapter \(LoRA\)'),
+    ({'general.type': 'imatrix'}, 'no model, but an importance matrix'),
+    ({'general.type': 'mmproj'}, r'no model, but the projector \(mmproj\) of'),
+    (
+      {'general.architecture': 'clip'},
+      r'no model, but the projector \(mmproj\) of',
+    ),
+    ({'split.count': 3}, 'one of 3 parts of a model; merge them'),
+  ],
+)
+def test_files_that_hold_no_model(keys, message, path):
+  writer = gguf.GGUFWriter(path, keys.get('general.architecture', 'llama'))
+  if 'general.type' in keys:
+    writer.add_type(keys['general.type'])
+  if 'split.count' in keys:
+    writer.add_uint16('split.count', keys['split.count'])
+  tiny_blocks.finish(writer)
+  for read in (
+    lambda: hub.locate(path).config,
+    lambda: heads.locate(path, _CONFIGS['llama']),
+  ):
+    with pytest.raises(ValueError, match=f'^{path}: it is {message}'):
+      read()
 
 
 _KV, _PATTERN = 'attention.head_count_kv', 'attention.sliding_window_pattern'
 _EPSILON = 'attention.layer_norm_epsilon'
 _GROWTH = 'attention.temperature_scale'
 _ALL_SHARED = {'attention.shared_kv_layers': 4, 'feed_forward_length': 256}
+_NEXTN = 'nextn_predict_layers'
+_WINDOW = {'attention.sliding_window': 8, _PATTERN: [True, False]}
+_TWO_FACTORS = {'rope.scaling.attn_factor': 2.0}
+_TWO_FACTORS |= {'rope.scaling.yarn_attn_factor': 1.5}
 _LINEAR_TYPE = {'rope.scaling.type': 'linear', 'rope.scaling.factor': 2.0}
 
 
@@ -317,9 +405,15 @@ _LINEAR_TYPE = {'rope.scaling.type': 'linear', 'rope.scaling.factor': 2.0}
     ('llama', {'vocab_size': 41}, 'llama.vocab_size=41 contradicts the 40 row'),
     ('llama, llama3', _LINEAR_TYPE, "type='linear' and the tensor rope_freqs"),
     ('llama', {_PATTERN: 2}, 'sliding_window_pattern says which layers have a'),
-    ('gemma4', {_PATTERN: [True]}, 'pattern has 1 values for 4 layers'),
+    ('gemma4', {_PATTERN: [True]}, 'pattern has 1 values for block_count=4'),
     ('llama', {'rope.freq_base_swa': 5.0}, 'rope.freq_base_swa=5.0 is not'),
     ('llama', {'rope.scaling.attn_factor': 2.0}, 'attn_factor=2.0 is not supp'),
+    ('gpt-oss', _TWO_FACTORS, 'attn_factor=2.0 and .*attn_factor=1.5 contrad'),
+    ('gpt-oss', {'rope.scaling.yarn_ext_factor': 0.5}, 'ext_factor=0.5 is not'),
+    ('llama', {_NEXTN: 3}, 'layers=3 contradicts llama.block_count=2'),
+    # Nobody can remove a key of a file.
+    ('llama', {'attn_logit_softcapping': 5.0}, 'ping=5.0 is not supported$'),
+    ('llama, mixture', _WINDOW, 'layer_types=.*: the .* no such window$'),
     ('llama', {'rope.dimension_count': 32}, 'dimension_count=32 is not th'),
     ('llama', {'context_length': 'a'}, "llama.context_length must .*'a'"),
     ('gpt2', {_EPSILON: np.nan}, f'gpt2.{_EPSILON} must be a finite n'),

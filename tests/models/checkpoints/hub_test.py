@@ -239,7 +239,11 @@ def test_bad_tensor(variant, name, edit, message, tmp_path):
 _SHARD = 'model-00002.safetensors'
 _BAD_CONFIGS = ('{"model_type": ', '[]', '"gpt2"', '\x00', '{"a": 1, "a": 1}')
 _BAD_CONFIGS += ('[' * 99_999,)
-_BAD_INDICES = ('{', '{}', '[]', '{"weight_map": null}')
+_BAD_INDICES = ('{}', '{"weight_map": null}', '{"weight_map": {"a": 3}}')
+_LFS = 'version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n'
+_POINTER = 'is a pointer of Git LFS, not the file itself; run git lfs pull in'
+_PAGE = '\n<!DOCTYPE html>\n<html lang="en">'
+_TEMPLATE = 'chat_template.jinja'
 
 
 # A variant, one of its files, what is in it instead (None: it is gone).
@@ -250,7 +254,12 @@ _BAD_INDICES = ('{', '{}', '[]', '{"weight_map": null}')
     ('gpt2', 'config.json', [None], r'has no config\.json'),
     ('gpt2', WEIGHTS, [None], f'has no {WEIGHTS} and no {INDEX}'),
     ('gpt2_sharded', INDEX, _BAD_INDICES, f'{INDEX} is not an index of shards'),
+    ('gpt2_sharded', INDEX, ('{', '[]'), f'{INDEX} (is not val|must hold)'),
     ('gpt2_sharded', _SHARD, [None], f'lacks the shards .*{_SHARD}'),
+    ('gpt2_sharded', _SHARD, [_LFS], f'{_SHARD} {_POINTER}'),
+    ('gpt2_sharded', INDEX, [_LFS], f'{INDEX} {_POINTER}'),
+    ('gpt2', WEIGHTS, [_PAGE], f'{WEIGHTS} is a web page; download'),
+    ('gpt2', 'config.json', [_LFS], f'config.json {_POINTER}'),
   ],
 )
 def test_bad_file(variant, name, texts, message, tmp_path):
@@ -261,6 +270,60 @@ def test_bad_file(variant, name, texts, message, tmp_path):
       (folder / name).write_text(text)
     with pytest.raises(ValueError, match=message):
       hub.load_module(folder)
+
+
+def test_what_stands_in_the_place_of_a_file(folder, tmp_path):
+  (folder / WEIGHTS).unlink()
+  (folder / WEIGHTS).mkdir()
+  with pytest.raises(ValueError, match=f'{WEIGHTS} is a folder, not a file$'):
+    hub.load_module(folder)
+  for text, message in ((_LFS, _POINTER), (_PAGE, 'is a web page; download')):
+    for file in (tmp_path / 'model.gguf', tmp_path / 'a.safetensors'):
+      file.write_text(text)
+      with pytest.raises(ValueError, match=f'^{file} {message}'):
+        hub.locate(file).config  # noqa: B018
+    for name in (_TEMPLATE, 'tokenizer.json'):
+      for other in (_TEMPLATE, 'tokenizer.json'):
+        (folder / other).write_text('{}')
+      (folder / name).write_text(text)
+      with pytest.raises(ValueError, match=f'^{folder / name} {message}'):
+        hub.locate(folder).tokenizer  # noqa: B018
+
+
+def _with_shards(folder, index=None, **files):
+  """Changes of an index, and files that get more tensors."""
+  found = json.loads((folder / INDEX).read_text())
+  found['weight_map'] |= index or {}
+  (folder / INDEX).write_text(json.dumps(found))
+  for number, tensors in files.items():
+    path = folder / f'model-0000{number[1:]}.safetensors'
+    stored = safetensors_numpy.load_file(path) | tensors
+    safetensors_numpy.save_file(stored, path)
+
+
+def test_the_index_decides_which_of_two_tensors_counts(tmp_path):
+  folder = _write(tmp_path, 'gpt2_sharded')
+  before = hub.load_module(folder)
+  index = json.loads((folder / INDEX).read_text())['weight_map']
+  name = next(one for one in index if one.endswith('c_fc.weight'))
+  number = int(index[name][6:11])
+  others = [one for one in (0, 1) if one != number]
+  stored = safetensors_numpy.load_file(folder / index[name])[name]
+  _with_shards(folder, **{f'_{one}': {name: 0 * stored} for one in others})
+  _assert_same(hub.load_module(folder), before)
+  other = f'model-0000{others[0]}.safetensors'
+  _with_shards(folder, {name: other})
+  found = hub.flat_params(hub.load_module(folder))[1]
+  assert any(np.all(np.asarray(one) == 0) for one in found.values())
+  lacks = {0, 1, 2, 3} - {number, *others}
+  _with_shards(folder, {name: f'model-0000{lacks.pop()}.safetensors'})
+  message = f'says that model-.* has the tensor {name}, but .* has it'
+  with pytest.raises(ValueError, match=message):
+    hub.load_module(folder)
+  both = {one: {'extra': stored} for one in ('_0', '_1')}
+  _with_shards(folder, {name: other}, **both)
+  with pytest.raises(ValueError, match='both have the tensor extra, and'):
+    hub.load_module(folder)
 
 
 def test_pickled_weights_are_not_read_but_can_be_converted(folder):

@@ -5,6 +5,7 @@ import pathlib
 import tempfile
 
 import block_folders
+from flax import nnx
 import gguf
 import jax
 import jax.numpy as jnp
@@ -96,6 +97,58 @@ def check_forward(case):
   if case == 'speculators gated':
     ids = drafter.spec.outputs(drafter.params)
     np.testing.assert_array_equal(ids, block_folders.KEPT)
+
+
+_ONE_SLIDES = ['sliding_attention', 'full_attention']
+_STATED = {'sliding_window': 4, 'layer_types': _ONE_SLIDES}
+_UNUSED = _STATED | {'use_sliding_window': False}
+_LAYERS = 'transformer_layer_config'
+
+
+def _with_layers(case, keys):
+  return {_LAYERS: block_folders.CONFIGS[case][_LAYERS] | keys}
+
+
+@pytest.mark.parametrize(
+  ('keys', 'is_used'),
+  [
+    (_UNUSED, False),
+    (_STATED, False),  # As the class of Qwen 3 has it.
+    (_STATED | {'model_type': 'qwen2'}, False),
+    (_STATED | {'use_sliding_window': True}, True),
+    (_UNUSED | {'model_type': 'llama'}, True),  # Its class has no switch.
+    (_STATED | {'model_type': 'mistral'}, True),
+    ({'layer_types': _ONE_SLIDES}, False),
+  ],
+)
+def test_only_a_window_that_is_used_hides_later_rows(keys, is_used, tmp_path):
+  case = 'speculators dspark'
+  folder = block_folders.write(tmp_path, case, keys=_with_layers(case, keys))
+  config = heads.locate(folder, _target().config).config
+  found = config.of_layers('causal'), config.of_layers('window')
+  windowed = (True, False), (4, None)
+  assert found == (windowed if is_used else ((False,) * 2, (None,) * 2))
+  if keys == _UNUSED:  # The package computes the same as without a window.
+    assert _difference(case, _block(_load(folder))) < 2e-4
+
+
+def test_every_norm_adds_the_epsilon_of_the_config(tmp_path):
+  keys = _with_layers('speculators dflash2', {'rms_norm_eps': 0.25})
+  folder = block_folders.write(tmp_path, 'speculators dflash2', keys=keys)
+  made = heads.locate(folder, _target().config).make(16, jnp.dtype(jnp.float32))
+  norms = {
+    '.'.join(map(str, path)): norm
+    for path, norm in nnx.iter_graph(made)
+    if isinstance(norm, layers.RMSNorm)
+  }
+  for name, norm in norms.items():
+    width = norm.scale.get_value().shape[0]
+    found = norm(jnp.full((1, 1, width), 0.5))
+    np.testing.assert_allclose(found, 0.5**0.5, 1e-5, err_msg=name)
+  of_layers = ('input_layernorm', 'post_attention_layernorm')
+  of_layers += ('self_attn.q_norm', 'self_attn.k_norm')
+  names = {f'layers.{at}.{one}' for at in range(2) for one in of_layers}
+  assert norms.keys() == names | {'hidden_norm', 'norm'}
 
 
 def test_a_drafter_has_a_copy_of_some_outputs(tmp_path):
@@ -293,7 +346,9 @@ _REFUSED = {
     ({'new_key': 1}, 'new_key=1 is not supported'),
     ({'num_target_layers': 6}, 'num_target_layers=6 contradicts'),
     ({'num_hidden_layers': 3}, 'num_hidden_layers=3 contradicts'),
-    ({'block_size': 1}, 'block_size=1 drafts no token'),
+    ({'block_size': 1}, 'block_size=1 drafts 0 tokens; from 1 to 64 are'),
+    ({'block_size': 66}, 'block_size=66 drafts 65 tokens; from 1 to 64 are'),
+    ({'num_attention_heads': None}, 'lacks the key num_attention_heads'),
     ({'prefix_gru.weight': (4,)}, 'kind Domino'),
     ({'lm_head_query_in.weight': (4,)}, 'kind Weaver'),
     ({'other.weight': (4,)}, 'tensor other.weight is not part of a block'),
@@ -304,6 +359,7 @@ _REFUSED = {
     ({'markov_head_type': 'rnn'}, "markov_head_type='rnn' is not supported"),
     ({'markov_head.joint_proj.weight': (4,)}, "markov_head_type='rnn'"),
     ({'enable_confidence_head': False}, 'confidence_head=False contradicts'),
+    ({'transformer_layer_config': None}, '_config must be an object, got N'),
     ({'aux_hidden_state_layer_ids': None}, 'lacks the key aux_hidden_state_'),
   ],
 }

@@ -3,6 +3,7 @@
 import functools
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -20,9 +21,41 @@ def test_without_a_compiler_xla_computes(monkeypatch, capsys):
   monkeypatch.delenv('CXX', raising=False)
   assert not build.is_available.__wrapped__()
   assert 'there is no C++ compiler' in capsys.readouterr().err
-  monkeypatch.setenv('CXX', '/nowhere/g++')
-  assert not build.is_available.__wrapped__()
-  assert '/nowhere/g++' in capsys.readouterr().err
+  for compiler in ('/nowhere/g++', 'nocache g++ -m64', 'g++ "-m64'):
+    monkeypatch.setenv('CXX', compiler)
+    assert not build.is_available.__wrapped__()
+    assert f'{compiler}: ' in capsys.readouterr().err
+
+
+def test_a_compiler_may_have_arguments(monkeypatch, tmp_path):
+  """As `ccache g++`, and the compiler of conda; it may lie anywhere."""
+  spaced = tmp_path / 'my tools' / 'g++'
+  spaced.parent.mkdir()
+  spaced.symlink_to(shutil.which('g++'))
+  commands = []
+
+  def run(command, **kw):
+    commands.append([str(word) for word in command])
+    if '-o' in command:
+      command[-1].write_bytes(bytes(64))
+    return subprocess.CompletedProcess(command, 0, stdout=b'g++ 1')
+
+  monkeypatch.setattr(build.subprocess, 'run', run)
+  found = []
+  for compiler, words in (
+    ('g++', ['g++']),
+    ('env A=b g++', ['env', 'A=b', 'g++']),
+    ("g++ '--sysroot=/a b'", ['g++', '--sysroot=/a b']),
+    (str(spaced), [str(spaced)]),
+  ):
+    monkeypatch.setenv('CXX', f' {compiler} ')
+    assert build.find_compiler() == compiler
+    found.append(build.compile_library(compiler, tmp_path))
+    assert commands
+    assert all(command[: len(words)] == words for command in commands)
+    commands.clear()
+  assert found[0] == found[3]  # Other arguments make another library.
+  assert len({*found}) == 3
 
 
 def _flipped(content):

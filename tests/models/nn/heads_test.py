@@ -225,6 +225,7 @@ _SAYS_3 = {'architectures': ['LlamaForCausalLMEagle3']}
   ('naming', 'changes', 'message'),
   [
     ('sglang', {'midlayer.a.weight': _ones(2)}, 'a.weight is not part of a he'),
+    ('sglang', {_UP: _ones(2)}, ' and .* are the same one of a head'),
     ('speculators', {_UP: None}, f'lacks 1 tensors, the first is {_UP}'),
     ('mimo', {_MIMO: _ones(3)}, r'norm.weight has shape \(3,\), exp'),
     ('sglang', {'fc.weight': _ones(16, 40)}, 'reads 40 numbers, which'),

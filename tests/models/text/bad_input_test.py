@@ -20,6 +20,7 @@ import specdec
 from specdec import memory
 from specdec.models import waiting
 from specdec.models.nn import table_model
+from specdec.models.text import generator as generator_lib
 
 _TESTS = pathlib.Path(__file__).parents[2]
 _SCRIPTS = sorted(
@@ -49,7 +50,9 @@ _FLAGS = [
   ('--json_schema=/no/such/file', 'cannot be read'),
   ('--plan_seconds=0', 'plan_seconds'),
   ('--prompt_file=/no/such/file', 'cannot be read'),
-  (f'--prompt={_SURROGATE}', 'lone surrogate'),
+  # A byte that is no UTF-8, or a letter where LC_ALL=C.
+  (f'--prompt={_SURROGATE}', 'no text in this locale; give UTF-8'),
+  (f'--target={_SURROGATE}', 'no text in this locale; give UTF-8'),
   ('--no_such_flag=1', 'Unknown command line flag'),
   ('--widht=4', 'Did you mean'),
   ('surplus', 'unexpected argument'),
@@ -78,6 +81,21 @@ def test_nothing_heavy_is_imported_before_flags_are_checked():
     [sys.executable, '-c', program], capture_output=True, text=True, check=False
   )
   assert ended.returncode == 0, ended.stderr
+
+
+def test_a_missing_device_is_one_line(monkeypatch):
+  fail = mock.Mock(side_effect=RuntimeError('initialize\nbackend'))
+  monkeypatch.setattr(generator_lib, 'load', fail)
+  flags = '--method=plain', '--draft=none', '--prompt=x', '--dtype=float32'
+  # Another error stays one.
+  with pytest.raises(RuntimeError, match='initialize'):
+    command_lines.run('generate.py', *flags)
+  monkeypatch.setattr(jax, 'devices', fail)
+  line = command_lines.refusal('generate.py', *flags)
+  assert 'JAX finds no device of JAX_PLATFORMS=cpu (initialize); unset' in line
+  monkeypatch.setattr(jax, 'devices', mock.Mock(side_effect=AssertionError))
+  line = command_lines.refusal('generate.py', *flags)
+  assert 'JAX_PLATFORMS=cpu (no such plugin is installed); unset' in line
 
 
 def _refused_file(path, content, *flags):

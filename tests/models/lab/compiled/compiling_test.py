@@ -2,6 +2,8 @@
 
 import pathlib
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from specdec.models.lab import hlo
@@ -159,3 +161,25 @@ def test_loops_count_as_often_as_they_run():
 def test_a_loop_of_known_length_is_part_of_the_step(rounds):
   step = report_lib.per_step([_loop('decode step', 700, 90)], rounds)
   assert (step['kernels'], step['waits'], step['rounds']) == (700, 1.0, {})
+
+
+def test_what_a_compiler_does_not_say_is_left_out(monkeypatch):
+  """As of GPUs, where none is present."""
+  program = jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile()
+  as_compiled = lambda: programs.Compiled(
+    text='',
+    held=(8, 8.0),
+    divided=frozenset(),
+    stages=(),
+    cost_ratio=None,
+    **programs.analyses(program),
+  )
+  held = {'held_bytes': 8, 'ideal_held_bytes': 8.0}
+  found = report_lib.memory_figures(as_compiled())
+  assert found.keys() == held.keys() | {'temporary_bytes', 'accessed_bytes'}
+  assert found['accessed_bytes'] >= 2 * 4 * 64
+  monkeypatch.setattr(jax.stages.Compiled, 'cost_analysis', lambda self: None)
+  found.pop('accessed_bytes')
+  assert report_lib.memory_figures(as_compiled()) == found
+  monkeypatch.setattr(jax.stages.Compiled, 'memory_analysis', lambda self: None)
+  assert report_lib.memory_figures(as_compiled()) == held

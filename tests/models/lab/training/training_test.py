@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import os
 
 import command_lines
 from flax import nnx
@@ -113,6 +114,21 @@ def test_files_are_split_by_their_relative_path_alone(root):
   assert _texts(skipped, percent=2) == ['text of site-packages/x.py']
 
 
+def test_a_corpus_of_a_dozen_files_says_how_many_are_needed(tmp_path):
+  """Whatever bytes their names have."""
+  _write_files(tmp_path, [f'a{number}.py' for number in range(11)])
+  (tmp_path / os.fsdecode(b't\xe9.py')).write_text('text')
+  message = (
+    f'none of the 12 files that match .*py under {tmp_path} is held out to'
+    ' measure the loss: .* a chance of 2%, .* give 149 files or more'
+  )
+  with pytest.raises(ValueError, match=message):
+    _texts(tmp_path, held_out=True, percent=2)
+  assert len(_texts(tmp_path, percent=2)) == 12
+  with pytest.raises(ValueError, match=r'is to train on: .* give 299 files or'):
+    _texts(tmp_path, percent=99)
+
+
 def test_tokens_end_every_file_and_are_those_of_the_first_run(
   root, tokenizer, tmp_path
 ):
@@ -169,7 +185,11 @@ _BATCH = {'tokens': [1, 2], 'step': 0, 'seed': 0, 'batch_size': 1, 'length': 9}
     ('less than a window, --context', _HEAD, {'batch_tokens': 8}),
     ('--corpus=/no is not a folder', _texts, {'folder': '/no'}),
     ('percent must lie', _texts, {'folder': '/', 'percent': 0}),
-    ('files match .*c under', _texts, {'folder': '.', 'pattern': 'x.c'}),
+    (
+      'there are no files that match .*c under',
+      _texts,
+      {'folder': '.', 'pattern': 'x.c'},
+    ),
     ('=256 must exceed', _tokenizer, {'vocab_size': 256}),
     ('2 tokens, fewer than one', corpus_lib.training_batch, _BATCH),
   ],
