@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from models.lab import machine
+from models.lab import times
 from models.lab.bench import arms as arms_lib
 from models.lab.bench import batches as batches_lib
 from models.lab.bench import exactness
@@ -116,7 +116,7 @@ class Report:
 
   Attributes:
     settings: of the run.
-    limits: of `models.lab.machine.Bandwidth.summary`.
+    limits: of `models.lab.times.Bandwidth.summary`.
     arms: by name the figures of `timing.summarize_arms`; `flips`, the rows
       whose tokens differ from those of the plain arm of the same dtype, each
       with the margin of the choice, or None without such an arm or if tokens
@@ -363,7 +363,7 @@ def _reading(
 
   The time is that of decoding without prefill, all overhead included. Figures
   are those of `timing.summarize_arms`, costs of `specdec.statistics`, limits of
-  `machine.Bandwidth.summary`.
+  `times.Bandwidth.summary`.
 
   Returns:
     `seconds_per_target_forward`; `of_memory_limit`, the time of reading all
@@ -406,7 +406,7 @@ def run(
   pairs, ready = _load(arms, task)
   made = _batches(questions, pairs, ready[baseline].decode, task, prompt_bucket)
   batches = [rows for _, rows in made]
-  bandwidth = machine.Bandwidth()
+  bandwidth = times.Bandwidth()
   decoders = {name: arm.decode for name, arm in ready.items()}
   timing.warm_up(decoders, batches, max_new_tokens=limit)
   results = timing.time_arms(
