@@ -224,7 +224,7 @@ def _own_arm(
     drafter, break_even = used[0], None
     if planned is not None:  # Where only prompts are read, the limit is 0.
       longest = max(map(len, batch))
-      drafter, break_even = planned.of_request(longest, task.max_new_tokens)
+      drafter, break_even = planned.of_length(longest)
     if task.break_even is not None:
       break_even = task.break_even
     return specdec.generate(
