@@ -66,8 +66,8 @@ class Hardware:
   Several devices share weights and caches evenly. Rates are those of one.
   """
 
-  bytes_per_second: float  #: Of the main memory.
-  flops_per_second: float  #: Of dense products in bfloat16.
+  bytes_per_second: float  #: The rate of the main memory.
+  flops_per_second: float  #: The rate of dense products in bfloat16.
   link_bytes_per_second: float = math.inf  #: That a device sends to others.
   collective_seconds: float = 0.0  #: Least time of a collective operation.
   devices: int = 1
@@ -203,7 +203,9 @@ def forward_cost(
   of_token = config.experts_per_token / config.num_experts
   used = expected_experts(config, positions) / config.num_experts
   active, sides = shared + of_token * experts
-  head_widths = sum(config.cache_widths)  # Of one head, over all layers.
+  head_widths = sum(
+    config.cache_widths
+  )  # The widths of one head, over all layers.
   entry = 2 * config.num_kv_heads * head_widths * _BYTES
   # All pairs of a forward are computed, also pairs that the mask removes.
   pairs = positions * (context + num_tokens)

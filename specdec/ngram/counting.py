@@ -112,7 +112,7 @@ def count_ngrams(
   contexts, keys = np.zeros(num_tokens, np.int64), np.zeros(1, np.int64)
   levels: list[Level] = []
   counts_of_counts = np.zeros((order, HIGHEST_COUNT + 1), np.int64)
-  new_number = np.zeros(1, np.int64)  # Of each context, without those left out.
+  new_number = np.zeros(1, np.int64)  # Each context has one if it is kept.
   for length in range(order):
     if length:
       before = text[places - length]

@@ -34,7 +34,7 @@ PLAN_SECONDS = 300.0
 
 _SECONDS_PER_LENGTH, _MOST_LENGTHS = 60.0, 4
 _FIRST_ROUND = 0.7  # Its end, as a share of the time of a length.
-_LEAST_TOKENS = 16  # Of a decode.
+_LEAST_TOKENS = 16  # Limits below these are too short to plan.
 
 PLAIN = 'plain'
 

@@ -115,7 +115,7 @@ def test_the_fastest_way_of_each_length_counts_the_prompt(make):
   assert plain.tokens_per_second == near({32: 64 / 0.66, 512: 64 / 0.94})
   assert staged.tokens_per_second == near({32: 64 / 0.38})
   assert lookup.tokens_per_second == near({512: 64 / 0.78})
-  # Of the same runs: a step takes twice, and one and a half times, as long.
+  # A step takes twice, and one and a half times, as long as a plain one.
   assert (staged.break_even, lookup.break_even) == near((2.0, 1.5))
   assert plan.usual_length == 32
   assert plan_lib.choose(plan, 30).name == 'staged N=8'
