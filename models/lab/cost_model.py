@@ -203,9 +203,7 @@ def forward_cost(
   of_token = config.experts_per_token / config.num_experts
   used = expected_experts(config, positions) / config.num_experts
   active, sides = shared + of_token * experts
-  head_widths = sum(
-    config.cache_widths
-  )  # The widths of one head, over all layers.
+  head_widths = sum(config.cache_widths)  # One head of each layer, together.
   entry = 2 * config.num_kv_heads * head_widths * _BYTES
   # All pairs of a forward are computed, also pairs that the mask removes.
   pairs = positions * (context + num_tokens)

@@ -26,9 +26,6 @@ _FILES = {
 
 # Tests that detect several bugs.
 _TESTS = {
-  'APART': (
-    "enumeration.test_children_are_drawn_from_what_is_said('best_and_drawn')"
-  ),
   'AUTOMATA': 'constraint.check_tables([0, 1, 2, 3, 4, 5, 297])',
   'BANNED': (
     'sampling.test_no_temperature_and_no_penalty_brings_a_banned_token_back()'
@@ -326,21 +323,6 @@ a node is accepted by its weight before its children
 [verify.rejection: enumeration.test_a_weight_of_which_nothing_is_left()]
 nothing left and nothing missing is a weight of 0
   whole, 1.0), weight) => whole, 1.0), 0.0)
-# The best children and one that is drawn.
-[draft.ranking: APART]
-drawn among the best, too
-  is_apart, best, log_probs.shape[-1]) => False, best, log_probs.shape[-1])
-all children are apart from the draw
-  < counts[..., None] - 1 => < counts[..., None]
-the draw counts as one from the whole distribution
-  jnp.where(can_draw, rest, point)) => log_probs)
-a draw where there is nothing to draw
-  is_drawn = can_draw & => is_drawn =
-[verify.rejection: enumeration.check_walks('best_and_drawn')]
-the best count as drawn
-  is_drawn = ~jnp.any(before, axis=2) => pass
-the best are tried first, as if the first was drawn
-  jnp.triu(siblings, 1) => before
 # Results other than tokens.
 [watchers: step.test_stop_strings_go_on_where_the_emitted_tokens_led()]
 stop strings are forgotten between blocks
@@ -445,9 +427,6 @@ children do not know their parent
   (state.states, depth), parents, => (state.states, depth), 0 * parents,
 the bias of a candidate is that of its place
   scores + pick(bias, tokens) => scores + bias[:, None, : tokens.shape[2]]
-[draft.block: block_law.check_draws('best_and_drawn')]
-the rule divides by what all candidates have
-  put(empty, tokens, drawn_from) => put(empty, tokens, jnp.exp(log_probs))
 [draft.block: block.test_tokens_are_those_of_plain_decoding('chain', True)]
 the text of a step is not read
   (read, missing) => (cache, missing)
@@ -696,7 +675,7 @@ def _run(test):
 def test_every_bug_is_read():
   names = [line for line in _TABLE.splitlines() if re.match(r'[^\s#[]', line)]
   assert names == [bug.id for bug in _BUGS]
-  assert len(names) == len(set(names)) == 174
+  assert len(names) == len(set(names)) == 167
 
 
 @pytest.mark.parametrize(('module', 'old', 'new', 'test'), _BUGS)
