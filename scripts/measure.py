@@ -58,7 +58,7 @@ def _loss(lengths: list[int]) -> list[dict]:
 def _forward(sizes: list[int]) -> list[dict]:
   import loading
 
-  from models.lab import times
+  from models.lab.bench import times
   from models.text import pair as pair_lib
   from models.text import sources as sources_lib
 
@@ -79,7 +79,7 @@ def _forward(sizes: list[int]) -> list[dict]:
 def _draft() -> list[dict]:
   import loading
 
-  from models.lab import times
+  from models.lab.bench import times
   from models.text import pair as pair_lib
 
   if _RANDOM.value:
@@ -96,8 +96,8 @@ def _draft() -> list[dict]:
 
 
 def main(what: str) -> None:
-  from models.lab import times
   from models.lab.bench import record
+  from models.lab.bench import times
 
   if what not in _SIZES:
     raise ValueError(f'{what!r} is none of {", ".join(_SIZES)}; see --help')

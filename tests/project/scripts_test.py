@@ -23,7 +23,7 @@ import pytest
 import models
 from models.checkpoints import hub
 from models.lab import task as task_lib
-from models.lab import times
+from models.lab.bench import times
 from models.lab.bench import timing
 from models.lab.training import tokenizer as tokenizer_lib
 from models.lab.tune import plan_lookup

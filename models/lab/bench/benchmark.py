@@ -10,13 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from models.lab import times
 from models.lab.bench import arms as arms_lib
 from models.lab.bench import batches as batches_lib
 from models.lab.bench import exactness
 from models.lab.bench import peer as peer_lib
 from models.lab.bench import questions as questions_lib
 from models.lab.bench import record
+from models.lab.bench import times
 from models.lab.bench import timing
 from models.text import drafters
 from models.text import pair as pair_lib
@@ -116,7 +116,7 @@ class Report:
 
   Attributes:
     settings: of the run.
-    limits: of `models.lab.times.Bandwidth.summary`.
+    limits: of `models.lab.bench.times.Bandwidth.summary`.
     arms: by name the figures of `timing.summarize_arms`; `flips`, the rows
       whose tokens differ from those of the plain arm of the same dtype, each
       with the margin of the choice, or None without such an arm or if tokens

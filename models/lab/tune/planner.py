@@ -235,9 +235,8 @@ def _first_round(
     search.run(drafter, prompts, limit=0, end=end)  # compiles
     plain = search.run(specdec.PLAIN, prompts, limit=limit, end=end)
     if not plain.tokens:
-      raise ValueError(
-        'the target ends all sample prompts at once; give other prompts'
-      )
+      search.report('the target ends all sample prompts at once')
+      return
     own = search.run(drafter, prompts, limit=limit, end=end)
     trials.append(Trial(name, method, drafting, drafter, [(plain, own)]))
     search.report(f'{length} tokens, {name}: {trials[-1].speed:.2f}x')
@@ -316,6 +315,23 @@ def plan_of(
   )
 
 
+def _try_all(
+  search: Search, batches: dict[int, list[list[list[int]]]], seconds: float
+) -> dict[int, list[Trial]]:
+  """The trials of each length, which get equal shares of the time."""
+  start, trials = search.clock(), dict[int, list[Trial]]()
+  try:
+    for number, (length, of_length) in enumerate(batches.items(), 1):
+      trials[length] = []
+      end = start + seconds * number / len(batches)
+      _try_length(search, length, of_length, trials[length], end)
+  except KeyboardInterrupt:
+    if not any(trials.values()):
+      raise
+    search.report('interrupted; the plan is made from what is known so far')
+  return {length: tried for length, tried in trials.items() if tried}
+
+
 def make_plan(
   pair: pair_lib.Pair,
   prompts: Sequence[chat_template.Prompt],
@@ -364,17 +380,10 @@ def make_plan(
   num_lengths = int(plan_seconds // _SECONDS_PER_LENGTH)
   num_lengths = min(max(num_lengths, 1), _MOST_LENGTHS)
   batches = sample_batches(pair.ids_of(prompts), task.batch_size, num_lengths)
-  trials: dict[int, list[Trial]] = {}
-  try:
-    for number, (length, of_length) in enumerate(batches.items(), 1):
-      trials[length] = []
-      end = start + plan_seconds * number / len(batches)
-      _try_length(search, length, of_length, trials[length], end)
-  except KeyboardInterrupt:
-    if not any(trials.values()):
-      raise
-    report('interrupted; the plan is made from what is known so far')
-  trials = {length: tried for length, tried in trials.items() if tried}
+  trials = _try_all(search, batches, plan_seconds)
   if not trials:
-    raise ValueError('no way can be tried; give a draft, or another --inner')
+    raise ValueError(
+      'nothing was measured: the target ends all sample prompts at once, or'
+      ' nothing drafts; give other prompts, a draft or another inner drafter'
+    )
   return plan_of(trials, context)

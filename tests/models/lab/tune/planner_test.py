@@ -282,13 +282,12 @@ def test_a_plan_by_real_decodes(monkeypatch):
 def test_what_cannot_be_planned_is_refused(monkeypatch):
   refuse = functools.partial(pytest.raises, ValueError)
   with refuse(match='all sample prompts at once'):
-    ends = next(text for text in ('the ',) if text)
     monkeypatch.setattr(
       planner.Search,
       'run',
       lambda *_, **__: planner.Run(1.0, 0.0, 0, 1, 0),
     )
-    _plan(monkeypatch, (ends,))
+    _plan(monkeypatch, ('the ',))
   task = task_lib.Task(max_new_tokens=8)
   with refuse(match='must be at least 16 to plan, got 8'):
     planner.make_plan(_pair(), ('the',), task, context=_CONTEXT)
@@ -296,7 +295,7 @@ def test_what_cannot_be_planned_is_refused(monkeypatch):
   alone = types.SimpleNamespace(
     drafting_model=None, eos_ids=(), ids_of=lambda prompts: prompts, target=None
   )
-  with refuse(match='no way can be tried'):
+  with refuse(match='nothing was measured: .* nothing drafts'):
     planner.make_plan(
       alone, _SHORT, task_lib.Task(drafting=none), context=_CONTEXT
     )

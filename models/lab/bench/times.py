@@ -262,25 +262,34 @@ def draft(
     node_counts=[*nodes.values()],
     repeats=repeats,
   )
-  rows = []
-  for name, decodes in measured.items():
-    steps = [
-      (decode.seconds - decode.prefill_seconds)
-      / decode.generation.stats.target_forwards
-      for decode in decodes
-    ]
-    rest = float(np.median(steps)) - seconds[nodes[name]]
-    rows.append(
-      {
-        'method': name,
-        'N': nodes[name],
-        'draft_ms': 1e3 * rest,
-        'plain_ms': 1e3 * seconds[1],
-        'verify_ms': 1e3 * seconds[nodes[name]],
-        'draft_per_plain': rest / seconds[1],
-      }
-    )
-  return rows
+  return [
+    _draft_row(name, nodes[name], decodes, seconds)
+    for name, decodes in measured.items()
+  ]
+
+
+def _draft_row(
+  name: str,
+  num_nodes: int,
+  decodes: Sequence[timing.Measurement],
+  verification: Mapping[int, float],
+) -> Row:
+  """A row of `draft`."""
+  steps = [
+    (decode.seconds - decode.prefill_seconds)
+    / decode.generation.stats.target_forwards
+    for decode in decodes
+  ]
+  plain, verify = verification[1], verification[num_nodes]
+  rest = float(np.median(steps)) - verify
+  return {
+    'method': name,
+    'N': num_nodes,
+    'draft_ms': 1e3 * rest,
+    'plain_ms': 1e3 * plain,
+    'verify_ms': 1e3 * verify,
+    'draft_per_plain': rest / plain,
+  }
 
 
 def _best_milliseconds(

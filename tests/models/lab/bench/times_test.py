@@ -6,7 +6,7 @@ import block_folders
 import pytest
 import tiny
 
-from models.lab import times
+from models.lab.bench import times
 from models.text import choice as choice_lib
 from models.text import pair as pair_lib
 from models.text import settings as settings_lib
