@@ -16,9 +16,6 @@ import numpy as np
 
 from specdec.text import whole_files
 
-# The largest count whose frequency is recorded for the estimation of discounts.
-HIGHEST_COUNT = 6
-
 _NO_TOKEN = -1
 
 
@@ -45,9 +42,9 @@ class NGramCounts:
   """The result of `count_ngrams`."""
 
   levels: tuple[Level, ...]  # By context length: 0, 1, ... order - 1.
-  # `[order, HIGHEST_COUNT + 1]` int64; entry r of a row is the number of
-  # n-grams of that order that occur r times, in all contexts.
-  counts_of_counts: np.ndarray
+  # `[order, 2]` int64, the numbers of n-grams of each order that occur once and
+  # twice, in all contexts.
+  seldom: np.ndarray
   vocab_size: int
   num_tokens: int
 
@@ -111,7 +108,7 @@ def count_ngrams(
     )
   contexts, keys = np.zeros(num_tokens, np.int64), np.zeros(1, np.int64)
   levels: list[Level] = []
-  counts_of_counts = np.zeros((order, HIGHEST_COUNT + 1), np.int64)
+  seldom = np.zeros((order, 2), np.int64)
   new_number = np.zeros(1, np.int64)  # Each context has one if it is kept.
   for length in range(order):
     if length:
@@ -121,8 +118,7 @@ def count_ngrams(
       longer = contexts * vocab_size + before[before >= 0]
       keys, contexts = np.unique(longer, return_inverse=True)
     ngrams, counts = _runs(np.sort(contexts * vocab_size + text[places]))
-    low = counts[counts <= HIGHEST_COUNT]
-    counts_of_counts[length] = np.bincount(low, minlength=HIGHEST_COUNT + 1)
+    seldom[length] = np.sum(counts == 1), np.sum(counts == 2)
     # A context that ends in a shorter one occurs at most as often.
     kept = np.bincount(contexts, minlength=len(keys)) >= min_count
     kept |= length == 0
@@ -139,4 +135,4 @@ def count_ngrams(
         counts=counts[rows].astype(np.int32),
       )
     )
-  return NGramCounts(tuple(levels), counts_of_counts, vocab_size, num_tokens)
+  return NGramCounts(tuple(levels), seldom, vocab_size, num_tokens)

@@ -5,11 +5,12 @@ Component of a Speech Recognizer", IEEE Transactions on Acoustics, Speech, and
 Signal Processing 35(3), 1987. If a token w occurs r times in a context c that
 occurs N times, its probability is
 
-    P(w | c) = d(r) r / N
+    P(w | c) = (r - D) / N
 
-with a discount d(r) that is 1 for frequent n-grams. The probability mass that
-the discounts free goes to the tokens that do not occur in c, in proportion to
-their probability in the shorter context c' (c without its first token):
+with a discount D of the order (`discount_of`), in place of Katz's discounts by
+count. The probability mass that discounts free goes to the tokens that do not
+occur in c, in proportion to their probability in the shorter context c' (c
+without its first token):
 
     P(w | c) = alpha(c) P(w | c')
 
@@ -36,51 +37,14 @@ _BLOCK_PROBS = 1 << 23
 _CANDIDATE = np.dtype([('token', np.int32), ('prob', np.float32)])
 
 
-@dataclasses.dataclass(frozen=True)
-class Discounts:
-  """The amounts that are subtracted from the counts of one order."""
+def discount_of(once: int, twice: int) -> float:
+  """D of one order, n1 / (n1 + 2 n2), or 1/2 if that is 0 or 1.
 
-  method: str  # 'good-turing', 'absolute' or 'constant'.
-  # r (1 - d(r)) for r = 1, 2, ... k and, last, for all r above k.
-  amounts: tuple[float, ...]
-
-  def apply(self, counts: np.ndarray) -> np.ndarray:
-    """Discounted counts, float64, of positive `counts`."""
-    amounts = np.array(self.amounts)
-    return counts - amounts[np.minimum(counts, len(amounts)) - 1]
-
-
-def _good_turing(n: np.ndarray) -> np.ndarray:
-  """Katz's d(1), ... d(k); NaN or outside (0, 1] if they do not exist.
-
-  The correction term keeps d(r) at 1 above k, and makes the total of what is
-  subtracted n(1), the mass that Good-Turing gives to all unseen n-grams.
+  Ney, Essen and Kneser, "On structuring probabilistic dependences in stochastic
+  language modelling", 1994. n1 and n2 are the numbers of n-grams that occur
+  `once` and `twice`.
   """
-  k = len(n) - 2
-  r = np.arange(1, k + 1)
-  with np.errstate(divide='ignore', invalid='ignore'):
-    ratios = (r + 1) * n[2:] / (r * n[1 : k + 1])
-    correction = (k + 1) * n[k + 1] / n[1]
-    return (ratios - correction) / (1 - correction)
-
-
-def discounts_of(counts_of_counts: np.ndarray) -> Discounts:
-  """Estimates the discounts of one order.
-
-  Good-Turing as in Katz (1987), for counts up to k = 5. Small corpora do not
-  give discounts in (0, 1]; then n1 / (n1 + 2 n2) is subtracted from each count,
-  as in Ney, Essen and Kneser, "On structuring probabilistic dependences in
-  stochastic language modelling", 1994. If that is 0 or 1, 1/2 is subtracted.
-  `counts_of_counts`: `[k + 2]`; entry r is the number of n-grams of count r.
-  """
-  discounts = _good_turing(counts_of_counts)
-  if np.all((discounts > 0) & (discounts <= 1)):
-    amounts = np.arange(1, len(discounts) + 1) * (1 - discounts)
-    return Discounts('good-turing', (*amounts.tolist(), 0.0))
-  once, twice = counts_of_counts[1:3].tolist()
-  if once and twice:
-    return Discounts('absolute', (once / (once + 2 * twice),))
-  return Discounts('constant', (0.5,))
+  return once / (once + 2 * twice) if once and twice else 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +67,7 @@ def _ngram_keys(
 def _estimate_level(
   level: counting.Level,
   shorter: list[KatzLevel],
-  discounts: Discounts,
+  discount: float,
   vocab_size: int,
 ) -> KatzLevel:
   """The probabilities of a level; `shorter` holds all shorter levels."""
@@ -116,12 +80,9 @@ def _estimate_level(
     # A token after a context also follows its parent: every key is known.
     keys = _ngram_keys(level, level.parents, vocab_size)
     below = above.probs[np.searchsorted(known, keys)]
-  discounted = discounts.apply(level.counts)
+  discounted = level.counts - discount
   total = np.add.reduceat(level.counts, begins, dtype=np.int64)
   mass = np.add.reduceat(discounted, begins)
-  # If all counts are too high for a discount, no mass is free: as SRILM does,
-  # count one occurrence of an unseen token.
-  total = np.where(mass < total, total, total + 1)
   unseen = 1 - np.add.reduceat(below, begins)
   # If all tokens occur, none can receive mass: the discounts have no effect.
   all_seen = unseen < _NO_MASS
@@ -136,7 +97,7 @@ class KatzModel:
   """A back-off model on the host; has a level for each context length."""
 
   levels: tuple[KatzLevel, ...]
-  discounts: tuple[Discounts, ...]
+  discounts: tuple[float, ...]  # D by order.
   vocab_size: int
 
   def distributions(self, length: int, contexts: np.ndarray) -> np.ndarray:
@@ -165,7 +126,7 @@ def estimate(counts: counting.NGramCounts) -> KatzModel:
   Contexts left out by `min_count` have the distribution of their longest suffix
   that was not.
   """
-  discounts = tuple(discounts_of(row) for row in counts.counts_of_counts)
+  discounts = tuple(discount_of(*row) for row in counts.seldom.tolist())
   levels: list[KatzLevel] = []
   for level, discount in zip(counts.levels, discounts, strict=True):
     levels.append(_estimate_level(level, levels, discount, counts.vocab_size))

@@ -199,7 +199,7 @@ def build(
     'tokenizer_blake2b': vocabulary,
     'sources': sources,
     'table': dataclasses.asdict(table),
-    'discounts': [dataclasses.asdict(order) for order in model.discounts],
+    'discounts': model.discounts,
   }
   table_lib.save_table(output, result, provenance)
   size = output.stat().st_size / 1e6
