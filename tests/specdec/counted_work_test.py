@@ -39,7 +39,7 @@ import specdec
 _LIMITS = pathlib.Path(__file__).parents[1] / 'golden' / 'counted_work.json'
 _TASK = programs.CompiledTask(
   target=hub.locate('demo').config,
-  draft=hub.locate(hub.draft_name('auto')).config,
+  draft=hub.locate(hub.draft_name('demo')).config,
   prompt_tokens=64,
   max_new_tokens=64,
 )
