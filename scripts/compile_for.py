@@ -43,7 +43,9 @@ def main() -> None:
   if models.draft is None and _METHODS.value != ['plain']:
     raise ValueError('--draft=none: name a draft, or pass --methods=plain')
   record.prepare_output(_OUTPUT.value)
-  draft = models.draft and hub.locate(hub.draft_name(models.draft)).config
+  draft = None
+  if models.draft is not None:
+    draft = hub.locate(hub.draft_name(models.draft)).config
   task = programs.CompiledTask(
     target=hub.locate(models.target).config,
     draft=draft,
@@ -60,7 +62,10 @@ def main() -> None:
   for method in _METHODS.value:
     with options.named_as_flag():
       compiled = programs.compile_program(
-        method, task, _DEVICE.value, models.mesh
+        method,
+        task,
+        _DEVICE.value,
+        models.mesh,  # type: ignore[arg-type]  # Flags give sizes.
       )
     memory.append({'method': method} | compiled.memory)
     loops += [{'method': method} | loop for loop in compiled.loops()]

@@ -128,8 +128,7 @@ class Plan:
 
   def to_json(self) -> str:
     """The plan as JSON; of the settings, those that are not the defaults."""
-    record = {'schema': SCHEMA, 'usual_length': self.usual_length}
-    record['ways'] = {
+    ways = {
       way.name: {
         'method': way.method,
         'drafting': _to_record(way.drafting),
@@ -138,7 +137,12 @@ class Plan:
       }
       for way in self.ways
     }
-    record['context'] = dataclasses.asdict(self.context)
+    record = {
+      'schema': SCHEMA,
+      'usual_length': self.usual_length,
+      'ways': ways,
+      'context': dataclasses.asdict(self.context),
+    }
     return text_files.to_json(record, indent=1) + '\n'
 
   def save(self, path: pathlib.Path) -> None:

@@ -151,7 +151,9 @@ def verification_seconds(
   if context < 2:
     raise ValueError(f'context must be at least 2 tokens, got {context}')
   num_slots = context + _ROOM
-  tokens = jnp.asarray(np.resize(np.int32(text), (1, num_slots + sizes[-1])))
+  tokens = jnp.asarray(
+    np.resize(np.array(text, np.int32), num_slots + sizes[-1])[None]
+  )
   full = jnp.full(1, context, jnp.int32)
   prompts = carried_lib.Texts(tokens[:, :context], full + 1, num_slots)
   cache = _read_prompts(target, prompts, window_size=sizes[-1])

@@ -5,6 +5,7 @@ their configurations, and all arguments of `specdec.loop.advance` are abstract.
 """
 
 from collections.abc import Callable
+from collections.abc import Mapping
 import dataclasses
 import functools
 import math
@@ -164,7 +165,7 @@ class Compiled:
 
 
 def _layout(
-  name: str, devices: list[jax.Device], mesh: dict[str, int] | None
+  name: str, devices: list[jax.Device], mesh: Mapping[str, int] | None
 ) -> sharding_lib.Layout:
   if mesh is None:
     return sharding_lib.Layout()
@@ -241,7 +242,7 @@ def compile_program(
   method: str,
   task: CompiledTask,
   device: str,
-  mesh: dict[str, int] | None = None,
+  mesh: Mapping[str, int] | None = None,
 ) -> Compiled:
   """Compiles the decode loop of a method for a key of `DEVICES`.
 
@@ -266,9 +267,9 @@ def compile_program(
   state = jax.eval_shape(
     lambda *args: loop.start(*args, config=config), target, drafter, request
   )
-  lower = {'lowering_platforms': (platform,)}
+  lower = lambda traced: traced.lower(lowering_platforms=(platform,))
   if mesh:
-    placed = jax.jit(target.spec.place).trace(state).lower(**lower).compile()
+    placed = lower(jax.jit(target.spec.place).trace(state)).compile()
     state = jax.tree.map(_placed, state, placed.output_shardings)
   everywhere = layout.everywhere or SingleDeviceSharding(devices[0])
   # Weights of several devices have their places.
@@ -279,7 +280,7 @@ def compile_program(
   traced = loop.advance.trace(
     target, drafter, request, state, count, count, config=config
   )
-  compiled = traced.lower(**lower).compile(compiler_options=_OPTIONS[platform])
+  compiled = lower(traced).compile(compiler_options=_OPTIONS[platform])
   is_cache = lambda leaf: isinstance(leaf, specdec.KVCache)
   caches = filter(is_cache, jax.tree.leaves(state, is_leaf=is_cache))
   held = jax.tree.leaves((target.params, drafter, *caches))
