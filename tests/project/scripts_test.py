@@ -505,7 +505,8 @@ def test_a_plan_says_how_to_decode(pair, tmp_path):
 def test_a_tuned_plan_is_found_again(target, prompts, tmp_path, monkeypatch):
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
   common = (f'--target={target}', '--draft=none', '--max_new_tokens=16')
-  assert '| plain ' in _output('tune.py', *common, f'--prompt_file={prompts}')
+  samples = f'--prompt_file={prompts}', '--plan_seconds=9'
+  assert '| plain ' in _output('tune.py', *common, *samples)
   planned = command_lines.run('generate.py', *common, '--plan=auto', '--json')
   assert planned.code == 0, planned.errors
   assert 'making it' not in planned.errors
