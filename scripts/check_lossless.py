@@ -2,14 +2,13 @@
 
 python scripts/check_lossless.py --prompt_file=prompts.jsonl --temperature=1
 
-With --verify=match the tokens must be those of plain decoding with the same
-seed; with the other rules they must have the distribution of the target. The
-exit status is 0 if all checks pass and 1 if not.
+The tokens must be the same as with plain decoding and the same seed, so it is
+for --verify=match, or --temperature=0. The exit status is 0 if all checks pass
+and 1 if not.
 """
 
 import dataclasses
 import sys
-from typing import Any
 
 from absl import flags
 import command_line
@@ -41,28 +40,23 @@ def main() -> None:
   prompts = prompt_flags.file_prompts()
   sizes = prompt_flags.batch_sizes(_BATCH_SIZES.value)
   constraint = options.constraint()
-  # Greedy decoding is deterministic by every rule.
-  by_tokens = options.keeps_tokens() or options.sampling().temperature == 0
-  if constraint and not by_tokens:
+  if not options.keeps_tokens() and options.sampling().temperature > 0:
     raise ValueError(
-      f'--{next(iter(constraint))}: a text with a constraint is compared token'
-      ' by token; give --verify=match or --temperature=0'
+      f'--verify={options.VERIFY.value} gives other tokens than plain decoding,'
+      ' with the same distribution; give --verify=match or --temperature=0'
     )
   record.prepare_output(_OUTPUT.value)
-  generator = loading.generator(prompts, max(sizes))
-  arguments = options.decoding() | constraint
-  checks: list[Any]
-  if by_tokens:
-    margin = _MAX_MARGIN.value
-    if margin is None:
-      margin = 0.0 if constraint or loading.is_exact() else 0.1
-    checks = lossless.check_tokens(
-      generator, prompts, batch_sizes=sizes, max_margin=margin, **arguments
-    )
-  else:
-    checks = lossless.check_distribution(
-      generator, prompts, batch_sizes=sizes, **arguments
-    )
+  margin = _MAX_MARGIN.value
+  if margin is None:
+    margin = 0.0 if constraint or loading.is_exact() else 0.1
+  checks = lossless.check_tokens(
+    loading.generator(prompts, max(sizes)),
+    prompts,
+    batch_sizes=sizes,
+    max_margin=margin,
+    **options.decoding(),
+    **constraint,
+  )
   print(*checks, sep='\n')
   found = [dataclasses.asdict(result) for result in checks]
   record.write_record(_OUTPUT.value, options.as_dict(), {'checks': found})

@@ -50,7 +50,6 @@ def _keep_programs() -> None:
   """Lets JAX keep compiled programs on disk; processes may share the folder."""
   import jax
 
-  from specdec.models import kept_programs
   from specdec.models import user_cache
 
   folder = _COMPILATION_CACHE.value
@@ -59,7 +58,8 @@ def _keep_programs() -> None:
     jax.config.update('jax_compilation_cache_max_size', _CACHE_BYTES)
     jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.1)
   if folder is not None:
-    kept_programs.keep(None if folder == 'none' else folder)
+    folder = None if folder == 'none' else folder
+    jax.config.update('jax_compilation_cache_dir', folder)
 
 
 def _check_folder() -> None:

@@ -1,9 +1,7 @@
-"""Installs the TPU compiler for compile_for.py and its tests.
+"""Installs the TPU compiler for compile_for.py and its tests in build/libtpu.
 
-python scripts/install_libtpu.py
-
-The version is the one that the installed JAX requires. It goes to build/libtpu,
-because JAX looks for a TPU at every start if libtpu is in the environment.
+JAX looks for a TPU at every start if libtpu is in the environment. The version
+is the one that the installed JAX requires.
 """
 
 import importlib.metadata
@@ -11,21 +9,14 @@ import pathlib
 import subprocess
 import sys
 
-
-def main() -> None:
-  folder = pathlib.Path(__file__).parents[1] / 'build' / 'libtpu'
-  required = importlib.metadata.requires('jax') or []
-  wanted = next(text for text in required if text.startswith('libtpu'))
-  requirement = wanted.split(';')[0].strip()
-  installed = folder / 'requirement.txt'
-  if installed.is_file() and installed.read_text('utf-8') == requirement:
-    return
-  command = [sys.executable, '-m', 'pip', 'install', '--quiet', '--no-deps']
-  subprocess.run(
-    [*command, '--upgrade', f'--target={folder}', requirement], check=True
-  )
-  installed.write_text(requirement, 'utf-8')
-
+_FOLDER = pathlib.Path(__file__).parents[1] / 'build' / 'libtpu'
 
 if __name__ == '__main__':
-  main()
+  required = importlib.metadata.requires('jax') or []
+  wanted = next(text for text in required if text.startswith('libtpu'))
+  requirement, note = wanted.split(';')[0].strip(), _FOLDER / 'requirement.txt'
+  if not (note.is_file() and note.read_text('utf-8') == requirement):
+    pip = [sys.executable, '-m', 'pip', 'install', '--quiet', '--no-deps']
+    folder = f'--target={_FOLDER}'
+    subprocess.run([*pip, '--upgrade', folder, requirement], check=True)
+    note.write_text(requirement, 'utf-8')

@@ -21,15 +21,11 @@ _BATCH_SIZE = options.define_batch_size(1, 'rows decoded together')
 _OUTPUT = flags.DEFINE_string(
   'output', None, 'file of the plan; default: where --plan=auto looks for it'
 )
-_PLOTS = flags.DEFINE_string(
-  'plots', None, 'folder for a picture of where the time of each candidate goes'
-)
 
 
 def main() -> None:
   import loading
 
-  from specdec.models.lab.bench import plots
   from specdec.models.lab.bench import record
   from specdec.models.lab.tune import plan_lookup
   from specdec.models.lab.tune import planner
@@ -49,7 +45,6 @@ def main() -> None:
     )
   prompts = prompt_flags.file_prompts()
   record.prepare_output(_OUTPUT.value)
-  folder = plots.check_folder(_PLOTS.value)
   task = loading.task(_BATCH_SIZE.value)
   context = plan_lookup.context_of(task)
   plan = planner.make_plan(
@@ -63,15 +58,9 @@ def main() -> None:
   path = pathlib.Path(
     _OUTPUT.value or plan_lib.cache_path(context, task.drafting)
   )
-  print(f'{plan_lookup.table(plan)}\n\n{plan_lookup.choices(plan)}\n')
+  print(f'{plan_lookup.table(plan)}\n')
   plan.save(path)
   print(f'written to {path}')
-  if folder is not None:
-    name = pathlib.Path(task.models.target).name
-    title = f'Time by method: {name}, {plan.context.dtype}'
-    picture = folder / f'{path.stem}_time.png'
-    plots.draw_plan(plan, title).savefig(picture, dpi=150)
-    print(f'picture: {picture}')
 
 
 if __name__ == '__main__':

@@ -420,8 +420,6 @@ def choose(
 
 WITH_REPLACEMENT = 'with_replacement'
 WITHOUT_REPLACEMENT = 'without_replacement'
-BEST_AND_DRAWN = 'best_and_drawn'
 BEST = 'best'
-CHILDREN = (BEST, WITHOUT_REPLACEMENT, WITH_REPLACEMENT, BEST_AND_DRAWN)
-"""How the k children of a node are chosen: the best, k draws, or the k - 1 best
-and, as the last, a draw among the other tokens."""
+CHILDREN = (BEST, WITHOUT_REPLACEMENT, WITH_REPLACEMENT)
+"""How the k children of a node are chosen: the best, or k draws."""

@@ -221,21 +221,9 @@ class Worlds:
     """`[n]`, the state after one token of each state."""
     return self.following(states)[range(len(tokens)), tokens]
 
-  def is_drawn(self, states, rank: int, number: int, children) -> np.ndarray:
-    """`[n]` bool, whether a child of a state is drawn, not one of the best."""
-    others = children == sampling_lib.BEST_AND_DRAWN and rank < number - 1
-    is_best = children == sampling_lib.BEST or others
-    return self.stochastic[states] & (not is_best)
-
-  def proposals(self, states, number: int, children) -> np.ndarray:
-    """`[n, V]`, what drawn children are from; zeros if there is no such."""
-    law = self.draft[states]
-    if children != sampling_lib.BEST_AND_DRAWN:
-      return law
-    order = np.argsort(np.argsort(-law, axis=1, kind='stable'), axis=1)
-    rest = np.where(order < number - 1, 0.0, law)
-    total = rest.sum(1, keepdims=True)
-    return (rest / np.where(total > 0, total, 1.0)).astype(law.dtype)
+  def is_drawn(self, states, children) -> np.ndarray:
+    """`[n]` bool, whether children of a state are drawn, not the best."""
+    return self.stochastic[states] & (children != sampling_lib.BEST)
 
   def begin(self) -> np.ndarray:
     """The mass of each state at the start: all of it on the prompt."""
@@ -253,13 +241,13 @@ class Worlds:
     """The mass of all states with contexts of one length, world by world."""
     return mass[self.length == length].reshape(len(self.names), -1)
 
-  def next_draw(self, states, drawn, rank, number, children) -> np.ndarray:
+  def next_draw(self, states, drawn, rank, children) -> np.ndarray:
     """The distribution of the next child, `[n, V]`; zeros if there is none.
 
-    Of the parents' states `[n]`, their `number` of children, and siblings drawn
-    before, `[n, V]` bool; greedy states have the best children.
+    `states [n]` are the parents', `drawn [n, V]` bool the siblings drawn so
+    far; greedy states have the best children.
     """
-    law = self.proposals(states, number, children).astype(np.float64)
+    law = self.draft[states].astype(np.float64)
     if children == sampling_lib.WITHOUT_REPLACEMENT:
       law = np.where(drawn, 0.0, law)
     total = law.sum(1, keepdims=True)
@@ -267,17 +255,8 @@ class Worlds:
     best = np.zeros(law.shape, bool)
     if rank < self.vocab_size:
       best = self.ranked[states, rank, None] == np.arange(self.vocab_size)
-    if children == sampling_lib.BEST_AND_DRAWN:
-      best &= (self.draft[states] > 0) | ~self.stochastic[states][:, None]
-    is_drawn = self.is_drawn(states, rank, number, children)[:, None]
+    is_drawn = self.is_drawn(states, children)[:, None]
     return np.where(is_drawn, law, best)
-
-
-def turns(topology, path, children) -> list[int]:
-  """The ranks of the children of a node, in the order of their turns."""
-  ranks = [other[-1] for other in topology.paths if other[:-1] == path]
-  is_last_first = children == sampling_lib.BEST_AND_DRAWN
-  return sorted(ranks, reverse=is_last_first)
 
 
 def spread(mass: np.ndarray, at: np.ndarray, more: np.ndarray) -> None:
@@ -300,7 +279,6 @@ def _distributions(target, draft, seen, sampling, keys):
     sampling,
     1,
     children=sampling_lib.WITH_REPLACEMENT,
-    counts=nodes,
   )
   noise = randomness_lib.noise_table(jnp.zeros_like(draft))
   ranking = ranking_lib.rank_logits(
@@ -463,16 +441,16 @@ def step_law(worlds: Worlds, topology, rule):
   def visit(path, states, mass, weight):
     """The mass with which a node is left, of rows that enter it, all `[n]`."""
     rows, size = np.arange(len(states)), len(states)
-    ranks = turns(topology, path, children)
+    ranks = sorted(other[-1] for other in topology.paths if other[:-1] == path)
     target = worlds.target[states]
-    draft = worlds.proposals(states, len(ranks), children)
+    draft = worlds.draft[states]
     drawn = np.zeros(target.shape, bool)
     for rank in ranks:
-      law = worlds.next_draw(states, drawn, rank, len(ranks), children)
+      law = worlds.next_draw(states, drawn, rank, children)
       at, tokens = np.nonzero(law)
       here = states[at]
       certain = np.eye(worlds.vocab_size, dtype=draft.dtype)[tokens]
-      is_drawn = worlds.is_drawn(here, rank, len(ranks), children)[:, None]
+      is_drawn = worlds.is_drawn(here, children)[:, None]
       chance, below, *left = _in_chunks(
         functools.partial(try_child, rule=rule),
         weight[at],

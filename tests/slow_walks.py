@@ -71,31 +71,11 @@ def _choose(probs, noise):
   return token, margin
 
 
-def drawn_from(probs, number, children):
-  """The distribution of a drawn child of `number`, by the draft's [V]."""
-  best, _ = _best(_log(probs), len(probs))
-  if children != sampling_lib.BEST_AND_DRAWN:
-    return probs
-  apart = best[: min(number, len(best)) - 1]
-  rest = np.where(np.isin(np.arange(len(probs)), apart), 0.0, probs)
-  if number > len(best):  # the last one stands in for a draw
-    rest = np.eye(len(probs))[best[-1]]
-  return rest / rest.sum()
-
-
-def pick_children(probs, noise, number, stochastic, children, count):
+def pick_children(probs, noise, number, stochastic, children):
   """Tokens of at most `number` children, and the margin.
 
-  `probs [V]` are the draft's, `noise` that of the node, see `child_noise`, and
-  `count` its children, which matters only where that many are apart.
+  `probs [V]` are the draft's, `noise` that of the node, see `child_noise`.
   """
-  if children == sampling_lib.BEST_AND_DRAWN:
-    best, margin = _best(_log(probs), count)
-    if not stochastic:
-      return best, margin
-    drawn, gap = _choose(drawn_from(probs, count, children), noise)
-    others = [token for token in best[: count - 1] if token != drawn]
-    return [*others, drawn], min(margin, gap)
   if children == sampling_lib.BEST or not stochastic:
     return _best(_log(probs), number)
   if children == sampling_lib.WITHOUT_REPLACEMENT:
@@ -110,25 +90,11 @@ def _is_accepted(uniform, prob):
   return uniform < prob, abs(uniform - prob) if close else np.inf
 
 
-def _counts_as(left, token, turn, stochastic, children):
-  """The distribution that a child is judged by; `left [V]` is the draft's."""
-  if children == sampling_lib.BEST_AND_DRAWN and turn:
-    children = sampling_lib.BEST
-  is_drawn = stochastic and children != sampling_lib.BEST
-  return left if is_drawn else np.eye(len(left))[token]
-
-
 def _without(left, token, children):
   if children != sampling_lib.WITHOUT_REPLACEMENT:
     return left
   left = np.where(np.arange(len(left)) == token, 0.0, left)
   return left / max(left.sum(), 1e-300)
-
-
-def _children(parent, node, children):
-  """The places of children in their turns."""
-  places = np.flatnonzero(parent == node)
-  return places[::-1] if children == sampling_lib.BEST_AND_DRAWN else places
 
 
 def walk(parent, token, target, draft, uniforms, noise, stochastic, rule):
@@ -149,9 +115,10 @@ def walk(parent, token, target, draft, uniforms, noise, stochastic, rule):
   def visit(node, weight):
     """The path from a node on and what is left at its end, or None."""
     wanted, left = target[node], draft[node]
-    for turn, child in enumerate(_children(parent, node, children)):
+    for child in np.flatnonzero(parent == node):
       proposed = token[child]
-      law = _counts_as(left, proposed, turn, stochastic, children)
+      is_drawn = stochastic and children != sampling_lib.BEST
+      law = left if is_drawn else np.eye(len(left))[proposed]
       chance = weight * wanted[proposed] / law[proposed]
       below = None
       if rule.leaves_nodes:

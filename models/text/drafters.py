@@ -1,7 +1,6 @@
 """Drafters by name, made from settings."""
 
 from collections.abc import Mapping
-from collections.abc import Sequence
 import dataclasses
 import pathlib
 
@@ -184,17 +183,15 @@ class Planned:
   plan: plan_lib.Plan
   by_name: Mapping[str, drafter_lib.Drafter]
 
-  def of_request(
-    self, prompt_length: int, new_tokens: int
-  ) -> tuple[drafter_lib.Drafter, float]:
-    """The drafter of a request and its `break_even`; see `plan.choose`."""
-    way = plan_lib.choose(self.plan, prompt_length, new_tokens)
-    return self.by_name[way.name], way.min_block_efficiency
+  def of_length(self, prompt_length: int) -> tuple[drafter_lib.Drafter, float]:
+    """The drafter of a prompt and its `break_even`; see `plan.choose`."""
+    way = plan_lib.choose(self.plan, prompt_length)
+    return self.by_name[way.name], way.break_even
 
   @property
   def usual(self) -> tuple[drafter_lib.Drafter, float]:
-    """The same of a request like the usual samples of the plan."""
-    return self.of_request(self.plan.prompt_length, self.plan.new_tokens)
+    """The same of a prompt like the usual samples of the plan."""
+    return self.of_length(self.plan.usual_length)
 
 
 def make_planned(plan: plan_lib.Plan | None, pair: pair_lib.Pair) -> Planned:
@@ -217,26 +214,21 @@ def make_planned(plan: plan_lib.Plan | None, pair: pair_lib.Pair) -> Planned:
 def chosen(
   drafter: drafter_lib.Drafter | Planned,
   pair: pair_lib.Pair,
-  request: tuple[list[list[int]], int | Sequence[int]] | None,
+  prompts: list[list[int]] | None,
 ) -> tuple[drafter_lib.Drafter, float | None]:
   """The drafter of a request, and its `break_even`.
 
   Args:
-    drafter: as it is, or one of a plan, by the longest prompt of the request
-      and its largest limit.
-    pair: for the sizes of the target.
-    request: ids of prompts, and limits of new tokens, one for all or one per
-      row. None: the samples of the plan.
+    drafter: as it is, or one of a plan, by the longest prompt of the request.
+    pair: for the vocabulary of the target.
+    prompts: token ids. None: the samples of the plan.
 
   Raises:
-    ValueError: a prompt or a limit cannot be used.
+    ValueError: a prompt cannot be used.
   """
   if not isinstance(drafter, Planned):
     return drafter, None
-  if request is None:
+  if prompts is None:
     return drafter.usual
-  prompts, limits = request
-  spec = pair.target.spec
-  prompts = arguments_lib.to_prompts(prompts, spec.vocab_size)
-  most, _ = arguments_lib.to_limits(prompts, limits, None, spec.max_positions)
-  return drafter.of_request(max(map(len, prompts)), int(most.max()))
+  prompts = arguments_lib.to_prompts(prompts, pair.target.spec.vocab_size)
+  return drafter.of_length(max(map(len, prompts)))

@@ -73,8 +73,8 @@ class Generator:
 
   The drafter changes the speed, never the text; that of plain decoding is
   `specdec.PLAIN`. Of the drafters of a plan, `stream` and `generate` choose one
-  for each batch, by its longest prompt and its largest limit, and `chat` one
-  for a whole conversation, by its beginning. `generate_many` takes the one for
+  for each batch, by its longest prompt, and `chat` one for a whole
+  conversation, by its beginning. `generate_many` takes the one for
   requests like the samples that the plan was made from.
   """
 
@@ -86,14 +86,14 @@ class Generator:
     options: text_options.TextOptions,
     stops: ends_lib.StopsOfRows,
     sections: Sequence[int] | None = None,
-    request: tuple[list[list[int]], int | Sequence[int]] | None = None,
+    prompts: list[list[int]] | None = None,
   ) -> Any:
     """The options of `specdec`, the drafter among them.
 
     See `text_options.with_ids` for stops and sections, and `drafters.chosen`
-    for the request.
+    for the prompts.
     """
-    drafter, break_even = drafters.chosen(self.drafter, self.pair, request)
+    drafter, break_even = drafters.chosen(self.drafter, self.pair, prompts)
     if options.get('break_even') is not None:
       break_even = options['break_even']
     chosen = {'drafter': drafter, 'break_even': break_even}
@@ -132,7 +132,7 @@ class Generator:
       max_new_tokens=max_new_tokens,
       room_for_new_tokens=room_for_new_tokens,
       constraint=automata,
-      **self._of_ids(options, stops, sections, (ids, max_new_tokens)),
+      **self._of_ids(options, stops, sections, ids),
     )
     return text_decoding.TextDecoding(
       self.pair, decoding, given, stops, sections, constrained

@@ -1,9 +1,9 @@
 """Plans: the fastest ways to decode with given models on a given machine.
 
 A plan is a small JSON file, made by scripts/tune.py and read by
-`specdec.load(plan=...)` and by `--plan` of the decoding scripts. It has a few
-ways of decoding and what they cost. Each request is decoded in the way that is
-expected to take the least time (`choose`).
+`specdec.load(plan=...)` and by `--plan` of the decoding scripts. It has the
+speeds of a few ways of decoding, the prompt counted, by padded length of the
+prompt. Each request takes the fastest way of its length (`choose`).
 """
 
 from collections.abc import Iterable
@@ -14,8 +14,6 @@ import json
 import os
 import pathlib
 from typing import Any
-
-import numpy as np
 
 from specdec import arguments as arguments_lib
 from specdec.draft import lookup as lookup_lib
@@ -28,7 +26,7 @@ from specdec.text import text_files
 from specdec.text import whole_files
 from specdec.tree import topology as topology_lib
 
-SCHEMA = 4
+SCHEMA = 5
 
 _SAMPLE_BYTES = 1 << 16
 
@@ -67,66 +65,49 @@ class Context:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Candidate:
-  """A method of decoding and its settings.
+class Way:
+  """A method of decoding and its settings, with what was measured.
 
-  `name` is unique in a plan, `method` one of `settings.METHODS`.
+  Attributes:
+    name: unique in a plan.
+    method: one of `settings.METHODS`.
+    drafting: the settings of the method.
+    break_even: the time of a step, in steps of plain decoding. With fewer
+      tokens per step the way is slower than plain decoding.
+    tokens_per_second: new tokens over seconds, the prompt counted, by padded
+      length of the longest prompt of a batch.
   """
 
   name: str
   method: str
   drafting: settings_lib.DraftSettings
+  break_even: float
+  tokens_per_second: dict[int, float]
 
   @property
   def uses_draft(self) -> bool:
-    """Whether the method has a draft model."""
+    """Whether the method has a draft model or a head."""
     return self.method not in ('plain', *settings_lib.INNERS[1:])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Way(Candidate):
-  """A way of decoding that a request may be given.
-
-  Times are those of batches, by the padded length of the longest prompt.
-
-  Attributes:
-    min_block_efficiency: the time of a step, in steps of plain decoding. With
-      fewer tokens per step the method is slower than plain decoding.
-    reading_seconds: the time in which the target and a draft read a prompt.
-    new_token_seconds: the time after the prompt, per new token of a row, when
-      all rows of a batch go on.
-  """
-
-  min_block_efficiency: float
-  reading_seconds: dict[int, float]
-  new_token_seconds: dict[int, float]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-  """Ways of decoding, from which a request chooses one.
+  """Ways of decoding, from which a request takes the fastest of its length.
 
   Attributes:
-    ways: at least one; the first is chosen among ways that take as long.
+    ways: at least one; plain decoding is one of those that a planner makes.
     context: what the plan was made for.
-    ends_per_token: the share of the new tokens of the samples that ended a
-      text, from 0 to 1.
-    prompt_length: of the longest sample of the usual length, in tokens.
-    new_tokens: the limit of the samples.
-    candidates: the figures of all candidates, fastest first.
+    usual_length: the most frequent padded length of the samples.
   """
 
   ways: tuple[Way, ...]
   context: Context
-  ends_per_token: float
-  prompt_length: int
-  new_tokens: int
-  candidates: tuple[dict[str, Any], ...] = ()
+  usual_length: int
 
   @property
   def usual(self) -> Way:
     """The way of a request like the usual samples."""
-    return choose(self, self.prompt_length, self.new_tokens)
+    return choose(self, self.usual_length)
 
   @property
   def uses_draft(self) -> bool:
@@ -148,61 +129,41 @@ class Plan:
   def to_json(self) -> str:
     """The plan as JSON; of the settings, those that are not the defaults."""
     ways = {
-      way.name: vars(way) | {'drafting': _to_record(way.drafting)}
+      way.name: {
+        'method': way.method,
+        'drafting': _to_record(way.drafting),
+        'break_even': way.break_even,
+        'tokens_per_second': way.tokens_per_second,
+      }
       for way in self.ways
     }
-    for way in ways.values():
-      del way['name']
-    record = {'schema': SCHEMA} | vars(self)
-    record |= {'ways': ways, 'context': dataclasses.asdict(self.context)}
-    sealed = whole_files.sealed_record(record)
-    return text_files.to_json(sealed, indent=1) + '\n'
+    record = {
+      'schema': SCHEMA,
+      'usual_length': self.usual_length,
+      'ways': ways,
+      'context': dataclasses.asdict(self.context),
+    }
+    return text_files.to_json(record, indent=1) + '\n'
 
   def save(self, path: pathlib.Path) -> None:
     """Writes the file atomically; missing folders are made."""
     whole_files.write_text(path, self.to_json())
 
 
-def seconds_at(seconds: Mapping[int, float], length: int) -> float:
-  """The seconds of a length, interpolated; beyond the ends as at the ends."""
-  lengths = sorted(seconds)
-  return float(np.interp(length, lengths, [seconds[one] for one in lengths]))
+def choose(plan: Plan, prompt_length: int) -> Way:
+  """The fastest way at the padded length of a prompt.
 
-
-def expected_seconds(
-  plan: Plan, way: Way, prompt_length: int, new_tokens: int
-) -> float:
-  """The time in which a request is expected to be decoded.
-
-  It is that of reading the prompt, with its padding, and of the new tokens.
-  More tokens of a prompt than were measured take as long as the last of these.
-
-  Args:
-    plan: says when texts end.
-    way: has the costs.
-    prompt_length: tokens of the longest prompt of a batch.
-    new_tokens: the largest limit of its rows. A text is expected to end earlier
-      as often as those of the samples did.
+  A length that was not measured takes the next longer one. Beyond the longest,
+  nobody knows how long a draft would read the prompt, so it takes the fastest
+  way without such a draft.
   """
-  length, ends = arguments_lib.padded_length(prompt_length), plan.ends_per_token
-  tokens = (1 - (1 - ends) ** new_tokens) / ends if ends else new_tokens
-  known = {0: 0.0} | way.reading_seconds
-  *_, before, last = sorted(known)
-  slope = max(known[last] - known[before], 0.0) / (last - before)
-  reading = seconds_at(known, length) + slope * max(length - last, 0)
-  return reading + tokens * seconds_at(way.new_token_seconds, length)
-
-
-def choose(plan: Plan, prompt_length: int, new_tokens: int) -> Way:
-  """The way in which a request is expected to take the least time.
-
-  Prompts that are padded to one length have one way, and no program of their
-  own. The arguments are those of `expected_seconds`.
-  """
-  return min(
-    plan.ways,
-    key=lambda way: expected_seconds(plan, way, prompt_length, new_tokens),
-  )
+  length = arguments_lib.padded_length(prompt_length)
+  measured = {size for way in plan.ways for size in way.tokens_per_second}
+  at = min((size for size in measured if size >= length), default=max(measured))
+  reads_all = lambda way: way.uses_draft and way.drafting.draft_prompt is None
+  few = [way for way in plan.ways if length <= at or not reads_all(way)]
+  ways = few or plan.ways
+  return max(ways, key=lambda way: way.tokens_per_second.get(at, 0.0))
 
 
 def _to_record(settings: settings_lib.DraftSettings) -> dict[str, Any]:
@@ -220,24 +181,14 @@ def _to_record(settings: settings_lib.DraftSettings) -> dict[str, Any]:
   return record
 
 
-def _kinds_of(record: Any, **others: Any) -> dict[str, Any]:
-  """The types of the fields of a dataclass, in JSON."""
-  return {one.name: one.type for one in dataclasses.fields(record)} | others
-
-
-_KINDS = _kinds_of(
-  Plan,
-  schema=int,
-  ways=dict[str, dict[str, Any]],
-  context=dict,
-  candidates=list[dict[str, Any]],
-)
-_TIMES = ('reading_seconds', 'new_token_seconds')
-_KINDS_OF_WAY = _kinds_of(Way, drafting=dict) | dict.fromkeys(
-  _TIMES, dict[str, float]
-)
-del _KINDS_OF_WAY['name']
-_KINDS_OF_CONTEXT = _kinds_of(Context)
+_KINDS = {'schema': int, 'usual_length': int, 'ways': dict, 'context': dict}
+_KINDS_OF_WAY = {
+  'method': str,
+  'drafting': dict,
+  'break_even': float,
+  'tokens_per_second': dict[str, float],
+}
+_KINDS_OF_CONTEXT = {one.name: one.type for one in dataclasses.fields(Context)}
 _KINDS_OF_DRAFTING = {
   name: option.field.type for name, option in settings_lib.OPTIONS.items()
 } | {'topology': list[list[int]], 'lookup': dict}
@@ -250,11 +201,11 @@ def _checked(
   place: str = '',
   needed: Iterable[str] = (),
 ) -> dict[str, Any]:
-  """A part of a plan; ValueError names keys that are unknown, lack or wrong."""
+  """A part of a plan; ValueError names unknown, missing or invalid keys."""
   if unknown := sorted(record.keys() - kinds.keys()):
     raise ValueError(f'{place}{unknown[0]} is not known')
   if missing := [key for key in needed if key not in record]:
-    raise ValueError(f'it lacks the entry {place}{missing[0]}')
+    raise ValueError(f'the entry {place}{missing[0]} is missing')
   text_files.check_types(record, kinds, place)
   return record
 
@@ -262,25 +213,27 @@ def _checked(
 def _way_from(name: str, record: dict[str, Any]) -> Way:
   """A way from its JSON object."""
   place = f'ways.{name}.'
+  if not isinstance(record, dict):
+    raise ValueError(f'ways.{name} must be an object, got {record!r}')
   _checked(record, _KINDS_OF_WAY, place, needed=_KINDS_OF_WAY)
-  if not record['min_block_efficiency'] > 0:
+  if not record['break_even'] > 0:
     raise ValueError(
-      f'{place}min_block_efficiency must be positive, got'
-      f' {record["min_block_efficiency"]}'
+      f'{place}break_even must be positive, got {record["break_even"]}'
     )
   if record['method'] not in settings_lib.METHODS[:-1]:  # Without `plan`.
     raise ValueError(f'{place}method {record["method"]!r} is not known')
-  changes: dict[str, Any] = {
-    'drafting': _from_record(record['drafting'], f'{place}drafting.')
-  }
-  for key in _TIMES:
-    times = record[key].items()
-    right = all(n.isdecimal() and int(n) and t > 0 for n, t in times)
-    if not times or not right:
-      raise ValueError(
-        f'{place}{key} must have positive seconds by length, got {record[key]}'
-      )
-    changes[key] = {int(length): seconds for length, seconds in times}
+  speeds = record['tokens_per_second']
+  if not speeds or not all(
+    length.isdecimal() and int(length) and speed > 0
+    for length, speed in speeds.items()
+  ):
+    raise ValueError(
+      f'{place}tokens_per_second must have positive speeds by length, got'
+      f' {speeds}'
+    )
+  by_length = {int(length): speed for length, speed in speeds.items()}
+  drafting = _from_record(record['drafting'], f'{place}drafting.')
+  changes = {'drafting': drafting, 'tokens_per_second': by_length}
   return Way(name=name, **record | changes)
 
 
@@ -305,20 +258,13 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
   Raises:
     ValueError: the file cannot be read or is no plan; gives the reason.
   """
-  with whole_files.reading(f'plan {path}', 'make it anew with scripts/tune.py'):
+  with whole_files.reading(f'plan {path}', 'make it again: scripts/tune.py'):
     record = text_files.read_object(path)
     if record.get('schema') != SCHEMA:
       raise ValueError(
         f'it has schema {record.get("schema")!r}, expected {SCHEMA}'
       )
-    whole_files.check_record(record)
-    record.pop(whole_files.ENTRY, None)
     _checked(record, _KINDS, needed=_KINDS)
-    if not 0 <= (ends := record['ends_per_token']) <= 1:
-      raise ValueError(f'ends_per_token must be from 0 to 1, got {ends}')
-    for key in ('prompt_length', 'new_tokens'):
-      if record[key] < 0:
-        raise ValueError(f'{key} must not be negative, got {record[key]}')
     needed = (
       field.name
       for field in dataclasses.fields(Context)
@@ -330,13 +276,12 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     missing = {'target', 'draft', 'vocabulary'} - context.models.keys()
     if missing:
       raise ValueError(f'context.models lacks {min(missing)}')
+    if (length := record['usual_length']) < 1:
+      raise ValueError(f'usual_length must be positive, got {length}')
     ways = tuple(_way_from(*entry) for entry in record['ways'].items())
     if not ways:
       raise ValueError('ways is empty')
-    del record['schema']
-    candidates = tuple(record['candidates'])
-    entries = {'ways': ways, 'context': context, 'candidates': candidates}
-    return Plan(**record | entries)
+    return Plan(ways=ways, context=context, usual_length=length)
 
 
 def model_digest(checkpoint: checkpoint_lib.Checkpoint) -> str:

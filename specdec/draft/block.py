@@ -37,7 +37,6 @@ from specdec import sampling as sampling_lib
 from specdec.draft import candidates as candidates_lib
 from specdec.draft import drafter as drafter_lib
 from specdec.draft import ranking as ranking_lib
-from specdec.tree import topology as topology_lib
 from specdec.tree import tree as tree_lib
 
 
@@ -269,7 +268,6 @@ class BlockScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     config: drafter_lib.StageConfig,
   ) -> drafter_lib.Scores:
     """Children that are drawn among the candidates; see `draw_children`."""
-    assert isinstance(ctx.shape, topology_lib.Topology)  # as rules check
     nodes = scores.nodes
     places, drawn_log_probs, drawn_from = ranking_lib.draw_children(
       log_probs,
@@ -278,7 +276,6 @@ class BlockScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
       ctx.sampling,
       min(config.branching, tokens.shape[2]),
       children=ctx.rule.children,
-      counts=jnp.asarray(ctx.shape.num_children)[nodes],
     )
     empty = jnp.zeros((*nodes.shape, self.drafter.spec.vocab_size))
     put = jax.vmap(jax.vmap(lambda row, at, probs: row.at[at].set(probs)))

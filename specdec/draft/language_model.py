@@ -10,7 +10,6 @@ from specdec import model as model_lib
 from specdec import sampling as sampling_lib
 from specdec.draft import drafter as drafter_lib
 from specdec.draft import ranking as ranking_lib
-from specdec.tree import topology as topology_lib
 from specdec.tree import tree as tree_lib
 
 # The most text and nodes that are read at once. On two cores eight rows of a
@@ -40,7 +39,6 @@ def scores_of(
     tokens, log_probs = ranking.tokens, ranking.best_log_probs
     drawn_from = jnp.zeros((*nodes.shape, 0))
   else:
-    assert isinstance(ctx.shape, topology_lib.Topology)  # as rules check
     tokens, log_probs, drawn_from = ranking_lib.draw_children(
       logits,
       nodes,
@@ -48,7 +46,6 @@ def scores_of(
       ctx.sampling,
       branching,
       children=ctx.rule.children,
-      counts=jnp.asarray(ctx.shape.num_children)[nodes],
     )
   return drafter_lib.Scores(
     nodes=nodes,

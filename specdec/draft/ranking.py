@@ -17,7 +17,6 @@ stream of its own, keyed by step and node: verification does not use it.
 
 import flax.struct
 import jax
-from jax import lax
 import jax.numpy as jnp
 
 from specdec import best as best_lib
@@ -177,35 +176,6 @@ def rank_candidates(
   return ranked
 
 
-def _best_and_drawn(
-  log_probs: jax.Array, noise: jax.Array, number: int, counts: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """The k - 1 best children, then one drawn off them (arXiv 2502.18779).
-
-  Where there is no other token, the last possible child is drawn for certain.
-  k is `counts [B, W]`; the results are `[B, W, K]` tokens, and `[B, W, V]`, the
-  distributions of the last.
-  """
-  scores, best = best_lib.top_k(log_probs, number)
-  places = jnp.arange(number)[None, None]
-  is_apart = places < counts[..., None] - 1
-  at = jnp.where(is_apart, best, log_probs.shape[-1])
-  exclude = jax.vmap(
-    jax.vmap(lambda row, at: row.at[at].set(sampling_lib.EXCLUDED, mode='drop'))
-  )
-  rest = exclude(log_probs, at)
-  can_draw = jnp.max(rest, axis=-1, keepdims=True) > sampling_lib.EXCLUDED
-  last = jnp.sum(scores > sampling_lib.EXCLUDED, axis=-1, keepdims=True) - 1
-  last = jnp.take_along_axis(best, jnp.maximum(last, 0), axis=-1)
-  is_last = jnp.arange(rest.shape[-1])[None, None] == last
-  point = jnp.where(is_last, 0.0, sampling_lib.EXCLUDED)
-  drawn = best_lib.best_token(rest + noise)[..., None]
-  is_drawn = can_draw & (places == counts[..., None] - 1)
-  # Fused with what made the logits, it would round by the shape.
-  law = lax.optimization_barrier(jnp.where(can_draw, rest, point))
-  return jnp.where(is_drawn, drawn, best), sampling_lib.softmax(law)
-
-
 def draw_children(
   logits: jax.Array,
   nodes: jax.Array,
@@ -214,7 +184,6 @@ def draw_children(
   number: int,
   *,
   children: str,
-  counts: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Draws children of W nodes.
 
@@ -229,7 +198,6 @@ def draw_children(
       most likely tokens.
     number: K, at most V.
     children: one of `sampling.CHILDREN` but the best.
-    counts: `[B, W]` int32, how many of the K children each node has.
 
   Returns:
     `[B, W, K]` int32 tokens; `[B, W, K]` float32, their log-probabilities, very
@@ -254,10 +222,7 @@ def draw_children(
   if children == sampling_lib.WITHOUT_REPLACEMENT:
     _, tokens = best_lib.top_k(log_probs + noise, number)
   else:
-    if replacement:
-      drawn = best_lib.best_token(log_probs[:, :, None] + noise)
-    else:
-      drawn, drawn_from = _best_and_drawn(log_probs, noise, number, counts)
+    drawn = best_lib.best_token(log_probs[:, :, None] + noise)
     _, best = best_lib.top_k(log_probs, number)
     tokens = jnp.where(sampling_lib.per_row(stochastic, best), drawn, best)
   return (

@@ -5,11 +5,12 @@ Component of a Speech Recognizer", IEEE Transactions on Acoustics, Speech, and
 Signal Processing 35(3), 1987. If a token w occurs r times in a context c that
 occurs N times, its probability is
 
-    P(w | c) = d(r) r / N
+    P(w | c) = (r - D) / N
 
-with a discount d(r) that is 1 for frequent n-grams. The probability mass that
-the discounts free goes to the tokens that do not occur in c, in proportion to
-their probability in the shorter context c' (c without its first token):
+with a discount D of the order (`discount_of`), in place of Katz's discounts by
+count. The probability mass that discounts free goes to the tokens that do not
+occur in c, in proportion to their probability in the shorter context c' (c
+without its first token):
 
     P(w | c) = alpha(c) P(w | c')
 
@@ -19,7 +20,6 @@ their probability in the shorter context c' (c without its first token):
 The empty context backs off to the uniform distribution over the vocabulary.
 """
 
-from collections.abc import Iterator
 import dataclasses
 
 import numpy as np
@@ -30,59 +30,21 @@ from specdec.ngram import table as table_lib
 # A smaller mass of the tokens that do not occur is a rounding error.
 _NO_MASS = 1e-8
 
-# How many n-grams and how many probabilities are held in memory at once.
-_BLOCK_NGRAMS = 1 << 19
+# How many probabilities of whole distributions are held in memory at once.
 _BLOCK_PROBS = 1 << 23
 
 # Candidates for the next token; probability 0 where there is none.
 _CANDIDATE = np.dtype([('token', np.int32), ('prob', np.float32)])
 
 
-@dataclasses.dataclass(frozen=True)
-class Discounts:
-  """The amounts that are subtracted from the counts of one order."""
+def discount_of(once: int, twice: int) -> float:
+  """D of one order, n1 / (n1 + 2 n2), or 1/2 if that is 0 or 1.
 
-  method: str  # 'good-turing', 'absolute' or 'constant'.
-  # r (1 - d(r)) for r = 1, 2, ... k and, last, for all r above k.
-  amounts: tuple[float, ...]
-
-  def apply(self, counts: np.ndarray) -> np.ndarray:
-    """Discounted counts, float64, of positive `counts`."""
-    amounts = np.array(self.amounts)
-    return counts - amounts[np.minimum(counts, len(amounts)) - 1]
-
-
-def _good_turing(n: np.ndarray) -> np.ndarray:
-  """Katz's d(1), ... d(k); NaN or outside (0, 1] if they do not exist.
-
-  The correction term keeps d(r) at 1 above k, and makes the total of what is
-  subtracted n(1), the mass that Good-Turing gives to all unseen n-grams.
+  Ney, Essen and Kneser, "On structuring probabilistic dependences in stochastic
+  language modelling", 1994. n1 and n2 are the numbers of n-grams that occur
+  `once` and `twice`.
   """
-  k = len(n) - 2
-  r = np.arange(1, k + 1)
-  with np.errstate(divide='ignore', invalid='ignore'):
-    ratios = (r + 1) * n[2:] / (r * n[1 : k + 1])
-    correction = (k + 1) * n[k + 1] / n[1]
-    return (ratios - correction) / (1 - correction)
-
-
-def discounts_of(counts_of_counts: np.ndarray) -> Discounts:
-  """Estimates the discounts of one order.
-
-  Good-Turing as in Katz (1987), for counts up to k = 5. Small corpora do not
-  give discounts in (0, 1]; then n1 / (n1 + 2 n2) is subtracted from each count,
-  as in Ney, Essen and Kneser, "On structuring probabilistic dependences in
-  stochastic language modelling", 1994. If that is 0 or 1, 1/2 is subtracted.
-  `counts_of_counts`: `[k + 2]`; entry r is the number of n-grams of count r.
-  """
-  discounts = _good_turing(counts_of_counts)
-  if np.all((discounts > 0) & (discounts <= 1)):
-    amounts = np.arange(1, len(discounts) + 1) * (1 - discounts)
-    return Discounts('good-turing', (*amounts.tolist(), 0.0))
-  once, twice = counts_of_counts[1:3].tolist()
-  if once and twice:
-    return Discounts('absolute', (once / (once + 2 * twice),))
-  return Discounts('constant', (0.5,))
+  return once / (once + 2 * twice) if once and twice else 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,68 +56,40 @@ class KatzLevel:
   backoff: np.ndarray  # [C] float64, alpha of each context.
 
 
-def _blocks(first: np.ndarray) -> Iterator[tuple[int, int]]:
-  """Ranges of contexts with at most `_BLOCK_NGRAMS` n-grams, or one context."""
-  start, end = 0, len(first) - 1
-  while start < end:
-    last = first[start] + _BLOCK_NGRAMS
-    fitting = int(np.searchsorted(first, last, 'right')) - 1
-    stop = max(fitting, start + 1)
-    yield start, stop
-    start = stop
-
-
 def _ngram_keys(
-  level: counting.Level,
-  owners: np.ndarray,
-  start: int,
-  stop: int,
-  vocab_size: int,
+  level: counting.Level, owners: np.ndarray, vocab_size: int
 ) -> np.ndarray:
-  """Owner * V + token of each n-gram of contexts `[start, stop)`, int64."""
-  repeated = np.repeat(owners, level.sizes[start:stop])
-  ngrams = slice(level.first[start], level.first[stop])
-  return repeated.astype(np.int64) * vocab_size + level.tokens[ngrams]
+  """Owner * V + token of each n-gram, int64; `[C]` are owners of contexts."""
+  repeated = np.repeat(owners, level.sizes).astype(np.int64)
+  return repeated * vocab_size + level.tokens
 
 
 def _estimate_level(
   level: counting.Level,
   shorter: list[KatzLevel],
-  discounts: Discounts,
+  discount: float,
   vocab_size: int,
 ) -> KatzLevel:
   """The probabilities of a level; `shorter` holds all shorter levels."""
-  probs = np.empty(len(level.tokens))
-  backoff = np.empty(len(level.parents))
-  for start, stop in _blocks(level.first):
-    ngrams = slice(level.first[start], level.first[stop])
-    begins = level.first[start:stop] - level.first[start]
-    sizes = level.sizes[start:stop]
-    if shorter:
-      parents, above = level.parents[start:stop], shorter[-1]
-      low, high = int(parents[0]), int(parents[-1]) + 1
-      owners = np.arange(low, high)
-      known = _ngram_keys(above.counts, owners, low, high, vocab_size)
-      # A token after a context also follows its parent: every key is known.
-      keys = _ngram_keys(level, parents, start, stop, vocab_size)
-      found = np.searchsorted(known, keys)
-      below = above.probs[above.counts.first[low] + found]
-    else:
-      below = np.full(sizes.sum(), 1 / vocab_size)
-    discounted = discounts.apply(level.counts[ngrams])
-    total = np.add.reduceat(level.counts[ngrams], begins, dtype=np.int64)
-    mass = np.add.reduceat(discounted, begins)
-    # If all counts are too high for a discount, no mass is free: as SRILM does,
-    # count one occurrence of an unseen token.
-    total = np.where(mass < total, total, total + 1)
-    unseen = 1 - np.add.reduceat(below, begins)
-    # If all tokens occur, none can receive mass: the discounts have no effect.
-    all_seen = unseen < _NO_MASS
-    total = np.where(all_seen, mass, total)
-    free = np.where(all_seen, 0, 1 - mass / total)
-    backoff[start:stop] = free / np.where(all_seen, 1, unseen)
-    probs[ngrams] = discounted / np.repeat(total, sizes)
-  return KatzLevel(level, probs, backoff)
+  begins = level.first[:-1]
+  below = np.full(len(level.tokens), 1 / vocab_size)
+  if shorter:
+    above = shorter[-1]
+    owners = np.arange(len(above.counts.parents))
+    known = _ngram_keys(above.counts, owners, vocab_size)
+    # A token after a context also follows its parent: every key is known.
+    keys = _ngram_keys(level, level.parents, vocab_size)
+    below = above.probs[np.searchsorted(known, keys)]
+  discounted = level.counts - discount
+  total = np.add.reduceat(level.counts, begins, dtype=np.int64)
+  mass = np.add.reduceat(discounted, begins)
+  unseen = 1 - np.add.reduceat(below, begins)
+  # If all tokens occur, none can receive mass: the discounts have no effect.
+  all_seen = unseen < _NO_MASS
+  total = np.where(all_seen, mass, total)
+  free = np.where(all_seen, 0, 1 - mass / total)
+  backoff = free / np.where(all_seen, 1, unseen)
+  return KatzLevel(level, discounted / np.repeat(total, level.sizes), backoff)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +97,7 @@ class KatzModel:
   """A back-off model on the host; has a level for each context length."""
 
   levels: tuple[KatzLevel, ...]
-  discounts: tuple[Discounts, ...]
+  discounts: tuple[float, ...]  # D by order.
   vocab_size: int
 
   def distributions(self, length: int, contexts: np.ndarray) -> np.ndarray:
@@ -192,7 +126,7 @@ def estimate(counts: counting.NGramCounts) -> KatzModel:
   Contexts left out by `min_count` have the distribution of their longest suffix
   that was not.
   """
-  discounts = tuple(discounts_of(row) for row in counts.counts_of_counts)
+  discounts = tuple(discount_of(*row) for row in counts.seldom.tolist())
   levels: list[KatzLevel] = []
   for level, discount in zip(counts.levels, discounts, strict=True):
     levels.append(_estimate_level(level, levels, discount, counts.vocab_size))
@@ -224,34 +158,27 @@ def _rank(
 
 
 def _from_candidates(
-  model: KatzModel,
-  length: int,
-  start: int,
-  stop: int,
-  shorter: np.ndarray,
-  k: int,
+  model: KatzModel, length: int, shorter: np.ndarray, k: int
 ) -> tuple[np.ndarray, np.ndarray]:
   """The k best of the tokens that occur and of the shorter contexts' best.
 
   The second result is `[contexts]` bool: another token may be more probable.
   """
   level, vocab_size = model.levels[length], model.vocab_size
-  parents = level.counts.parents[start:stop]
-  backed_off = shorter['prob'][parents] * level.backoff[start:stop, None]
+  parents = level.counts.parents
+  backed_off = shorter['prob'][parents] * level.backoff[:, None]
   backed_off = backed_off.astype(np.float32)
   others = shorter['token'][parents]
-  contexts = np.arange(start, stop)
-  keys = _ngram_keys(level.counts, contexts, start, stop, vocab_size)
+  contexts = np.arange(len(parents))
+  keys = _ngram_keys(level.counts, contexts, vocab_size)
   other_keys = contexts[:, None] * vocab_size + others
-  found = np.minimum(np.searchsorted(keys, other_keys), len(keys) - 1)
-  unseen = np.where(keys[found] == other_keys, np.float32(0), backed_off)
-  ngrams = slice(level.counts.first[start], level.counts.first[stop])
-  rows = np.repeat(np.arange(stop - start), others.shape[1])
+  places = np.minimum(np.searchsorted(keys, other_keys), len(keys) - 1)
+  unseen = np.where(keys[places] == other_keys, np.float32(0), backed_off)
   best = _rank(
-    np.concatenate([keys // vocab_size - start, rows]),
-    np.concatenate([level.counts.tokens[ngrams], others.ravel()]),
-    np.concatenate([level.probs[ngrams].astype(np.float32), unseen.ravel()]),
-    (stop - start, k),
+    np.concatenate([keys // vocab_size, np.repeat(contexts, others.shape[1])]),
+    np.concatenate([level.counts.tokens, others.ravel()]),
+    np.concatenate([level.probs.astype(np.float32), unseen.ravel()]),
+    (len(parents), k),
   )
   # No other token is more probable than the last of the shorter context.
   return best, backed_off[:, -1] > best['prob'][:, -1]
@@ -276,17 +203,13 @@ def _best_of_level(
   model: KatzModel, length: int, shorter: np.ndarray, k: int
 ) -> np.ndarray:
   """The k best tokens of every context of one length, given the `shorter`."""
-  first = model.levels[length].counts.first
-  best = np.zeros((len(first) - 1, k), _CANDIDATE)
-  uncertain = np.ones(len(best), bool)
+  size = len(model.levels[length].counts.parents)
+  best, uncertain = np.zeros((size, k), _CANDIDATE), np.ones(size, bool)
   if length > 0:
-    for start, stop in _blocks(first):
-      best[start:stop], uncertain[start:stop] = _from_candidates(
-        model, length, start, stop, shorter, k
-      )
+    best, uncertain = _from_candidates(model, length, shorter, k)
   rest = np.flatnonzero(uncertain)
-  size = max(1, _BLOCK_PROBS // model.vocab_size)
-  for contexts in np.split(rest, range(size, len(rest), size)):
+  step = max(1, _BLOCK_PROBS // model.vocab_size)
+  for contexts in np.split(rest, range(step, len(rest), step)):
     best[contexts] = _from_distributions(model, length, contexts, k)
   return best
 

@@ -1,15 +1,10 @@
-"""Files that are written whole or not at all, and whose damage is noticed.
-
-A digest tells whether what was written is still the same: at the end of bytes,
-or as an entry of a JSON object.
-"""
+"""Files that are written whole or not at all, and errors that name a file."""
 
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 import contextlib
 import hashlib
-import json
 import os
 import pathlib
 import re
@@ -23,13 +18,9 @@ import numpy as np
 import safetensors
 from safetensors import numpy as safetensors_numpy
 
-from specdec.text import text_files
-
 _Read = TypeVar('_Read')
 
 _SIZE = 16  # Bytes of a digest.
-ENTRY = 'digest'
-"""The key of the digest of a JSON object."""
 
 # Errors of code that reads damaged files: ours, NumPy's, safetensors'.
 _MALFORMED = (
@@ -150,27 +141,3 @@ def unsealed(content: bytes) -> bytes | None:
   """The bytes that were sealed; None if they are damaged."""
   content, found = content[:-_SIZE], content[-_SIZE:]
   return content if found == digest(content) else None
-
-
-def _digest_of_record(record: Mapping[str, Any]) -> str:
-  others = {key: value for key, value in record.items() if key != ENTRY}
-  return digest(json.dumps(others, sort_keys=True).encode()).hex()
-
-
-def sealed_record(record: Mapping[str, Any]) -> dict[str, Any]:
-  """A JSON object with the entry `digest`, for `check_record`."""
-  plain = json.loads(text_files.to_json(dict(record)))
-  return plain | {ENTRY: _digest_of_record(plain)}
-
-
-def check_record(record: Mapping[str, Any]) -> None:
-  """Refuses a JSON object that was changed since it got its digest.
-
-  Raises:
-    ValueError: it was. An object without a digest is not checked.
-  """
-  if ENTRY in record and record[ENTRY] != _digest_of_record(record):
-    raise ValueError(
-      f'its content does not match its entry {ENTRY}, without which it is not'
-      ' checked'
-    )

@@ -207,12 +207,6 @@ class Topology:
       table[index[path[:-1]], path[-1]] = index[path]
     return table
 
-  @property
-  def num_children(self) -> np.ndarray:
-    """`[N]` int32, of each node."""
-    exists = self.children < self.num_nodes
-    return exists.sum(axis=1).astype(np.int32)
-
   def select(self, tree: tree_lib.TokenTree) -> jax.Array:
     """`[B, N]` int32, all places; `NO_NODE` where no candidate was found."""
     places = jnp.arange(self.num_nodes)[None]

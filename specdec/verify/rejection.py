@@ -115,7 +115,7 @@ class _Nodes(flax.struct.PyTreeNode):
   token: jax.Array  # [B, N] int32
   parent: jax.Array  # [B, N] int32, in the tree
   turn: jax.Array  # [B, N] int32, how many siblings are tried before
-  is_drawn: jax.Array  # [B, N] bool; the others are as drawn from point masses
+  is_drawn: jax.Array  # [B] bool; others are as drawn from point masses
   uniform: jax.Array  # [B, N]
   logits: jax.Array  # [B, N, V]
   proposals: jax.Array  # [B, M, V]; of size 0 if nothing is drawn
@@ -230,7 +230,7 @@ class RejectionRule:
     keep = lambda *given: given
     target, draft = lax.cond(jnp.any(is_first), begin, keep, target, draft)
     point = jax.nn.one_hot(token, target.shape[1])
-    proposed = _where(_at(nodes.is_drawn, child), draft, point)
+    proposed = _where(nodes.is_drawn, draft, point)
     given = weight[:, None] * target, proposed, token
     chance = acceptance_probs(*given)
     enters, weight_below = self.enter(chance, _at(nodes.uniform, child))
@@ -271,18 +271,13 @@ class RejectionRule:
     """See `specdec.verify.accept.Rule`."""
     parent = jnp.where(nodes >= 0, _at(tree.parent, nodes), tree_lib.NO_NODE)
     draws = self.children != sampling_lib.BEST
-    is_drawn = jnp.full(parent.shape, draws)
-    siblings = parent[:, :, None] == parent[:, None]
-    before = jnp.tril(siblings, -1)
-    if self.children == sampling_lib.BEST_AND_DRAWN:  # the last one first
-      before = jnp.triu(siblings, 1)
-      is_drawn = ~jnp.any(before, axis=2)
+    before = jnp.tril(parent[:, :, None] == parent[:, None], -1)
     known = _Nodes(
       node=nodes,
       token=_at(tree.token, nodes),
       parent=parent,
       turn=jnp.sum(before, axis=2, dtype=jnp.int32),
-      is_drawn=is_drawn & sampling.is_stochastic[:, None],
+      is_drawn=draws & sampling.is_stochastic,
       uniform=randomness.uniforms,
       logits=logits,
       proposals=proposals if draws else proposals[:, :, :0],

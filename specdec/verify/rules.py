@@ -79,8 +79,7 @@ def to_rule(
       f' and a fixed topology; choose children={sampling_lib.BEST} or a'
       ' topology'
     )
-  ordered = (sampling_lib.WITHOUT_REPLACEMENT, sampling_lib.BEST_AND_DRAWN)
-  if children in ordered and not in_order:
+  if children == sampling_lib.WITHOUT_REPLACEMENT and not in_order:
     raise ValueError(
       f'children={children} needs a topology in which each node has all'
       ' siblings of lower rank: the draws are tried in their order'

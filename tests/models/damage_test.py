@@ -1,8 +1,7 @@
-"""Runs that are killed, disks that are full, files that are damaged or lost."""
+"""Runs that are killed, disks that are full, checkpoints that are damaged."""
 
 import contextlib
 import dataclasses
-import re
 import resource
 import shutil
 
@@ -10,97 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-import tiny_heads
 
 from specdec.models.lab.training import corpus as corpus_lib
 from specdec.models.lab.training import kept
-from specdec.models.lab.training import model_trainer
 from specdec.models.lab.training import run_checkpoints
-from specdec.models.lab.training import target_trainer
 from specdec.models.lab.training import trainer
-
-
-def _flip(content, rng):
-  bits = np.unpackbits(np.frombuffer(content, np.uint8))
-  bits[rng.integers(len(bits))] ^= 1
-  return np.packbits(bits).tobytes()
-
-
-_WAYS = [
-  lambda content, rng: content[: rng.integers(len(content))],
-  lambda content, rng: b'',
-  _flip,
-  None,  # The file is lost.
-]
-
-
-def _damaged(made, target, pattern, ways):
-  """Yields copies of a folder, and what is damaged in each, and how."""
-  files = [one for one in sorted(made.rglob('*')) if one.is_file()]
-  files = [one for one in files if one.stat().st_size]  # Locks are empty.
-  names = [one.relative_to(made) for one in files]
-  names = [one for one in names if re.match(pattern, one.as_posix())]
-  for number, name in enumerate(names):
-    for way in ways(number):
-      folder = shutil.copytree(made, target / f'{number} {_WAYS.index(way)}')
-      content = (folder / name).read_bytes()
-      (folder / name).unlink()
-      if way:
-        rng = np.random.default_rng(number)
-        (folder / name).write_bytes(way(content, rng))
-      yield folder, name, way
 
 
 def _same(found, expected):
   jax.tree.map(np.testing.assert_array_equal, found, expected)
-
-
-@pytest.fixture
-def make(tmp_path):
-  """Makes or reads all that a workdir keeps, except checkpoints."""
-  for number in range(8):
-    (tmp_path / f'{number}.py').write_text(f'def f{number}(x):' * 9)
-  corpus = corpus_lib.Corpus(folder=str(tmp_path), held_out_percent=40)
-  training = model_trainer.ModelTraining(corpus=corpus, vocab_size=270)
-  target, reads = tiny_heads.target(), tiny_heads.READS
-  lm_head = target.params['gpt2']['lm_head']
-  lesson = target_trainer.Lesson(target, None, lm_head, reads, 2)
-  dtype = target_trainer.token_dtype(len(reads), tiny_heads.WIDTH)
-  windows = tiny.tokens(batch_size=40, length=9)
-
-  def make(folder):
-    tokenizer = training.own_tokenizer(folder, print)
-    features = lesson.features(windows, dtype, folder / 'features', print)
-    return [
-      sorted(tokenizer.get_vocab().items()),
-      corpus.splits(folder, tokenizer),
-      features.batch(np.arange(40), draw=0),
-    ]
-
-  return make
-
-
-def test_what_is_damaged_is_made_again_and_nothing_else(make, tmp_path, capsys):
-  made = tmp_path / 'made'
-  expected = make(made)
-  capsys.readouterr()
-  cases = _damaged(made, tmp_path, r'(?!tokens\.json)', lambda _: _WAYS)
-  for folder, name, way in cases:
-    path = folder / name.as_posix().removesuffix('.blake2b')
-    if path.parent.name == 'tokenizer':
-      path = path.parent
-    times = {
-      one: one.stat().st_mtime_ns
-      for one in folder.rglob('*.*')
-      if path.name not in (one.name.removesuffix('.blake2b'), one.parent.name)
-    }
-    _same(make(folder), expected)
-    is_lost = way is None and path == folder / name
-    said = f'{path} is damaged; it is made again\n' * (not is_lost)
-    assert capsys.readouterr().out.partition('training a')[0] == said
-    assert times == {one: one.stat().st_mtime_ns for one in times}
-    assert len(times) > 8
 
 
 @contextlib.contextmanager
@@ -126,16 +43,16 @@ def test_nothing_is_written_by_half(tmp_path):
 
   with pytest.raises(KeyboardInterrupt):
     kept.save(path, lambda folder: write(folder, 'killed'))
-  assert not kept.is_whole(path, pytest.fail)
+  assert not path.exists()
   # A process that is killed by the system cannot tidy up.
   write(tmp_path / 'partial_7_other')
   for save in (kept.save, kept.fill):
-    with pytest.raises(OSError, match=f'{path} cannot be wri'), _full_disk():
+    message = f'{path}(/made)? cannot be written'
+    with pytest.raises(OSError, match=message), _full_disk():
       save(path, lambda folder: write(folder, 'large', size=99))
     assert not [one for one in tmp_path.rglob('*') if one.is_file()]
-  path.rmdir()
+  shutil.rmtree(path, ignore_errors=True)
   kept.save(path, write)
-  assert kept.is_whole(path, pytest.fail)
   kept.fill(path, lambda folder: write(folder, 'two'))
   assert sorted(one.name for one in path.iterdir()) == ['one', 'two']
 
@@ -183,7 +100,7 @@ class _Bigram(trainer.Training):
 
 
 def _run(folder, report=str, **changed):
-  """Returns what is written, the steps that were judged, and other lines."""
+  """Returns what is written, and the steps that were judged."""
   lines = []
   trainer.run(
     _Bigram(**changed),
@@ -193,19 +110,18 @@ def _run(folder, report=str, **changed):
     report=lambda line: (lines.append(line), report(line)),
   )
   steps = [one.step for one in lines if isinstance(one, trainer.Progress)]
-  damaged = [one for one in lines if 'damaged' in str(one)]
-  return dict(np.load(folder / 'output/float32.npz')), steps, damaged
+  return dict(np.load(folder / 'output/float32.npz')), steps
 
 
 def _checkpoints(folder):
-  found = folder.glob('checkpoints/*')
-  return [int(one.name) for one in sorted(found) if one.is_dir()]
+  names = sorted(one.name for one in folder.glob('checkpoints/*'))
+  return [int(name) for name in names if name.isdecimal()]
 
 
 @pytest.fixture(scope='module')
 def whole(tmp_path_factory):
   """Weights of a run that nobody stops."""
-  params, steps, _ = _run(tmp_path_factory.mktemp('whole'))
+  params, steps = _run(tmp_path_factory.mktemp('whole'))
   assert steps == [2, 4, 6]
   return params
 
@@ -225,33 +141,43 @@ def stopped(tmp_path_factory):
   return folder
 
 
-def test_the_checkpoint_before_a_damaged_one_is_taken(whole, stopped, tmp_path):
-  """And the bits are those of a run that nobody stopped."""
-  one_way = lambda number: [_WAYS[number % 4]]
-  cases = [*_damaged(stopped, tmp_path, r'checkpoints/4\b', one_way)]
-  assert len(cases) > 12
-  for folder, name, _ in cases:
-    line = 'checkpoints/4 is damaged; the one before is taken'
-    params, *others = _run(folder)
-    assert others == [[4, 6], [f'{folder}/{line}']], name
-    _same(params, whole)
-    assert _checkpoints(folder) == [4, 6]
-
-
-def test_without_a_whole_checkpoint_training_starts_anew(
+def test_a_stopped_run_goes_on_with_the_bits_of_a_whole_one(
   whole, stopped, tmp_path
 ):
   folder = shutil.copytree(stopped, tmp_path / 'copy')
-  assert _run(shutil.copytree(folder, tmp_path / 'other'))[1:] == ([6], [])
-  (folder / 'checkpoints/3').mkdir()
-  for step in (2, 4):
-    (folder / f'checkpoints/{step}/curve.json').write_bytes(b'')
-  params, steps, lines = _run(folder)
-  before, anew = 'the one before is taken', 'training starts anew'
-  ends = [line.partition('; ')[2] for line in lines]
-  assert (ends, steps) == ([before, before, anew], [2, 4, 6])
+  params, steps = _run(folder)
+  assert steps == [6]
   _same(params, whole)
-  assert _run(folder)[1:] == ([], [])  # A finished run does nothing more.
+  assert _checkpoints(folder) == [4, 6]
+  assert _run(folder)[1] == []  # A finished run does nothing more.
+
+
+@pytest.mark.parametrize('way', ['cut', 'emptied', 'lost'])
+def test_a_damaged_checkpoint_is_named_and_can_be_removed(
+  way, whole, stopped, tmp_path
+):
+  """Or it is not needed, and the run goes on with the same bits."""
+  files = [one for one in stopped.rglob('checkpoints/4/**/*') if one.is_file()]
+  names, refused = [one.relative_to(stopped) for one in sorted(files)], 0
+  for number, name in enumerate(names[:: 1 if way == 'cut' else 3]):
+    folder = shutil.copytree(stopped, tmp_path / f'{number}')
+    content = (folder / name).read_bytes()
+    (folder / name).unlink()
+    if way != 'lost':
+      size = len(content) // 2 if way == 'cut' else 0
+      (folder / name).write_bytes(content[:size])
+    error = ''
+    try:
+      params, steps = _run(folder)
+    except ValueError as raised:
+      error = str(raised)
+      shutil.rmtree(folder / 'checkpoints/4')
+      params, steps = _run(folder)
+      refused += 1
+    named = 'checkpoints/4 is damaged, or of another program' in error
+    assert (steps, named) in (([6], False), ([4, 6], True)), (name, error)
+    _same(params, whole)
+  assert refused
 
 
 @pytest.mark.parametrize(
@@ -286,15 +212,15 @@ def test_a_full_disk_loses_no_checkpoint(whole, stopped, tmp_path, monkeypatch):
     with pytest.raises(OSError, match=f'/6 cannot be written.*({message})'):
       _run(folder)
     assert _checkpoints(folder) == [2, 4]
-    assert not [*folder.rglob('partial*')]
   monkeypatch.undo()
-  params, *others = _run(folder)
-  assert others == [[6], []]
+  params, steps = _run(folder)
+  assert steps == [6]
   _same(params, whole)
 
 
 def test_a_workdir_of_another_run_or_program_is_refused(stopped):
   with pytest.raises(ValueError, match=r'another run \(learning_rate: 0\.005 '):
     _run(stopped, learning_rate=0.1)
-  with pytest.raises(ValueError, match='checkpoints/4/state is not of this pr'):
-    run_checkpoints.restore(stopped / 'checkpoints', {'a': jnp.zeros(3)}, str)
+  message = 'checkpoints/4 is damaged, or of another program'
+  with pytest.raises(ValueError, match=message):
+    run_checkpoints.restore(stopped / 'checkpoints', {'a': jnp.zeros(3)})

@@ -22,8 +22,8 @@ import pytest
 
 import specdec
 from specdec.models.checkpoints import hub
-from specdec.models.lab import machine
 from specdec.models.lab import task as task_lib
+from specdec.models.lab.bench import times
 from specdec.models.lab.bench import timing
 from specdec.models.lab.training import tokenizer as tokenizer_lib
 from specdec.models.lab.tune import plan_lookup
@@ -399,8 +399,8 @@ _NO_TEMPLATE = 'has no chat template, like those of base models; choose'
       },
       'generate.py --chat': {'': _NO_TEMPLATE},
       'chat.py': {'': _NO_TEMPLATE},
-      'check_lossless.py --verify=rejection --temperature=1': {
-        '--regex=a': '--regex: a text with a constraint is compared token'
+      'check_lossless.py --temperature=1': {
+        '--verify=rejection': '--verify=rejection gives other tokens than plain'
       },
       'measure.py nothing': {'': "'nothing' is none of kernels, forward"},
     }.items()
@@ -420,7 +420,7 @@ def test_a_plan_needs_prompts():
 def test_benchmark_writes_what_it_prints(pair, prompts, tmp_path, monkeypatch):
   """A result per batch size, and one table."""
   # The rates of the machine are not looked at.
-  monkeypatch.setattr(machine, '_READ_BYTES', {'default': 1 << 20})
+  monkeypatch.setattr(times, '_READ_BYTES', {'default': 1 << 20})
   output = tmp_path / 'results' / 'one.json'
   plain, chain = 'plain:float32', 'chain(num_draft_tokens=2):bfloat16'
   flags = [*pair, f'--prompt_file={prompts}', f'--output={output}']
@@ -447,7 +447,7 @@ def test_turns_are_decoded_and_counted_by_category(
   instruct, tmp_path, monkeypatch
 ):
   """After the answers of plain decoding, which `generate.py` gives, too."""
-  monkeypatch.setattr(machine, '_READ_BYTES', {'default': 1 << 20})
+  monkeypatch.setattr(times, '_READ_BYTES', {'default': 1 << 20})
   decode, seen = timing.time_arms, []
 
   def time_arms(arms, batches, **options):
@@ -525,7 +525,8 @@ def test_a_plan_says_how_to_decode(pair, tmp_path):
 def test_a_tuned_plan_is_found_again(target, prompts, tmp_path, monkeypatch):
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
   common = (f'--target={target}', '--draft=none', '--max_new_tokens=16')
-  assert '| plain ' in _output('tune.py', *common, f'--prompt_file={prompts}')
+  samples = f'--prompt_file={prompts}', '--plan_seconds=9'
+  assert '| plain ' in _output('tune.py', *common, *samples)
   planned = command_lines.run('generate.py', *common, '--plan=auto', '--json')
   assert planned.code == 0, planned.errors
   assert 'making it' not in planned.errors

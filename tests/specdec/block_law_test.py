@@ -146,10 +146,9 @@ def check_draws(children, num_candidates=2):
     probs = _expected(world, depth, text, path, num_candidates)
     stochastic, tokens = worlds.stochastic[state], candidates[root, depth]
     if stochastic and children != sampling_lib.BEST:
-      law = slow_walks.drawn_from(probs, few, children)
-      np.testing.assert_allclose(proposals[root, node], law, atol=1e-6)
+      np.testing.assert_allclose(proposals[root, node], probs, atol=1e-6)
     expected, margin = slow_walks.pick_children(
-      probs[tokens], noise[root, node], few, stochastic, children, few
+      probs[tokens], noise[root, node], few, stochastic, children
     )
     if margin < slow_walks.ENOUGH:
       num_close += 1

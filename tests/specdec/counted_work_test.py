@@ -29,15 +29,20 @@ import tiny_blocks
 import tiny_drafters
 
 import specdec
-from specdec.models.lab import hlo
+from specdec.models.checkpoints import hub
+from specdec.models.lab import cost_model
+from specdec.models.lab.compiled import hlo
 from specdec.models.lab.compiled import programs
-from specdec.models.lab.compiled import report as report_lib
 from specdec.models.nn import llama_config
-from specdec.models.text import choice as choice_lib
 from specdec.models.text import settings as settings_lib
 
 _LIMITS = pathlib.Path(__file__).parents[1] / 'golden' / 'counted_work.json'
-_TASK = programs.CompiledTask(prompt_tokens=64, max_new_tokens=64)
+_TASK = programs.CompiledTask(
+  target=hub.locate('demo').config,
+  draft=hub.locate(hub.draft_name('demo')).config,
+  prompt_tokens=64,
+  max_new_tokens=64,
+)
 # By these XLA's CPU backend chooses its products.
 _INSTRUCTIONS = ('amx_bf16', 'avx2', 'avx512_bf16', 'avx512_vnni', 'avx512f')
 
@@ -47,9 +52,9 @@ _long = functools.partial(pytest.param, marks=pytest.mark.long)
 
 def _versions():
   """Versions that the counts depend on, as far as they can be known."""
-  cpuinfo, libtpu = pathlib.Path('/proc/cpuinfo'), programs.find_libtpu()
+  cpuinfo, libtpu = pathlib.Path('/proc/cpuinfo'), programs.LIBTPU
   flags = cpuinfo.read_text().split() if cpuinfo.exists() else []
-  found = libtpu and [*libtpu.parents[1].glob('libtpu-*.dist-info')]
+  found = [*libtpu.parents[1].glob('libtpu-*.dist-info')]
   return {
     'jaxlib': importlib.metadata.version('jaxlib'),
     'libtpu': found[0].name.removesuffix('.dist-info') if found else None,
@@ -86,7 +91,7 @@ def _check(name, counted, update, *, compiler=()):
 
 
 def _compile(method, task, device, *mesh):
-  if device.platform == 'tpu' and programs.find_libtpu() is None:
+  if device.startswith('v5e') and not programs.LIBTPU.exists():
     pytest.skip('no libtpu; run python scripts/install_libtpu.py')
   with mock.patch.dict(programs._OPTIONS['cpu'], quick.AS_FOR_USERS):
     return programs.compile_program(method, task, device, *mesh)
@@ -94,7 +99,7 @@ def _compile(method, task, device, *mesh):
 
 @functools.cache
 def _compiled(device, method):
-  return _compile(method, _TASK, programs.DEVICES[device])
+  return _compile(method, _TASK, device)
 
 
 @pytest.fixture
@@ -117,12 +122,12 @@ def test_the_compiled_loops_of_the_demo_pair(device, method, update):
   for one in hlo.parse(compiled.text).computations.values():
     for instruction in one.values() if device == 'cpu' else ():
       sorts = instruction.opcode == 'sort' and instruction.arrays[0].dims
-      assert max(sorts or (0,)) < programs.config_of('demo').vocab_size
+      assert max(sorts or (0,)) < _TASK.target.vocab_size
   counted = {
-    'temporary bytes': compiled.temporary_bytes,
-    'accessed bytes': compiled.accessed_bytes,
+    'temporary bytes': compiled.memory['temporary'],
+    'accessed bytes': compiled.memory['accessed'],
   }
-  for loop in report_lib.analyse(compiled):
+  for loop in compiled.loops():
     assert loop['host_transfers'] == 0
     counted |= {
       f'{loop["loop"]}, {what}': number
@@ -173,22 +178,22 @@ def test_memory_with_a_large_vocabulary(
     topology=topology and settings_lib.parse_topology(topology)
   )
   task = programs.CompiledTask(
-    models=choice_lib.ModelChoice('1.5b', '0.5b', dtype='bfloat16'),
+    target=_VOCABULARY['1.5b'],
+    draft=_VOCABULARY['0.5b'],
     drafting=drafting,
     verify=verify,
   )
-  with mock.patch.dict(programs.SHAPES, _VOCABULARY):
-    compiled = _compile(method, task, programs.DEVICES[device])
-  assert compiled.temporary_bytes < megabytes * 1e6
+  compiled = _compile(method, task, device)
+  assert compiled.memory['temporary'] < megabytes * 1e6
 
 
 @pytest.mark.parametrize('kind', ['Q4_K', _long('Q6_K')])
 def test_weights_of_few_bits_are_computed_within_a_product(kind):
   """A TPU writes neither the matrix nor words of it."""
-  if programs.find_libtpu() is None:
+  if not programs.LIBTPU.exists():
     pytest.skip('no libtpu; run python scripts/install_libtpu.py')
   shape = 8960, 1536
-  (device, *_) = programs.abstract_devices(programs.DEVICES['v5e'])
+  (device, *_) = programs.abstract_devices('v5e')
   matrix = jax.tree.map(
     lambda leaf: jax.ShapeDtypeStruct(
       shape[:1] + leaf.shape[1:],
@@ -211,17 +216,12 @@ def test_weights_of_few_bits_are_computed_within_a_product(kind):
 @pytest.mark.parametrize('method', ['plain', _long('staged')])
 def test_the_collectives_of_eight_devices(method, update):
   """A target that one device cannot hold is counted by its shape alone."""
-  task = dataclasses.replace(
-    _TASK,
-    models=choice_lib.ModelChoice('llama-2-70b', dtype='bfloat16'),
-    num_layers=2,
-  )
-  device = programs.device('v5e:2x4')
-  compiled = _compile(method, task, device, {'model': 8})
-  held, ideal = compiled.held
-  assert held < 1.03 * ideal
+  target = dataclasses.replace(cost_model.MODELS['llama-2-70b'], num_layers=2)
+  task = dataclasses.replace(_TASK, target=target)
+  compiled = _compile(method, task, 'v5e:2x4', {'model': 8})
+  assert compiled.memory['held'] < 1.03 * compiled.memory['least_held']
   counted = {}
-  for loop in report_lib.analyse(compiled):
+  for loop in compiled.loops():
     assert loop['whole_tensors'] == 0
     counted |= {
       f'{loop["loop"]}, collectives': sum(loop['collectives'].values()),

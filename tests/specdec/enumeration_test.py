@@ -112,7 +112,7 @@ def _block_tokens(worlds, num_tokens, children):
   world = np.arange(len(states))
   for _ in range(num_tokens):
     nothing = np.zeros((len(states), worlds.vocab_size), bool)
-    law = worlds.next_draw(states, nothing, 0, 1, children)
+    law = worlds.next_draw(states, nothing, 0, children)
     at, token = np.nonzero(law)
     ratio = worlds.exact[states][at, token] / law[at, token]
     weights = np.minimum(weights[at] * ratio, 1.0)
@@ -447,9 +447,8 @@ def test_children_are_drawn_from_what_is_said(children):
     nodes = np.argsort(rng.random((batch_size, num_nodes)), axis=1)
     keys = case['randomness'].draft_keys
     given = (logits, np.int32(nodes), keys, case['sampling'])
-    counts = rng.integers(1, number + 1, size=nodes.shape)
     tokens, log_probs, drawn_from = jax.device_get(
-      _draw(*given, number=number, children=children, counts=counts)
+      _draw(*given, number=number, children=children)
     )
     shape = (number, vocab_size) if replacement else (vocab_size,)
     noise = np.float64(slow_walks.child_noise(keys, num_nodes, shape))
@@ -460,19 +459,15 @@ def test_children_are_drawn_from_what_is_said(children):
       if not stochastic:
         probs = enumeration.exact_probs(logits[row], nothing, {})
       for place, node in enumerate(nodes[row]):
-        count = counts[row, place]
         if stochastic:
-          given = probs[place], count, children
-          law = slow_walks.drawn_from(*given)
+          law = probs[place]
           np.testing.assert_allclose(drawn_from[row, place], law, atol=1e-6)
         given = (probs[place], noise[row, node], number, stochastic, children)
-        expected, margin = slow_walks.pick_children(*given, count)
+        expected, margin = slow_walks.pick_children(*given)
         if margin < slow_walks.ENOUGH:
           num_close += 1
           continue
         found = log_probs[row, place] > -100
-        if children == sampling_lib.BEST_AND_DRAWN:
-          found[count:] = False
         assert tokens[row, place][found].tolist() == expected
         found, logs = log_probs[row, place][found], np.log(probs[place])
         np.testing.assert_allclose(found, logs[expected], atol=1e-5)
@@ -488,7 +483,7 @@ def test_every_node_draws_children_of_its_own():
   )
   given = logits, nodes, keys, sampling
   for children in _DRAWN[:2]:
-    tokens, *_ = _draw(*given, number=4, children=children, counts=nodes)
+    tokens, *_ = _draw(*given, number=4, children=children)
     assert len({tuple(four) for four in tokens[0].tolist()}) == 64
 
 
@@ -500,7 +495,7 @@ def test_children_that_float32_gives_no_probability():
   for scale in (0.1, 0.5, 0.8, 1.0, 1.1, 2.0):
     given = (np.tile(scale * logits, (200, 1, 1)), np.zeros((200, 1), np.int32))
     given += (jax.random.split(jax.random.key(0), 200), sampling)
-    drawn = _draw(*given, number=5, children=_DRAWN[0], counts=given[1])
+    drawn = _draw(*given, number=5, children=_DRAWN[0])
     _, log_probs, drawn_from = jax.device_get(drawn)
     drawn = np.asarray(
       log_probs[:, 0] > sampling_lib.EXCLUDED

@@ -72,9 +72,7 @@ def _decisions(logits, positions, params, keys):
   noise = randomness_lib.DrawnNoise(positions, params.is_stochastic)
   nodes = jnp.zeros(logits.shape[:2], jnp.int32)
   drawn = [
-    ranking_lib.draw_children(
-      logits, nodes, keys, params, 4, children=children, counts=nodes + 4
-    )
+    ranking_lib.draw_children(logits, nodes, keys, params, 4, children=children)
     for children in (sampling_lib.WITHOUT_REPLACEMENT,)
   ]
   return (

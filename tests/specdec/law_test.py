@@ -37,7 +37,6 @@ _DRAWN = ('temperature 1', 'filters')  # those whose distribution is tested
 _CASES = [
   ('rejection', sampling_lib.BEST, 'staged'),
   ('rejection', sampling_lib.WITHOUT_REPLACEMENT, 'binary tree'),
-  ('rejection', sampling_lib.BEST_AND_DRAWN, 'binary tree'),
   ('traversal', sampling_lib.WITHOUT_REPLACEMENT, 'binary tree'),
 ]
 _MORE_CASES = [

@@ -1,1 +1,1 @@
-"""Measures decoding: time, exactness, acceptance, and what peers do."""
+"""Measures decoding: time, exactness, and what peers do."""

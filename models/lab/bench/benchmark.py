@@ -14,13 +14,13 @@ import specdec
 from specdec import arguments as arguments_lib
 from specdec import sampling as sampling_lib
 from specdec import statistics as statistics_lib
-from specdec.models.lab import machine
 from specdec.models.lab.bench import arms as arms_lib
 from specdec.models.lab.bench import batches as batches_lib
 from specdec.models.lab.bench import exactness
 from specdec.models.lab.bench import peer as peer_lib
 from specdec.models.lab.bench import questions as questions_lib
 from specdec.models.lab.bench import record
+from specdec.models.lab.bench import times
 from specdec.models.lab.bench import timing
 from specdec.models.text import drafters
 from specdec.models.text import pair as pair_lib
@@ -120,7 +120,7 @@ class Report:
 
   Attributes:
     settings: of the run.
-    limits: of `machine.Bandwidth.summary`.
+    limits: of `times.Bandwidth.summary`.
     arms: by name the figures of `timing.summarize_arms`; `flips`, the rows
       whose tokens differ from those of the plain arm of the same dtype, each
       with the margin of the choice, or None without such an arm or if tokens
@@ -228,7 +228,7 @@ def _own_arm(
     drafter, break_even = used[0], None
     if planned is not None:  # Where only prompts are read, the limit is 0.
       longest = max(map(len, batch))
-      drafter, break_even = planned.of_request(longest, task.max_new_tokens)
+      drafter, break_even = planned.of_length(longest)
     if task.break_even is not None:
       break_even = task.break_even
     return specdec.generate(
@@ -371,7 +371,7 @@ def _reading(
 
   The time is that of decoding without prefill, all overhead included. Figures
   are those of `timing.summarize_arms`, costs of `specdec.statistics`, limits of
-  `machine.Bandwidth.summary`.
+  `times.Bandwidth.summary`.
 
   Returns:
     `seconds_per_target_forward`; `of_memory_limit`, the time of reading all
@@ -414,7 +414,7 @@ def run(
   pairs, ready = _load(arms, task)
   made = _batches(questions, pairs, ready[baseline].decode, task, prompt_bucket)
   batches = [rows for _, rows in made]
-  bandwidth = machine.Bandwidth()
+  bandwidth = times.Bandwidth()
   decoders = {name: arm.decode for name, arm in ready.items()}
   timing.warm_up(decoders, batches, max_new_tokens=limit)
   results = timing.time_arms(

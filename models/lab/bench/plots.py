@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from specdec.models.text import plan as plan_lib
-
 _COLORS = (
   '#4477aa',
   '#ee6677',
@@ -102,41 +100,5 @@ def draw_categories(record: Mapping[str, Any]) -> Any:
   axes.set_xticks(range(len(groups)), [*groups], rotation=30, ha='right')
   axes.set_ylabel('speed (dotted: no gain)', fontsize=8)
   axes.legend(loc='upper left', bbox_to_anchor=(1.01, 1), fontsize=7)
-  _finish(axes)
-  return figure
-
-
-def draw_plan(plan: plan_lib.Plan, title: str) -> Any:
-  """A figure of where the time goes: per token, a stacked bar per candidate.
-
-  The parts of a step are the target's forward, and everything else: drafts,
-  growth and verification. Both are divided by the tokens of a step.
-  """
-  from matplotlib.figure import Figure
-
-  rows = plan.candidates
-  figure = Figure(figsize=(7.5, 1.4 + 0.32 * len(rows)), layout='constrained')
-  figure.suptitle(title, fontsize=9)
-  axes, parts = figure.subplots(), np.zeros((2, len(rows)))
-  for column, one in enumerate(rows):
-    both = one['verification_milliseconds'], one['drafting_milliseconds']
-    parts[:, column] = np.array(both) / one['block_efficiency']
-    end, text = parts[:, column].sum(), f'{one["block_efficiency"]:.2f}'
-    axes.text(
-      1.01 * end, column, f'{text} tokens per step', va='center', fontsize=8
-    )
-  names = ("the target's forward", 'drafts and everything else')
-  starts = (0, parts[0])
-  for part, start, color, name in zip(
-    parts, starts, _COLORS, names, strict=False
-  ):
-    axes.barh(range(len(rows)), part, 0.7, start, color=color, label=name)
-  axes.set_yticks(range(len(rows)), [one['name'] for one in rows])
-  axes.invert_yaxis()
-  axes.set_xlim(0, 1.3 * parts.sum(0).max())
-  axes.set_xlabel(
-    'milliseconds per token, after the prompt', loc='right', fontsize=8
-  )
-  axes.legend(fontsize=8)
   _finish(axes)
   return figure

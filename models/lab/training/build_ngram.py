@@ -128,7 +128,7 @@ def _sample(
     workdir / f'samples-{shard:06d}.npy' for shard in range(samples.num_shards)
   ]
   for shard, path in enumerate(tqdm.tqdm(paths, 'sampling', unit='shard')):
-    if not kept.is_whole(path):
+    if not path.exists():
       tokens = _sample_shard(pair, samples, start, shard)
       kept.save(path, functools.partial(np.save, arr=tokens))
   return paths
@@ -199,7 +199,7 @@ def build(
     'tokenizer_blake2b': vocabulary,
     'sources': sources,
     'table': dataclasses.asdict(table),
-    'discounts': [dataclasses.asdict(order) for order in model.discounts],
+    'discounts': model.discounts,
   }
   table_lib.save_table(output, result, provenance)
   size = output.stat().st_size / 1e6

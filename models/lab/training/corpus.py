@@ -105,7 +105,7 @@ class Corpus:
     held_out: bool,
   ) -> np.ndarray:
     """The tokens of one split, kept in a `.npy` file for the next resume."""
-    if not kept.is_whole(path):
+    if not path.exists():
       tokens = self.tokens(tokenizer, held_out=held_out)
       kept.save(path, lambda partial: np.save(partial, tokens))
     return np.load(path, mmap_mode='r')

@@ -153,7 +153,7 @@ class ModelTraining(trainer.Training):
   ) -> transformers.PreTrainedTokenizerBase:
     """Trains a tokenizer, once per workdir."""
     path = workdir / 'tokenizer'
-    if not kept.is_whole(path, report):
+    if not path.exists():
       report(f'training a tokenizer of {self.vocab_size} tokens')
       trained = tokenizer_lib.train_tokenizer(
         self.corpus.texts(held_out=False),

@@ -1,10 +1,9 @@
-"""Checkpoints of a run; a run that is resumed takes the last whole one.
+"""Checkpoints of a run, by step: a state and the loss curve.
 
-Each is a folder whose name is the step, with a state and the loss curve.
+A run that is resumed takes the last one. Orbax writes each completely or not at
+all, and keeps the one before it.
 """
 
-from collections.abc import Callable
-import json
 import pathlib
 import shutil
 from typing import Any
@@ -12,51 +11,44 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from specdec.models.lab.training import kept
-
 _FILES = 1 << 16  # Bytes of a checkpoint besides those of its arrays.
 
 
-def _orbax() -> ocp.Checkpointer:
-  return ocp.Checkpointer(ocp.StandardCheckpointHandler())
-
-
-def _steps(folder: pathlib.Path) -> list[int]:
-  folders = [path.name for path in folder.glob('*') if path.is_dir()]
-  return sorted(int(name) for name in folders if name.isdecimal())
+def _manager(folder: pathlib.Path) -> ocp.CheckpointManager:
+  options = ocp.CheckpointManagerOptions(
+    max_to_keep=2, enable_async_checkpointing=False
+  )
+  return ocp.CheckpointManager(folder.absolute(), options=options)
 
 
 def restore(
-  folder: pathlib.Path, state: Any, report: Callable[[str], None]
+  folder: pathlib.Path, state: Any
 ) -> tuple[Any, list[dict[str, Any]]]:
-  """The last whole checkpoint, else the given state and an empty curve.
+  """The last checkpoint, else the given state and an empty curve.
 
-  Damaged ones are reported. `state` is a pytree of arrays.
+  `state` is a pytree of arrays.
 
   Raises:
-    ValueError: the checkpoint has another structure; the message names it.
+    ValueError: the checkpoint cannot be read, or has another structure; the
+      message names it.
   """
-  steps = _steps(folder)
-  while steps:
-    path = folder / str(steps.pop())
-    otherwise = 'the one before is taken' if steps else 'training starts anew'
-    if kept.is_whole(path, report, otherwise):
-      curve = json.loads((path / 'curve.json').read_text('utf-8'))
-      return _read(path / 'state', state), curve
-  return state, []
-
-
-def _read(path: pathlib.Path, state: Any) -> Any:
   expected = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-  args = ocp.args.StandardRestore(expected)
-  try:
-    with _orbax() as checkpointer:
-      return checkpointer.restore(path.absolute(), args=args)
-  except ValueError as error:
-    raise ValueError(
-      f'{path} is not of this program: {str(error).splitlines()[0]}; give'
-      ' another --workdir'
-    ) from error
+  items = ocp.args.Composite(
+    state=ocp.args.StandardRestore(expected), curve=ocp.args.JsonRestore()
+  )
+  with _manager(folder) as manager:
+    step = manager.latest_step()
+    if step is None:
+      return state, []
+    try:
+      stored = manager.restore(step, args=items)
+    except Exception as error:  # Orbax has many.
+      reason = str(error).partition('\n')[0]
+      raise ValueError(
+        f'{folder / str(step)} is damaged, or of another program: {reason};'
+        ' remove it, and the run goes on from the one before'
+      ) from error
+  return stored['state'], stored['curve']
 
 
 def save(folder: pathlib.Path, state: Any, curve: list[dict[str, Any]]) -> None:
@@ -65,19 +57,21 @@ def save(folder: pathlib.Path, state: Any, curve: list[dict[str, Any]]) -> None:
   Raises:
     OSError: it cannot be written; those before it are kept.
   """
-
-  def write(partial: pathlib.Path) -> None:
-    # Orbax writes in threads, of which each prints that the disk is full.
-    needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) + _FILES
-    free = shutil.disk_usage(folder).free
+  path = folder / str(curve[-1]['step'])
+  folder.mkdir(parents=True, exist_ok=True)
+  needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) + _FILES
+  free = shutil.disk_usage(folder).free
+  items = ocp.args.Composite(
+    state=ocp.args.StandardSave(state), curve=ocp.args.JsonSave(curve)
+  )
+  try:
+    # Each of orbax's writer threads would print that the disk is full.
     if free < needed:
       raise OSError(f'it takes {needed} bytes, and {free} are free')
-    args, path = ocp.args.StandardSave(state), partial / 'state'
-    with _orbax() as checkpointer:
-      checkpointer.save(path.absolute(), args=args)
-    kept.save_json(partial / 'curve.json', curve)
-
-  newest = [point['step'] for point in curve[-2:]]
-  kept.save(folder / str(newest[-1]), write)
-  for step in set(_steps(folder)) - set(newest):
-    kept.remove(folder / str(step))
+    with _manager(folder) as manager:
+      manager.save(curve[-1]['step'], args=items)
+  except Exception as error:
+    raise OSError(
+      f'{path} cannot be written: {error}; make room and run again: what was'
+      ' written before is kept'
+    ) from error

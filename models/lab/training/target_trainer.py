@@ -163,7 +163,6 @@ class Lesson:
     tokens: np.ndarray,
     number: int,
     folder: pathlib.Path,
-    report: trainer.Report = print,
   ) -> np.ndarray:
     """Windows whose last tokens the target writes, or those still missing.
 
@@ -173,7 +172,6 @@ class Lesson:
       tokens: `[N, L + 1]` int32.
       number: how many tokens of each window it writes.
       folder: of the files.
-      report: is called with a line for each damaged file.
     """
     temperature = np.linspace(0, 1, _WINDOWS, dtype=np.float32)
 
@@ -189,14 +187,13 @@ class Lesson:
       whole = np.concatenate([begun, np.array(written.tokens)], axis=1)
       return whole[: len(rows)].astype(np.int32)
 
-    return np.concatenate(_in_files(tokens, write, folder, report))
+    return np.concatenate(_in_files(tokens, write, folder))
 
   def features(
     self,
     tokens: np.ndarray,
     dtype: np.dtype,
     folder: pathlib.Path,
-    report: trainer.Report = print,
   ) -> Features:
     """Computes the features of windows, or those that are still missing.
 
@@ -204,7 +201,6 @@ class Lesson:
       tokens: `[N, L + 1]` int32.
       dtype: see `token_dtype`.
       folder: of the files.
-      report: is called with a line for each damaged file.
     """
     size = min(max(1, 1024 // tokens.shape[1]), len(tokens))  # In a forward.
 
@@ -218,21 +214,20 @@ class Lesson:
           found[name][some] = values
       return found[: len(rows)]
 
-    return Features(tokens, _in_files(tokens, compute, folder, report))
+    return Features(tokens, _in_files(tokens, compute, folder))
 
 
 def _in_files(
   tokens: np.ndarray,
   make: Callable[[np.ndarray], np.ndarray],
   folder: pathlib.Path,
-  report: trainer.Report,
 ) -> list[np.ndarray]:
   """The results of `make` for `_WINDOWS` windows at a time, kept in files."""
   files = []
   what = f'{folder.parent.name} for {folder.name}'
   for first in tqdm.tqdm(range(0, len(tokens), _WINDOWS), what):
     files.append(folder / f'windows_{first // _WINDOWS:05d}.npy')
-    if not kept.is_whole(files[-1], report):
+    if not files[-1].exists():
       found = make(tokens[first : first + _WINDOWS])
       kept.save(files[-1], functools.partial(np.save, arr=found))
   return [np.load(file, mmap_mode='r') for file in files]
@@ -393,10 +388,10 @@ class TargetTraining(trainer.Training):
       chosen = windows(tokens, self.length, most)
       if self.answer_tokens:
         chosen = lesson.answers(
-          chosen, self.answer_tokens, workdir / 'answers' / name, report
+          chosen, self.answer_tokens, workdir / 'answers' / name
         )
       folder = workdir / 'features' / name
-      sets.append(lesson.features(chosen, token, folder, report))
+      sets.append(lesson.features(chosen, token, folder))
     train_set, held_out = sets
     ids = self.most_frequent(train_set, config.vocab_size)
     lm_head = lesson.outputs(ids)

@@ -210,7 +210,7 @@ def _evaluate(
 def fit(
   training: Training, trainee: Trainee, workdir: pathlib.Path, report: Report
 ) -> tuple[Any, list[dict[str, Any]]]:
-  """Trains to the last step, from the last whole checkpoint if there is one.
+  """Trains to the last step, from the last checkpoint if there is one.
 
   Returns:
     The parameters, and `Progress` as a dict for each point of the loss curve.
@@ -228,7 +228,7 @@ def fit(
   params = trainee.params
   state = {'params': params, 'optimizer': jax.jit(optimizer.init)(params)}
   checkpoints = workdir / 'checkpoints'
-  state, curve = run_checkpoints.restore(checkpoints, state, report)
+  state, curve = run_checkpoints.restore(checkpoints, state)
   last = curve[-1] if curve else {'step': 0, 'tokens': 0}
   clock, tokens, losses = time.monotonic(), 0, []
   for step in range(last['step'] + 1, training.num_steps + 1):

@@ -152,44 +152,16 @@ def join_plans(
 
 
 def table(plan: plan_lib.Plan) -> str:
-  """The candidates of a plan as Markdown, fastest first."""
-  columns = {
-    'predicted tokens/s': ('tokens_per_second', '.1f'),
-    'measured': ('measured', '.1f'),
-    'block eff.': ('block_efficiency', '.2f'),
-    'pays above': ('min_block_efficiency', '.2f'),
-    'ms drafting': ('drafting_milliseconds', '.2f'),
-    'ms verifying': ('verification_milliseconds', '.2f'),
-  }
-  show = lambda value, form: '' if value is None else format(value, form)
+  """Tokens per second of the ways of a plan as Markdown, prompts counted."""
+  lengths = sorted({n for way in plan.ways for n in way.tokens_per_second})
+  show = lambda speed: '' if speed is None else f'{speed:.1f}'
   rows = [
-    [figures['name'], *(show(figures[key], f) for key, f in columns.values())]
-    for figures in plan.candidates
+    [
+      way.name,
+      f'{way.break_even:.2f}',
+      *(show(way.tokens_per_second.get(length)) for length in lengths),
+    ]
+    for way in plan.ways
   ]
-  return record.to_table(['candidate', *columns], rows)
-
-
-_LENGTHS, _LIMITS = (32, 128, 512, 2048), (16, 64, 256, 1024)
-
-
-def choices(plan: plan_lib.Plan) -> str:
-  """The ways of requests as Markdown, by prompt length and limit.
-
-  Beside each way is its speed with the prompt, over the plan's first way.
-  """
-
-  def cell(*request: int) -> str:
-    way = plan_lib.choose(plan, *request)
-    ours, first = (
-      plan_lib.expected_seconds(plan, one, *request)
-      for one in (way, plan.ways[0])
-    )
-    return f'{way.name} {first / ours:.2f}x'
-
-  rows = [
-    [f'{length}', *(cell(length, tokens) for tokens in _LIMITS)]
-    for length in _LENGTHS
-  ]
-  return record.to_table(
-    ['tokens of the prompt', *(f'{n} new tokens' for n in _LIMITS)], rows
-  )
+  columns = [f'{length} tokens' for length in lengths]
+  return record.to_table(['way', 'break even', *columns], rows)

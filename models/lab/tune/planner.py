@@ -1,43 +1,29 @@
-"""Finds the fastest way to decode on this machine.
+"""Finds the fastest way to decode on this machine, by decoding.
 
-1. The target decodes sample prompts plainly, those of the usual padded length
-   and of the next most frequent one.
-2. V(N), the time of a target forward over N nodes, is measured.
-3. So is how long target and draft read prompts of several lengths.
-4. Each candidate of a fixed list replays the usual samples (see `replay`), for
-   which the target is not needed. Its counts and V(N) predict its speed.
-5. Plain decoding and the candidates that are predicted to be fastest, one that
-   drafts from all of a prompt, from its end, and without a draft model, are
-   decoded with the target, interleaved, at both lengths. They are the ways of
-   the plan, among which a request chooses (`plan.choose`); those
-   that are nowhere faster after the prompt are left out.
+The target decodes sample prompts in each way of a fixed list, in turns with
+plain decoding. The faster half of the ways decodes other samples, and so on
+until the time is spent. That is done for each of a few padded lengths of
+prompts, which get equal shares of the time.
 
-When the time budget is spent or the user interrupts, a plan is made from what
-is known by then.
+A way's speed counts the prompt: new tokens over the time of reading and
+decoding. Samples differ, and so does the machine from minute to minute, so what
+is compared is the time of plain decoding of the same sample just before or
+after, over the way's own time.
 """
 
 from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import itertools
-import sys
 import time
 from typing import Any
+from typing import NamedTuple
 
 import jax
-import numpy as np
 
 import specdec
 from specdec import arguments as arguments_lib
-from specdec import statistics as statistics_lib
-from specdec.models.lab import machine
 from specdec.models.lab import task as task_lib
-from specdec.models.lab.bench import exactness
-from specdec.models.lab.bench import optimal
-from specdec.models.lab.bench import replay
-from specdec.models.lab.tune import trials
 from specdec.models.text import chat_template
 from specdec.models.text import drafters
 from specdec.models.text import pair as pair_lib
@@ -45,340 +31,305 @@ from specdec.models.text import plan as plan_lib
 from specdec.models.text import settings as settings_lib
 
 PLAN_SECONDS = 300.0
-NODE_COUNTS = (1, 2, 4, 8, 16, 32)
-"""The N for which V is measured; V is linear in between."""
 
-_LENGTHS = (64, 256, 1024, 2048)  # of prompts whose reading is timed
+_SECONDS_PER_LENGTH, _MOST_LENGTHS = 60.0, 4
+_FIRST_ROUND = 0.7  # Its end, as a share of the time of a length.
+_LEAST_TOKENS = 16  # Limits below these are too short to plan.
 
-# Where each part ends, as a share of the time budget. The rest is for what
-# cannot be cut short: a compilation, or the steps that are running.
-_SAMPLING_ENDS, _COSTS_END, _READING_ENDS = 0.12, 0.27, 0.37
-_REPLAYS_END, _COMPILING_ENDS, _DECODING_ENDS = 0.5, 0.72, 0.92
+PLAIN = 'plain'
 
-_MOST_TOKENS = 8.0  # of a step, realistically
-_LEAST_TOKENS = 16  # of a decode that is cut short
-_LEAST_CHECKS = 2  # of the clock, after eight steps each
-_MAX_BRANCHING, _MAX_DEPTH = 8, 8  # of the fixed tree
+_SMALL = {'num_nodes': 8, 'width': 2, 'branching': 2, 'rounds': 4}
+_LARGE = {'num_nodes': 32, 'width': 8, 'branching': 4, 'rounds': 4}
+_TABLE = {'num_nodes': 8, 'width': 4, 'branching': 4, 'capacity': 128}
+_TAIL = 256  # Tokens of a long prompt that the draft reads.
+
+# Name, method and options, in the order in which they are tried: the time may
+# be spent before the last. Capacities hold all candidate tokens; a larger array
+# takes longer to sort.
+_CANDIDATES: tuple[tuple[str, str, dict[str, int]], ...] = (
+  ('staged N=8', 'staged', _SMALL),
+  ('lookup N=8', 'lookup', _TABLE),
+  (
+    f'staged N=8, {_TAIL} of the prompt',
+    'staged',
+    _SMALL | {'draft_prompt': _TAIL},
+  ),
+  ('chain 4', 'chain', {'num_draft_tokens': 4}),
+  ('tree N=8', 'tree', _SMALL | {'capacity': 32}),
+  ('chain 2', 'chain', {'num_draft_tokens': 2}),
+  ('ngram+lookup N=8', 'ngram+lookup', _TABLE),
+  ('staged N=32', 'staged', _LARGE),
+)
+
+
+class Run(NamedTuple):
+  """A decode of a batch of prompts, perhaps cut short."""
+
+  reading: float  # Seconds in which the prompts were read.
+  decoding: float  # Seconds after that.
+  tokens: int  # New tokens of all rows.
+  steps: int  # Target forwards after the prompt, counted once for all rows.
+  expected: int  # New tokens if it had not been cut short.
+
+  def seconds(self, tokens: int) -> float:
+    """The time of reading and of new tokens at the speed of this run."""
+    return self.reading + tokens * self.decoding / self.tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+  """A candidate, and its runs, each with a run of plain decoding."""
+
+  name: str
+  method: str
+  drafting: settings_lib.DraftSettings
+  drafter: specdec.Drafter
+  pairs: list[tuple[Run, Run]]  # Plain decoding, then its own.
+
+  @property
+  def speed(self) -> float:
+    """The speed in that of plain decoding, the prompt counted."""
+    plain, own = (
+      sum(pair[arm].seconds(pair[0].expected) for pair in self.pairs)
+      for arm in (0, 1)
+    )
+    return plain / own
+
+
+def break_even(trials: Sequence[Trial]) -> float:
+  """The time of a step of a way, at all lengths, in plain steps."""
+  pairs = [pair for trial in trials for pair in trial.pairs]
+  plain, own = (
+    sum(pair[arm].decoding for pair in pairs)
+    / sum(pair[arm].steps for pair in pairs)
+    for arm in (0, 1)
+  )
+  return own / plain
+
+
+def list_candidates(
+  base: settings_lib.DraftSettings, *, has_draft: bool, length: int
+) -> list[tuple[str, str, settings_lib.DraftSettings]]:
+  """Name, method and settings in the order in which they are tried.
+
+  `base` has the settings that candidates do not vary. If it names an inner
+  drafter, candidates with other inner drafters are left out. Candidates whose
+  draft reads the end of a prompt are left out where `length` is no longer, or
+  if `base` says how much the draft reads.
+  """
+  methods = {*(settings_lib.INNERS[1:] if base.inner is None else [base.inner])}
+  if has_draft:
+    methods |= {'chain', 'tree'}
+    methods |= {'staged'} if base.inner != 'none' else set()
+  return [
+    (
+      name,
+      method,
+      settings_lib.with_options(base, {**options, 'topology': None}),
+    )
+    for name, method, options in _CANDIDATES
+    if method in methods
+    and (
+      'draft_prompt' not in options
+      or (base.draft_prompt is None and options['draft_prompt'] < length)
+    )
+  ]
 
 
 def sample_batches(
-  prompts: Sequence[Sequence[int]], batch_size: int
-) -> list[list[list[int]]]:
-  """Full batches of prompts (token ids) of two padded lengths, in turns.
+  prompts: Sequence[Sequence[int]], batch_size: int, num_lengths: int
+) -> dict[int, list[list[list[int]]]]:
+  """Full batches of prompts (token ids) by padded length.
 
   Prompts are padded to powers of two, and each padded length is a program. Only
-  prompts of the two most frequent padded lengths are used, the most frequent
-  first; some are repeated where they do not fill the last batch.
+  the most frequent lengths are used, the most frequent first; some prompts are
+  repeated where they do not fill the last batch.
   """
   by_length: dict[int, list[list[int]]] = {}
   for prompt in sorted(prompts, key=len):
     length = arguments_lib.padded_length(len(prompt))
     by_length.setdefault(length, []).append(list(prompt))
-  batches = []
-  for usable in sorted(by_length.values(), key=len, reverse=True)[:2]:
+  frequent = sorted(by_length, key=lambda n: len(by_length[n]), reverse=True)
+  batches = {}
+  for length in frequent[:num_lengths]:
+    usable = by_length[length]
     cycle, starts = itertools.cycle(usable), range(0, len(usable), batch_size)
-    batches.append([[*itertools.islice(cycle, batch_size)] for _ in starts])
-  in_turns = itertools.zip_longest(*batches)
-  return [batch for turn in in_turns for batch in turn if batch]
+    batches[length] = [[*itertools.islice(cycle, batch_size)] for _ in starts]
+  return batches
 
 
 @dataclasses.dataclass(frozen=True)
-class _Search:
-  """The arguments that all steps of a search share.
+class Search:
+  """The arguments that all runs share.
 
-  `options` are arguments of `specdec.generate`, and `seconds_left` returns the
-  seconds until a share of the budget is spent.
+  `options` are arguments of `specdec.generate`; `clock` returns seconds.
   """
 
   pair: pair_lib.Pair
   options: dict[str, Any]
   key: jax.Array
   drafting: settings_lib.DraftSettings
-  seconds_left: Callable[[float], float]
+  clock: Callable[[], float]
   report: Callable[[str], None]
 
-  def is_late(self, share: float) -> bool:
-    return self.seconds_left(share) <= 0
-
-  def decode(
+  def run(
     self,
-    target: specdec.LanguageModel,
     drafter: specdec.Drafter,
-    sample: trials.Sample,
-    share: float,
-    limit: int = sys.maxsize,
-  ) -> tuple[float, specdec.Generation]:
-    """A decode, cut short when a share is spent, and its seconds."""
-    checks = itertools.count()
-    is_late = lambda: next(checks) >= _LEAST_CHECKS and self.is_late(share)
+    prompts: list[list[int]],
+    *,
+    limit: int,
+    end: float,
+  ) -> Run:
+    """Decodes a batch, cut short at the time `end` after some steps."""
+    checks, room = itertools.count(), self.options['room_for_new_tokens']
+    start = self.clock()
     decoding = specdec.Decoding(
-      target,
+      self.pair.target,
       self.key,
-      sample.prompts,
+      prompts,
       drafter=drafter,
-      max_new_tokens=[min(len(new), limit) for new in sample.new],
+      max_new_tokens=limit,
       **self.options,
     )
     decoding.step(0)  # Waits until the prompts are read; compiles.
-    read = time.perf_counter()
-    decoding.run(is_late)
-    return time.perf_counter() - read, decoding.result()
-
-
-def _decode_samples(
-  search: _Search, batches: list[list[list[int]]]
-) -> trials.Samples:
-  """Decodes the prompts plainly."""
-  room, target = search.options['room_for_new_tokens'], search.pair.target
-  samples, ends = list[trials.Sample](), 0
-  for batch in batches:
-    if samples and search.is_late(_SAMPLING_ENDS):
-      break
-    any_text = trials.Sample(batch, [[0] * room for _ in batch])
-    seconds, generation = search.decode(
-      target, specdec.PLAIN, any_text, _SAMPLING_ENDS
+    read = self.clock()
+    decoding.run(lambda: next(checks) > 0 and self.clock() >= end)
+    decoded = self.clock()
+    result = decoding.result()
+    # An unfinished text would have gone on to the limit.
+    ends = zip(result.tokens, result.finish_reasons, strict=True)
+    expected = sum(len(new) if why == 'eos' else room for new, why in ends)
+    return Run(
+      reading=read - start,
+      decoding=decoded - read,
+      tokens=result.stats.new_tokens,
+      steps=result.stats.reads['target']['forwards'],
+      expected=expected,
     )
-    samples.append(trials.Sample(batch, generation.tokens))
-    ends += generation.finish_reasons.count('eos')
-    search.report(
-      f'sample batch {len(samples)} of {len(batches)}, {any_text.length} slots:'
-      f' {generation.stats.new_tokens} tokens in {seconds:.1f} s'
-    )
-  count = lambda some: sum(len(new) for sample in some for new in sample.new)
-  found = trials.Samples(samples, room, ends / max(count(samples), 1))
-  if not count(found.usual):
-    raise ValueError(
-      'the target ends all sample prompts of the usual length at once; give'
-      ' other prompts'
-    )
-  return found
 
 
-def _measure_costs(search: _Search, first: trials.Sample) -> machine.StepCosts:
-  """Measures V(N) halfway through the first texts."""
-  slots, room = arguments_lib.padded_shape(
-    first.prompts, search.options['room_for_new_tokens']
-  )
-  halfway = np.mean([*map(len, first.prompts), *map(len, first.texts)])
-  costs = machine.measure_step_costs(
-    search.pair.target,
-    first.texts,
-    prompt_slots=slots,
-    max_new_tokens=room,
-    context=max(2, int(halfway)),
-    node_counts=NODE_COUNTS,
-    effort=machine.Effort(
-      num_steps=4,
-      most_tokens=_MOST_TOKENS,
-      is_late=lambda: search.is_late(_COSTS_END),
-    ),
-  )
-  times = costs.verification.items()
-  listed = ', '.join(f'{size}: {1e3 * seconds:.2f}' for size, seconds in times)
-  search.report(
-    f'milliseconds of a target forward by number of nodes: {listed}'
-  )
-  return costs
-
-
-def _measure_reading(
-  search: _Search, first: trials.Sample
-) -> dict[int, tuple[float, float]]:
-  """The seconds in which target and draft read prompts, by padded length."""
-  target, drafter = search.pair.target, specdec.PLAIN
-  if search.pair.drafting_model is not None:
-    options = {'num_draft_tokens': 1, 'draft_prompt': None, 'topology': None}
-    drafting = settings_lib.with_options(search.drafting, options)
-    drafter = drafters.make_drafter('chain', search.pair, drafting)
-  room = search.options['room_for_new_tokens']
-
-  def seconds(
-    one: specdec.LanguageModel, its_drafter: specdec.Drafter
-  ) -> float:
-    start = time.perf_counter()
-    specdec.Decoding(
-      one,
-      search.key,
-      prompts,
-      drafter=its_drafter,
-      max_new_tokens=0,
-      **search.options,
-    ).result()
-    return time.perf_counter() - start
-
-  reading, last = dict[int, tuple[float, float]](), 0.0
-  for length in sorted({first.length, *_LENGTHS}):
-    size = length * 3 // 4  # The rest is padding.
-    if reading and (
-      size + room > target.spec.max_positions
-      or search.seconds_left(_READING_ENDS) < 4 * last
-    ):
-      break
-    prompts = [np.resize(one, size).tolist() for one in first.prompts]
-    start = time.perf_counter()
-    arms = (
-      (target, specdec.PLAIN),
-      (replay.oracle_target(target, prompts), drafter),
-    )
-    for arm in arms:  # compiles
-      seconds(*arm)
-    of_target, of_draft = (seconds(*arm) for arm in arms)
-    by_draft = f', by a draft in {of_draft:.2f} s' if drafter.stages else ''
-    search.report(f'{length} tokens are read in {of_target:.2f} s{by_draft}')
-    reading[length] = of_target, of_draft if drafter.stages else 0.0
-    last = time.perf_counter() - start
-  return reading
-
-
-def _replay(
-  search: _Search,
-  candidate: plan_lib.Candidate,
-  samples: list[trials.Sample],
-  costs: machine.StepCosts,
-) -> trials.Tried | None:
-  """Counts and times the decodes of a candidate, without the target."""
-  name = candidate.name
-  try:
-    drafter = drafters.make_drafter(
-      candidate.method, search.pair, candidate.drafting
-    )
-  except ValueError as error:  # such as an n-gram with another tokenizer
-    search.report(f'{name} is left out: {error}')
-    return None
-  num_nodes = drafter.shape.num_nodes
-  if num_nodes > max(costs.verification):
-    search.report(f'{name} is left out: V({num_nodes}) was not measured')
-    return None
-  stats, seconds = list[statistics_lib.Statistics](), 0.0
-  for sample in samples:
-    if stats and search.is_late(_REPLAYS_END):
-      break
-    oracle = replay.oracle_target(search.pair.target, sample.texts)
-    taken, found = search.decode(oracle, drafter, sample, _REPLAYS_END)
-    seconds += taken
-    stats.append(found.stats)
-  return trials.Tried(
-    candidate,
-    drafter,
-    tokens=sum(counts.new_tokens for counts in stats),
-    forwards=sum(counts.target_forwards for counts in stats),
-    steps=sum(counts.reads['target']['forwards'] for counts in stats),
-    seconds=seconds,
-    decodes=[],
-  )
-
-
-def _replay_all(
-  search: _Search,
-  tried: dict[str, trials.Tried],
-  samples: trials.Samples,
-  costs: machine.StepCosts,
+def _first_round(
+  search: Search,
+  length: int,
+  prompts: list[list[int]],
+  trials: list[Trial],
+  *,
+  first_end: float,
+  end: float,
 ) -> None:
-  """Adds the candidates to `tried`, by name, plain decoding first."""
-  listed = trials.list_candidates(
-    search.drafting,
-    has_draft=search.pair.drafting_model is not None,
-    longest=max(sample.length for sample in samples.batches),
-  )
-  for candidate in itertools.chain(
-    listed, _fixed_trees(search, tried, samples.usual, costs)
+  """Adds the candidates of a length, each with a run of a quarter's tokens."""
+  limit = max(search.options['room_for_new_tokens'] // 4, _LEAST_TOKENS)
+  search.run(specdec.PLAIN, prompts, limit=0, end=end)  # compiles
+  has_draft = search.pair.drafting_model is not None
+  for name, method, drafting in list_candidates(
+    search.drafting, has_draft=has_draft, length=length
   ):
-    if len(tried) > 1 and search.is_late(_REPLAYS_END):
-      search.report('out of time for replays; other candidates are left out')
-      break
-    if found := _replay(search, candidate, samples.usual, costs):
-      tried[candidate.name] = found
-      search.report(
-        f'{candidate.name}:'
-        f' {found.tokens_per_second(costs):.1f} tokens/s predicted,'
-        f' block efficiency {found.block_efficiency:.2f}'
-      )
-
-
-def _fixed_trees(
-  search: _Search,
-  tried: Mapping[str, trials.Tried],
-  samples: list[trials.Sample],
-  costs: machine.StepCosts,
-) -> Iterator[plan_lib.Candidate]:
-  """The best fixed tree, if it is predicted to be faster than plain.
-
-  The time of a forward of the draft is that of the first chain in `tried`.
-  """
-  chains = (
-    found for found in tried.values() if found.candidate.method == 'chain'
-  )
-  first = next(chains, None)
-  if first is None or search.pair.draft is None:
-    return  # A head cannot be asked for ranks without its target.
-  # The rest of a step is small and is counted as drafting.
-  forward = first.drafting_seconds / (first.num_nodes - 1)
-  plain = tried[trials.PLAIN].step_seconds(costs)
-  ranks = _token_ranks(search, samples)
-  topology = optimal.fastest_tree(
-    optimal.acceptance_by_rank(ranks, _MAX_BRANCHING).tolist(),
-    num_nodes=max(costs.verification),
-    max_depth=_MAX_DEPTH,
-    seconds=lambda nodes, depth: (
-      depth * forward + costs.of_nodes(nodes) if depth else plain
-    ),
-  )
-  if topology is not None:
-    yield plan_lib.Candidate(
-      name=f'fixed tree N={topology.num_nodes} depth={topology.max_depth}',
-      method='tree',
-      drafting=settings_lib.with_options(
-        search.drafting, {'topology': topology}
-      ),
-    )
-
-
-def _token_ranks(search: _Search, samples: list[trials.Sample]) -> np.ndarray:
-  """Ranks of the new tokens of all texts among the draft's predictions."""
-  draft, ranks = search.pair.draft, []
-  assert draft is not None
-  vocab_size = draft.spec.vocab_size
-  params = arguments_lib.to_params(search.options['sampling'], 1, vocab_size)
-  for prompts, texts in ((s.prompts, s.texts) for s in samples):
-    keys = arguments_lib.row_keys(search.key, len(texts))
-    for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-      tokens = exactness.padded(text)[:, : draft.spec.max_positions]
-      found = replay.next_token_ranks(
-        draft, tokens, keys[row : row + 1], params
-      )
-      ranks.append(np.asarray(found)[0, len(prompt) - 1 : len(text) - 1])
-  return np.concatenate(ranks)
-
-
-def _decode_finalists(
-  search: _Search,
-  tried: Mapping[str, trials.Tried],
-  samples: list[trials.Sample],
-  costs: machine.StepCosts,
-) -> None:
-  """Decodes with the target, interleaved, what may become ways of the plan."""
-  finalists = trials.fastest_by_reading(tried, costs)
-  target, ready = search.pair.target, dict[int, list[trials.Tried]]()
-  for sample in samples:
-    if sample.length in ready:
+    if trials and search.clock() >= first_end:
+      search.report('out of time; other ways are left out')
+      return
+    try:
+      drafter = drafters.make_drafter(method, search.pair, drafting)
+    except ValueError as error:  # such as an n-gram with another tokenizer
+      search.report(f'{name} is left out: {error}')
       continue
-    for found in finalists:
-      if sum(map(len, ready.values())) > 1 and search.is_late(_COMPILING_ENDS):
-        break
-      search.report(f'compiling {found.candidate.name}, {sample.length} slots')
-      search.decode(target, found.drafter, sample, _DECODING_ENDS, 0)
-      ready.setdefault(sample.length, []).append(found)
-  search.report('decoding with the target, interleaved')
-  for index, sample in enumerate(samples):
-    if index and search.is_late(_DECODING_ENDS):
-      break
-    in_turn = ready.get(sample.length, [])
-    for found in in_turn[:: 1 if index % 2 == 0 else -1]:
-      seconds, generation = search.decode(
-        target, found.drafter, sample, _DECODING_ENDS
-      )
-      if tokens := generation.stats.new_tokens:
-        found.decodes.append(trials.Decoded(sample.length, seconds, tokens))
+    search.run(drafter, prompts, limit=0, end=end)  # compiles
+    plain = search.run(specdec.PLAIN, prompts, limit=limit, end=end)
+    if not plain.tokens:
+      search.report('the target ends all sample prompts at once')
+      return
+    own = search.run(drafter, prompts, limit=limit, end=end)
+    trials.append(Trial(name, method, drafting, drafter, [(plain, own)]))
+    search.report(f'{length} tokens, {name}: {trials[-1].speed:.2f}x')
+
+
+def _try_length(
+  search: Search,
+  length: int,
+  batches: list[list[list[int]]],
+  trials: list[Trial],
+  end: float,
+) -> None:
+  """Tries the ways at a length until the time `end`."""
+  start, room = search.clock(), search.options['room_for_new_tokens']
+  first_end = start + _FIRST_ROUND * (end - start)
+  _first_round(search, length, batches[0], trials, first_end=first_end, end=end)
+  alive = sorted(trials, key=lambda trial: trial.speed, reverse=True)
+  for prompts in itertools.cycle([*batches[1:], batches[0]]):
+    alive = alive[: (len(alive) + 1) // 2]
+    if not alive or search.clock() >= end:
+      return
+    plain = search.run(specdec.PLAIN, prompts, limit=room, end=end)
+    for trial in alive:
+      if search.clock() >= end:
+        return
+      own = search.run(trial.drafter, prompts, limit=room, end=end)
+      if plain.tokens and own.tokens:
+        trial.pairs.append((plain, own))
+    alive.sort(key=lambda trial: trial.speed, reverse=True)
+    speeds = ', '.join(f'{one.name} {one.speed:.2f}x' for one in alive)
+    search.report(f'{length} tokens: {speeds}')
+
+
+def plan_of(
+  trials: dict[int, list[Trial]], context: plan_lib.Context
+) -> plan_lib.Plan:
+  """The fastest way of each length, and plain decoding.
+
+  Among ways only those count that have as many runs as any: the others were
+  left behind.
+  """
+  ways: dict[str, list[Trial]] = {}
+  speeds: dict[str, dict[int, float]] = {PLAIN: {}}
+  for length, tried in trials.items():
+    most = max(len(trial.pairs) for trial in tried)
+    best = max(
+      (trial for trial in tried if len(trial.pairs) == most),
+      key=lambda trial: trial.speed,
+    )
+    plain = [pair[0] for pair in best.pairs]
+    tokens = sum(run.expected for run in plain)
+    per_second = tokens / sum(run.seconds(run.expected) for run in plain)
+    speeds[PLAIN][length] = per_second
+    if best.speed > 1:
+      ways.setdefault(best.name, []).append(best)
+      speeds.setdefault(best.name, {})[length] = best.speed * per_second
+  plain_way = plan_lib.Way(
+    name=PLAIN,
+    method=PLAIN,
+    drafting=settings_lib.DraftSettings(),
+    break_even=1.0,
+    tokens_per_second=speeds[PLAIN],
+  )
+  drafted = [
+    plan_lib.Way(
+      name=name,
+      method=won[0].method,
+      drafting=won[0].drafting,
+      break_even=break_even(won),
+      tokens_per_second=speeds[name],
+    )
+    for name, won in ways.items()
+  ]
+  return plan_lib.Plan(
+    ways=(plain_way, *drafted), context=context, usual_length=next(iter(trials))
+  )
+
+
+def _try_all(
+  search: Search, batches: dict[int, list[list[list[int]]]], seconds: float
+) -> dict[int, list[Trial]]:
+  """The trials of each length, which get equal shares of the time."""
+  start, trials = search.clock(), dict[int, list[Trial]]()
+  try:
+    for number, (length, of_length) in enumerate(batches.items(), 1):
+      trials[length] = []
+      end = start + seconds * number / len(batches)
+      _try_length(search, length, of_length, trials[length], end)
+  except KeyboardInterrupt:
+    if not any(trials.values()):
+      raise
+    search.report('interrupted; the plan is made from what is known so far')
+  return {length: tried for length, tried in trials.items() if tried}
 
 
 def make_plan(
@@ -388,32 +339,33 @@ def make_plan(
   *,
   context: plan_lib.Context,
   plan_seconds: float = PLAN_SECONDS,
-  clock: Callable[[], float] = time.monotonic,
+  clock: Callable[[], float] = time.perf_counter,
   report: Callable[[str], None] = lambda line: None,
 ) -> plan_lib.Plan:
-  """Measures and tries the candidates; see the module.
+  """Tries the candidates; see the module.
 
   Args:
     pair: the models of the task.
     prompts: samples of what will be decoded, see `sample_batches`.
     task: what the plan is for; the candidates vary some of its settings.
     context: what the plan depends on.
-    plan_seconds: the time budget, which a compilation that has begun may
-      exceed.
+    plan_seconds: the time, which a compilation that has begun may exceed.
     clock: returns seconds.
     report: called with each line of progress.
 
   Raises:
     ValueError: an argument cannot be used.
-    KeyboardInterrupt: the user interrupts before any drafter was tried.
+    KeyboardInterrupt: the user interrupts before any way was tried.
   """
   if task.max_new_tokens < _LEAST_TOKENS:
-    least = f'max_new_tokens must be at least {_LEAST_TOKENS} to plan'
-    raise ValueError(f'{least}, got {task.max_new_tokens}')
+    raise ValueError(
+      f'max_new_tokens must be at least {_LEAST_TOKENS} to plan, got'
+      f' {task.max_new_tokens}'
+    )
   if not plan_seconds > 0:
     raise ValueError(f'plan_seconds must be positive, got {plan_seconds}')
   start = clock()
-  search = _Search(
+  search = Search(
     pair=pair,
     options={
       'room_for_new_tokens': task.max_new_tokens,
@@ -422,19 +374,16 @@ def make_plan(
     },
     key=jax.random.key(task.seed),
     drafting=task.drafting,
-    seconds_left=lambda share: share * plan_seconds - (clock() - start),
+    clock=clock,
     report=lambda line: report(f'{clock() - start:.0f} s: {line}'),
   )
-  batches = sample_batches(pair.ids_of(prompts), task.batch_size)
-  tried: dict[str, trials.Tried] = {}
-  try:
-    samples = _decode_samples(search, batches)
-    costs = _measure_costs(search, samples.batches[0])
-    reading = _measure_reading(search, samples.batches[0])
-    _replay_all(search, tried, samples, costs)
-    _decode_finalists(search, tried, samples.batches, costs)
-  except KeyboardInterrupt:
-    if len(tried) < 2:
-      raise
-    report('interrupted; the plan is made from what is known so far')
-  return trials.plan_of(tried, samples, costs, reading, context)
+  num_lengths = int(plan_seconds // _SECONDS_PER_LENGTH)
+  num_lengths = min(max(num_lengths, 1), _MOST_LENGTHS)
+  batches = sample_batches(pair.ids_of(prompts), task.batch_size, num_lengths)
+  trials = _try_all(search, batches, plan_seconds)
+  if not trials:
+    raise ValueError(
+      'nothing was measured: the target ends all sample prompts at once, or'
+      ' nothing drafts; give other prompts, a draft or another inner drafter'
+    )
+  return plan_of(trials, context)

@@ -17,7 +17,7 @@ import quick
 import specdec
 from specdec import memory
 from specdec.models.checkpoints import hub
-from specdec.models.lab.compiled import programs
+from specdec.models.lab import cost_model
 from specdec.models.nn import adapter
 from specdec.models.nn import matrices as matrices_lib
 from specdec.models.nn import sharding as sharding_lib
@@ -44,7 +44,7 @@ def test_on_eight_devices(marks):
 
 def test_each_of_eight_devices_has_an_eighth_of_a_model_of_70b():
   layout = sharding_lib.Layout(AbstractMesh((1, 8), sharding_lib.AXES))
-  config = programs.config_of('llama-2-70b')
+  config = cost_model.MODELS['llama-2-70b']
   module = hub.shape_module(config, jnp.dtype('bfloat16'), layout)
   model = adapter.as_model(module, layout)
   leaves = jax.tree.leaves(model.params)

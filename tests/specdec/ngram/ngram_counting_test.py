@@ -1,8 +1,7 @@
-"""Counting in parts gives what counting at once gives."""
+"""Counts of n-grams are the counts of a loop."""
 
 import collections
 import itertools
-from unittest import mock
 
 import hypothesis
 from hypothesis import strategies as st
@@ -11,8 +10,6 @@ import numpy as np
 import pytest
 
 from specdec.ngram import counting
-
-_LARGE = 1 << 20  # More than there is in a text here.
 
 
 def _expected(texts, order):
@@ -65,45 +62,25 @@ def folder(tmp_path_factory):
   vocab_size=st.sampled_from([9, 1 << 16, 1 << 18]),
   joined=st.booleans(),
   min_count=st.sampled_from([1, 2, 3, 1000]),
-  partition=st.sampled_from([1, 10, _LARGE]),
-  chunk=st.sampled_from([1, 7, _LARGE]),
 )
 def test_counts_are_those_of_a_counter(
-  texts, order, vocab_size, joined, min_count, partition, chunk, folder
+  texts, order, vocab_size, joined, min_count, folder
 ):
   # The largest ids of the vocabulary.
   texts = [[vocab_size - 1 - token for token in text] for text in texts]
   # A negative token ends a text, as the end of a shard does.
   one = [token for text in texts for token in (*text, -1)]
   shards = ngram_texts.save(folder, [one] if joined else texts)
-  calls = []
-  sizes = {'order': order, 'vocab_size': vocab_size, 'min_count': min_count}
-  sizes |= {'partition_tokens': partition}
-  with mock.patch.object(counting, '_CHUNK_TOKENS', chunk):
-    counts = counting.count_ngrams(
-      shards, progress=lambda *call: calls.append(call), **sizes
-    )
+  counts = counting.count_ngrams(
+    shards, order=order, vocab_size=vocab_size, min_count=min_count
+  )
   expected = _expected(texts, order)
   assert _found(counts) == [_frequent(level, min_count) for level in expected]
   assert counts.num_tokens == sum(map(len, texts))
   # Rare contexts are counted, too.
-  for level, row in zip(expected, counts.counts_of_counts, strict=True):
+  for level, row in zip(expected, counts.seldom, strict=True):
     found = collections.Counter(level.values())
-    assert row.tolist() == [found[count] for count in range(7)]
-  if order > 1:
-    total = counts.num_tokens
-    assert calls[-1] == (total, total)
-    assert calls == sorted(set(calls))
-    if partition == _LARGE:
-      assert len(calls) == 1
-
-
-def test_partitions_have_about_their_number_of_tokens(folder):
-  calls, shards = [], ngram_texts.save(folder, [[*range(9)] * 10])
-  progress = lambda *call: calls.append(call)
-  sizes = {'order': 2, 'vocab_size': 9, 'partition_tokens': 20}
-  counting.count_ngrams(shards, progress=progress, **sizes)
-  assert calls == [(done, 90) for done in (10, 30, 50, 70, 90)]
+    assert row.tolist() == [found[1], found[2]]
 
 
 def test_bad_shards_are_refused(tmp_path):

@@ -139,20 +139,17 @@ def test_bad_files_are_refused(tmp_path):
   table, _, _ = _random(3, 300, 0)
   table_lib.save_table(path, table, {})
   whole = path.read_bytes()
-  damaged = whole[:-1] + bytes([whole[-1] ^ 1])
   text = b'def f():\n  pass\n' * 9
   for content in (b'', text, whole[:-1]):
     path.write_bytes(content)
     _refused(path, unreadable)
-  other_type = whole.replace(b'"I32"', b'"F32"')
-  longer_order = whole.replace(rb'order\": 3', rb'order\": 2')
-  for content, reason in (
-    (damaged, 'its checksum does not match'),
-    (other_type, 'first_child is float32'),
-    (longer_order, 'its content does not match its entry digest'),
+  for old, new, reason in (
+    (b'"I32"', b'"F32"', 'first_child is float32'),
+    (rb'order\": 3', rb'order\": x', 'Expecting value'),
+    (rb'order\": 3', rb'order\":{}', 'order is {}'),
   ):
-    path.write_bytes(content)
-    _refused(path, f'cannot be read: {reason}')
+    path.write_bytes(whole.replace(old, new))
+    _refused(path, f'cannot be read: .*{reason}')
   for metadata in (None, {'format': 'pt'}, {'ngram_table': '{}'}):
     safetensors_numpy.save_file({'a': np.zeros(3)}, path, metadata=metadata)
     _refused(path, 'it is no table of this version')

@@ -55,12 +55,6 @@ def test_every_change_of_what_is_sealed_is_noticed():
     changed = bytearray(sealed)
     changed[place] ^= 1
     assert whole_files.unsealed(bytes(changed)) is None
-  record = whole_files.sealed_record({'a': float('nan'), 'b': (1, {'c': 'ä'})})
-  whole_files.check_record(record)
-  whole_files.check_record({'a': 1})
-  for changes in ({'a': 1}, {'b': [1, {'c': 'a'}]}, {'c': 2}, {'digest': 'a'}):
-    with pytest.raises(ValueError, match='does not match its entry digest'):
-      whole_files.check_record(record | changes)
 
 
 def test_errors_name_the_file_and_what_was_raised():

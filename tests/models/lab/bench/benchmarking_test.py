@@ -1,10 +1,8 @@
 """Reports of a benchmark, pictures and draft times, from figures by hand."""
 
 import functools
-import json
 import types
 
-import block_folders
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,14 +15,11 @@ from specdec import randomness as randomness_lib
 from specdec import statistics as statistics_lib
 from specdec.models.lab.bench import batches as batches_lib
 from specdec.models.lab.bench import benchmark
-from specdec.models.lab.bench import draft_times
 from specdec.models.lab.bench import exactness
 from specdec.models.lab.bench import peer as peer_lib
-from specdec.models.lab.bench import plots
 from specdec.models.lab.bench import questions as questions_lib
 from specdec.models.lab.bench import timing
 from specdec.models.nn import table_model
-from specdec.models.text import choice as choice_lib
 from specdec.models.text import pair as pair_lib
 from specdec.models.text import settings as settings_lib
 
@@ -97,14 +92,14 @@ def test_speed_is_pooled():
 
 
 def test_an_arm_that_plans_decodes_each_batch_in_its_own_way():
-  """A chain for a short prompt; reading a long one twice would take longer."""
+  """A chain for a short prompt, plain decoding for a long one."""
   logits = np.log(np.random.default_rng(0).dirichlet(np.full(9, 0.1), size=9))
   model = table_model.table_model(logits.astype(np.float32), max_positions=256)
   pair = pair_lib.Pair(target=model, draft=model, tokenizer=None, eos_ids=())
   context = types.SimpleNamespace(models={})
   ways = (
-    plans.way('plain', 1.0),
-    plans.way('chain', 0.25, num_draft_tokens=2, inner='lookup'),
+    plans.way('plain', {32: 1.0, 64: 1.0}),
+    plans.way('chain', {32: 2.0, 64: 0.5}, num_draft_tokens=2, inner='lookup'),
   )
   task = peer_lib.BenchmarkTask(
     drafting=settings_lib.DraftSettings(plan=plans.plan(context, *ways)),
@@ -295,63 +290,3 @@ def test_margin_is_the_distance_to_the_edge_of_a_filter():
     margin = exactness.choice_margin(model, key, [0], two)
     assert margin == pytest.approx(min(every), abs=1e-5)
   assert seen == {0, 1, 2}
-
-
-def test_the_bars_of_a_plan_are_milliseconds_per_token():
-  pytest.importorskip('matplotlib')
-  both = ('staged', 55.0, 34.0, 4.45), ('plain', 42.0, 0.5, 1.0)
-  keys = 'verification_milliseconds', 'drafting_milliseconds'
-  keys = ('name', *keys, 'block_efficiency')
-  plan = types.SimpleNamespace(
-    candidates=[dict(zip(keys, row, strict=True)) for row in both]
-  )
-  (axes,) = plots.draw_plan(plan, 'title').axes
-  bars = [(one.get_x(), one.get_width()) for one in axes.patches]
-  first, alone = 55 / 4.45, 42.0
-  expected = (0, first), (0, alone), (first, 34 / 4.45), (alone, 0.5)
-  np.testing.assert_allclose(bars, expected)
-  shown = [label.get_text() for label in axes.get_yticklabels()]
-  assert shown == ['staged', 'plain']
-
-
-def test_expected_tokens_by_hand():
-  tokens = functools.partial(draft_times.tree_tokens, [0.5, 0.2])
-  # The third position goes on with the last ratio, 0.4.
-  assert tokens([], 4) == pytest.approx(1 + 0.5 + 0.2 + 0.08)
-  # At the root 0.5 and 0.3, as the sibling has 0.6 of misses; below the former
-  # 0.2 and 0.18, then 0.08.
-  assert tokens([0.6], 4) == pytest.approx(1 + 0.5 + 0.3 + 0.2)
-  assert tokens([0.6], 6) == pytest.approx(2 + 0.18 + 0.08)
-
-
-def test_a_pair_with_random_weights_is_timed(tmp_path):
-  target = tmp_path / 'target'
-  target.mkdir()
-  (target / 'config.json').write_text(json.dumps(block_folders.TARGET))
-  head = block_folders.write(tmp_path / 'head', 'deepspec')
-  (head / 'model.safetensors').unlink()
-  models = choice_lib.ModelChoice(
-    str(target), None, head=str(head), dtype='float32', draft_vocab=10
-  )
-  drafting = settings_lib.with_options(
-    settings_lib.DraftSettings(),
-    {'num_draft_tokens': '3', 'num_nodes': '6', 'width': '4'},
-  )
-  chain, tree = draft_times.with_speeds(
-    draft_times.measure(
-      pair_lib.drawn_pair(models),
-      drafting,
-      ('chain', 'tree'),
-      context=20,
-      repeats=2,
-    ),
-    [0.5, 0.2],
-    [0.6],
-  )
-  assert (chain['N'], tree['N']) == (4, 6)
-  assert chain['computed_tokens'] == pytest.approx(1.78)
-  step = tree['draft_ms'] + tree['verify_ms']
-  speed = tree['computed_tokens'] * tree['plain_ms'] / step
-  assert tree['computed_speed'] == pytest.approx(speed)
-  per_plain = tree['draft_ms'] / tree['plain_ms']
-  assert tree['draft_per_plain'] == pytest.approx(per_plain)

@@ -1,130 +1,25 @@
-"""The checks that users run must pass what is right and fail what is not."""
+"""The check that users run must pass what is right and fail what is not."""
 
 import dataclasses
 
 import fuzzing
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
-import tiny
 import tiny_drafters
 
 import specdec
-from specdec import arguments as arguments_lib
-from specdec.models.lab import task as task_lib
-from specdec.models.lab.bench import acceptance
 from specdec.models.lab.bench import exactness
 from specdec.models.lab.bench import lossless
 from specdec.models.nn import table_model
 from specdec.models.text import generator as generator_lib
 
-_SIZE = 7
-_SAMPLING = specdec.Sampling(temperature=1.0)
-_LOGITS = 1.5 * np.random.default_rng(0).normal(size=(_SIZE, _SIZE))
-_MODEL = table_model.table_model(_LOGITS, max_positions=4096)
-
-
-def _probs(logits):
-  exp = np.exp(logits)
-  return exp / exp.sum(axis=1, keepdims=True)
-
-
-def _markov(rng, logits, length, temperature=1.0, stickiness=0.0):
-  """Tokens of a table model; sticky ones use the chance of the one before."""
-  probs = _probs(logits / temperature)
-  text, chance = [0], rng.random()
-  for _ in range(length):
-    chance = chance if rng.random() < stickiness else rng.random()
-    # In order of probability, as one of the tests sorts them.
-    order = np.argsort(-probs[text[-1]])
-    index = np.searchsorted(np.cumsum(probs[text[-1]][order]), chance)
-    text.append(int(order[min(index, _SIZE - 1)]))
-  return text[:1], text[1:]
-
-
-def _p_values(logits, model=_MODEL, draft=None, **kw):
-  rng = np.random.default_rng(1)
-  rows = []
-  for row in range(8):
-    prompt, new = _markov(rng, logits, 400, **kw)
-    key = jax.random.key(row)
-    rows.append(
-      exactness.transform(model, prompt, new, _SAMPLING, key, draft)[0]
-    )
-  return exactness.p_values(rows)
-
-
-def test_the_right_law_passes_and_another_fails():
-  p_values = _p_values(_LOGITS)
-  assert len(p_values) == 4
-  assert min(p_values.values()) > 0.01
-  warmer = _p_values(_LOGITS, temperature=1.15)
-  assert warmer['uniform, by probability'] < 1e-5
-  # Each token has the right law; together they have not.
-  sticky = _p_values(_LOGITS, stickiness=0.3)
-  assert sticky['independent, by probability'] < 1e-5
-  # A shift among equally likely tokens, which have no order by probability.
-  flat = np.zeros((_SIZE, _SIZE))
-  model = table_model.table_model(flat, max_positions=4096)
-  shifted = flat + np.eye(_SIZE)[3]
-  assert min(_p_values(shifted, model).values()) < 1e-5
-  assert min(_p_values(flat, model).values()) > 0.01
-
-
-def test_a_little_of_the_draft_fails():
-  """Where other orders do not see it."""
-  noise = np.random.default_rng(5).normal(size=_LOGITS.shape)
-  draft = table_model.table_model(_LOGITS + noise, max_positions=4096)
-  mixed = np.log(0.7 * _probs(_LOGITS) + 0.3 * _probs(_LOGITS + noise))
-  p_values = _p_values(mixed, draft=draft)
-  assert len(p_values) == 6
-  assert p_values['uniform, by draft'] < 1e-5
-  assert p_values['uniform, by draft'] < 0.01 * p_values['uniform, by token']
-  assert min(_p_values(_LOGITS, draft=draft).values()) > 0.01
-
-
-def test_a_token_that_was_filtered_out_is_impossible():
-  """By a filter, or by a bias, which may be a mapping as elsewhere."""
-  key = jax.random.key(0)
-  own = lambda token, sampling: exactness.transform(
-    _MODEL, [0], [token], sampling, key
-  )[1][0]
-  worst, *_, best = map(int, np.argsort(_LOGITS[0]))
-  few = specdec.Sampling(temperature=1.0, top_k=2)
-  assert own(best, few) > 0.5 > own(worst, few) == 0
-  biased = specdec.Sampling(
-    temperature=1.0, logit_bias={best: -np.inf, worst: 1.0}
-  )
-  assert own(best, biased) == 0 < own(worst, biased)
-  assert exactness.choice_margin(_MODEL, key, [0, 1], biased) > 0
-
-
-def test_distributions_are_those_of_a_loop():
-  """With what a penalty knows at each position."""
-  target = tiny.gpt2(num_layers=1)
-  bias = np.linspace(-1, 1, tiny.VOCAB_SIZE)
-  options = {'temperature': 0.7, 'top_p': 0.9, 'repetition_penalty': 1.5}
-  sampling = specdec.Sampling(**options, logit_bias=bias)
-  checked = arguments_lib.to_params(sampling, 1, tiny.VOCAB_SIZE)
-  tokens = tiny.prompts(3)[2]
-  found = exactness.distributions(target, exactness.padded(tokens), checked)
-  forward = jax.jit(lambda ids: target.logits(ids))
-  logits = np.asarray(forward(jnp.array([tokens]))[0])
-  slow = reference.Options(**options, logit_bias=dict(enumerate(bias)))
-  for index in range(len(tokens)):
-    scores = reference.adjusted(logits[index], slow, tokens[: index + 1])
-    expected = np.exp(reference.filtered(scores, slow))
-    expected /= expected.sum()
-    np.testing.assert_allclose(found[index], expected, atol=2e-5)
-
-
-# Through the text API, as users do.
-
 _PROMPTS = ['ab', 'b a', 'né', 'aab', '日本', 'b\n']
-_LIMIT = 120
-_OPTIONS = {'sampling': _SAMPLING, 'seed': 3, 'max_new_tokens': _LIMIT}
+_OPTIONS = {
+  'sampling': specdec.Sampling(temperature=1.0),
+  'seed': 3,
+  'max_new_tokens': 120,
+}
 
 
 def _generator(**changes):
@@ -142,13 +37,6 @@ def _generator(**changes):
   )
 
 
-# All checks are of one batch size, to share programs.
-def _check_law(prompts=_PROMPTS):
-  rule = {'batch_sizes': (4,), 'verify': 'rejection', 'eos_ids': ()} | _OPTIONS
-  (check,) = lossless.check_distribution(_generator(), prompts, **rule)
-  return check
-
-
 def test_a_divergence_is_reported_with_its_margin(monkeypatch):
   """One token of the speculative arm is replaced by another."""
   decode = lossless._decode
@@ -159,10 +47,12 @@ def test_a_divergence_is_reported_with_its_margin(monkeypatch):
       new[2][5] += 1
     return ids, new, efficiency
 
+  run = lambda: lossless.check_tokens(
+    _generator(), _PROMPTS, batch_sizes=(4,), max_margin=0.0, **_OPTIONS
+  )[0]
+  assert run().passed
   monkeypatch.setattr(lossless, '_decode', spoiled)
-  sizes = {'batch_sizes': (4,), 'max_margin': 0.0}
-  given = _generator(), _PROMPTS
-  (check,) = lossless.check_tokens(*given, **sizes, **_OPTIONS)
+  check = run()
   assert not check.passed
   (one,) = check.divergences
   assert (one.prompt, one.offset) == (2, 5)
@@ -173,55 +63,15 @@ def test_a_divergence_is_reported_with_its_margin(monkeypatch):
   assert f'prompt 2, new token 5: plain [{one.plain[0]},' in str(check)
 
 
-def test_the_law_of_the_target_passes():
-  check = _check_law()
-  assert check.passed, str(check)
-  expected = (_LIMIT * len(_PROMPTS), [])
-  assert (check.num_tokens, check.impossible) == expected
-  with pytest.raises(ValueError, match='120 tokens are too few'):
-    _check_law(_PROMPTS[:1])
-
-
-# How often guesses stand.
-
-
-def _measure(sampling=_SAMPLING, **changes):
-  task = task_lib.Task(sampling=sampling, batch_size=3, max_new_tokens=150)
-  generator = _generator(**changes)
-  return acceptance.measure(generator, _PROMPTS, task, numbers_of_children=[1])
-
-
-def test_guesses_stand_as_often_as_theory_says():
-  figures = _measure()
-  names = {
-    'match': 'coupled',
-    'rejection, without_replacement': '1 - TV',
-    'rejection, with_replacement': '1 - TV',
-    'rejection, best_and_drawn': '1 - TV',
-    'rejection, best': 'p(best)',
-  }
-  one = figures['1']
-  assert one.keys() == names.keys()
-  for rule, name in names.items():
-    measured, error = one[rule]['measured'], one[rule]['standard_error']
-    assert abs(measured - one[rule]['theory'][name]) < 4 * error, rule
-    if rule != 'match':  # with one child every rule accepts what it can
-      most = one[rule]['theory']['most']
-      assert most == pytest.approx(one[rule]['theory'][name], abs=1e-5)
-  # Enough forwards to tell the theories from each other.
-  assert one['match']['standard_error'] < 0.03
-  theory = one['match']['theory']
-  assert theory['1 - TV'] - theory['coupled'] > 0.03
-  rows = acceptance.rows(figures)
-  assert [row['rule'] for row in rows] == [*names]
-  assert rows[0]['theory, 1 child'].startswith('coupled = 0.')
-  assert rows[0]['measured, 1 children'].startswith('0.')
-  assert rows[0]['most, 1'] == ''
-  assert rows[1]['most, 1'].startswith('0.')
-
-
-def test_acceptance_is_of_sampling():
-  with pytest.raises(ValueError, match='temperature above 0'):
-    _measure(sampling=specdec.Sampling())
-  with pytest.raises(ValueError, match='needs a draft'):
-    _measure(draft=None)
+def test_the_margin_is_of_logits_with_bias_and_penalty():
+  table = np.array([[2.0, 1.5, -1.0]] * 3)
+  model = table_model.table_model(table, max_positions=16)
+  margin = lambda **options: exactness.choice_margin(
+    model, jax.random.key(0), [0], specdec.Sampling(**options)
+  )
+  assert margin() == pytest.approx(0.5)
+  # Token 0 is in the text: 1.0, 1.5, -1.0.
+  assert margin(repetition_penalty=2.0) == pytest.approx(0.5)
+  assert margin(repetition_penalty=4.0) == pytest.approx(1.0)
+  assert margin(logit_bias={2: 2.75}) == pytest.approx(0.25)
+  assert margin(logit_bias={0: -np.inf}) == pytest.approx(2.5)

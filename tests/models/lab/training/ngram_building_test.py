@@ -101,9 +101,8 @@ def test_the_table_says_what_it_was_made_of(draft, finished, tokenizer):
   assert (table.order, table.num_continuations) == (3, 8)
   assert len(provenance['draft'].pop('model_blake2b')) == 32
   discounts = provenance.pop('discounts')
-  methods = {'good-turing', 'absolute', 'constant'}
   assert len(discounts) == 3
-  assert {one['method'] for one in discounts} <= methods
+  assert all(0 < discount < 1 for discount in discounts)
   counted = _SETTINGS | {'tokens': 3072, 'temperature': 1.5, 'top_k': None}
   assert provenance == {
     'specdec': specdec.__version__,

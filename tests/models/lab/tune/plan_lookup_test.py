@@ -111,7 +111,8 @@ def test_two_plans_are_joined_where_their_trees_differ_in_size_alone():
     (small, large, 3, (large, {1: 8, 3: 32})),
     (large, plain, 8, (large, {2: 32, 8: 1})),
     # The tables of other methods and settings are not compatible.
-    *((large, one, 8, (one, {})) for one in (plan('tree'), wide)),
+    (large, plan('tree'), 8, (plan('tree'), {})),
+    (large, wide, 8, (wide, {})),
     (plain, small, 8, (small, {})),
     # A chain has as many nodes as drafted tokens, and the root.
     (chain, plain, 8, (chain, {2: 5, 8: 1})),
@@ -122,14 +123,11 @@ def test_two_plans_are_joined_where_their_trees_differ_in_size_alone():
     assert plan_lookup.join_plans(alone, full, size) == expected
 
 
-def test_the_choices_of_a_plan_are_shown_with_their_speeds():
-  """A target reads a token in 1/4 s, a draft in 1/8 s."""
-  ways = plans.way('plain', 1.0), plans.way('chain', 0.25)
+def test_the_speeds_of_a_plan_are_shown():
+  ways = plans.way('plain', {32: 2.0, 128: 1.0}), plans.way('chain', 4.25)
   plan = plans.plan(plan_lookup.context_of(_TASK), *ways)
-  head, _, first, *_, last = plan_lookup.choices(plan).splitlines()
-  assert '16 new tokens' in head
-  # 8 + 16 s and 8 + 4 + 4 s.
-  assert first.split('|')[1:3] == [' 32                   ', ' chain 1.50x   ']
-  assert last.split('|')[2].strip() == 'plain 1.00x'
-  # 512 + 1024 s and 512 + 256 + 256 s.
-  assert last.split('|')[5].strip() == 'chain 1.50x'
+  cells = lambda line: [cell.strip() for cell in line.strip('|').split('|')]
+  head, _, plain, chain = map(cells, plan_lookup.table(plan).splitlines())
+  assert head == ['way', 'break even', '32 tokens', '128 tokens']
+  assert plain == ['plain', '1.50', '2.0', '1.0']
+  assert chain == ['chain', '1.50', '4.2', '']
