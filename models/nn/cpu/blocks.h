@@ -35,7 +35,7 @@ constexpr int64_t kBlocksNear[] = {kIsZen5 ? 6144 : 2048,
 // The parts of a row: 128 values, the terms taken from sums, the scale, and the
 // sums of the values of groups 0 and 2, 1 and 3 of 32, in halves of words.
 constexpr int64_t kPart = 128;
-constexpr int64_t kTaken = kPart / 4 * Int8::kFactors;
+constexpr int64_t kTaken = kPart / 4 * ByteProducts::kFactors;
 constexpr int64_t kScale = kTaken + 24;
 constexpr int64_t kPairs = kScale + 1;
 constexpr int64_t kPartWords = kTaken + 32;
@@ -72,19 +72,6 @@ inline Floats ToFloats(const Words& words) {
   return __builtin_convertvector(BitCast<Ints>(words), Floats);
 }
 
-// Adds the products of both halves of words, positive integers, and those of x.
-inline Ints AddPairs(const Ints& sums, const Words& pairs, uint32_t x) {
-#if defined(__AVX512VNNI__)
-  return (Ints)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)pairs,
-                                   _mm512_set1_epi32(x));
-#elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
-  return sums + Int8::MultiplyPairs(pairs, x);
-#else
-  return sums + BitCast<Ints>(pairs & 0xffff) * static_cast<int16_t>(x) +
-         BitCast<Ints>(pairs >> 16) * static_cast<int16_t>(x >> 16);
-#endif
-}
-
 inline Words Line(const uint32_t* lines, int64_t index) {
   return Load<Words>(lines + index * kBlock);
 }
@@ -94,6 +81,7 @@ inline Words Line(const uint32_t* lines, int64_t index) {
 //   kWords, kParts    words of a block, and its parts of 128 inputs
 //   kGroupWords       words of four inputs in a group
 //   kOffset           c, 0 if it has minima
+//   kMost             the largest number of `Weights`
 //
 // and is made of the words of kLanes outputs and the number of a part, of which
 // it has, with constant arguments,
@@ -110,6 +98,7 @@ template <int kOffsetOfKind, int kWordsOfKind>
 struct Halves32 {
   static constexpr int kWords = kWordsOfKind, kParts = 1, kGroupWords = 8;
   static constexpr int kHead = 2;  // Words of factors.
+  static constexpr int kMost = 2 * kOffsetOfKind - 1;
   static constexpr int kOffset = kOffsetOfKind;
   static constexpr bool kHasMinima = false;
 
@@ -128,6 +117,7 @@ struct Pairs32 {
   static constexpr int kWords = kWordsOfKind, kParts = 1, kGroupWords = 8;
   static constexpr int kHead = 4;
   static constexpr int kOffset = 0;
+  static constexpr int kMost = kWordsOfKind == 20 ? 15 : 31;
   static constexpr bool kHasMinima = true;
 
   const uint32_t* lines;
@@ -218,6 +208,7 @@ inline Words Float4(const Words& numbers) {
 // Four groups of 32, each with the exponent of its scale, those of all in a word.
 struct MXFP4 {
   static constexpr int kWords = 17, kParts = 1, kGroupWords = 8, kOffset = 16;
+  static constexpr int kMost = 28;
   static constexpr bool kHasMinima = false;
 
   const uint32_t* lines;
@@ -241,6 +232,9 @@ struct K32 {
   static constexpr int kWords = kBits == 5 ? 44 : 36, kParts = 2;
   static constexpr int kGroupWords = 8, kOffset = 0;
   static constexpr bool kHasMinima = true;
+  // In every second group weights of four bits may be 16 times as large.
+  static constexpr bool kIsUpper = kBits == 4 && ByteProducts::Fits(240) > 0;
+  static constexpr int kMost = kIsUpper ? 240 : kBits == 4 ? 15 : 31;
 
   const uint32_t* weights;
   const uint32_t* fifth;
@@ -253,7 +247,7 @@ struct K32 {
         fifth(lines + 4 * kBlock),
         shift(Words{} + 4 * part),
         scales(SixBits(Line(lines, 1), Line(lines, 3), part)),
-        factor(HalfToFloat(Line(lines, 0)) * (kBits == 4 ? 0.0625f : 1.0f)) {}
+        factor(HalfToFloat(Line(lines, 0)) * (kIsUpper ? 0.0625f : 1.0f)) {}
 
   // The lower bits of the second part's are in other words.
   static Words SixBits(const Words& words, const Words& lower, int part) {
@@ -263,15 +257,14 @@ struct K32 {
 
   Words Weights(int group, int word) const {
     const Words bytes = Line(weights, 8 * (group / 2) + word);
-    // 16 times as large in every second group.
-    if (kBits == 4 && group % 2) return bytes & 0xf0f0f0f0;
+    if (kIsUpper && group % 2) return bytes & 0xf0f0f0f0;
     const Words low = bytes >> 4 * (group % 2) & 0x0f0f0f0f;
     if constexpr (kBits == 4) return low;
     const Words high = Line(fifth, word) >> shift;
     return low | (Shift(high, 4 - group) & 0x10101010);
   }
   Floats Scale(int group) const {
-    if (kBits == 4 && group % 2 == 0) {
+    if (kIsUpper && group % 2 == 0) {
       return factor * ToFloats(Shift(scales, 4 - 8 * group) & 0xff0);
     }
     return factor * ToFloats(scales >> 8 * group & 0xff);
@@ -301,6 +294,7 @@ using Q5_K = K32<5>;
 // inputs 64 to 127 are the upper halves of the bytes.
 struct Q6_K {
   static constexpr int kWords = 53, kParts = 2, kGroupWords = 4, kOffset = 32;
+  static constexpr int kMost = 63;
   static constexpr bool kHasMinima = false;
 
   const uint32_t* low;
@@ -354,6 +348,11 @@ __attribute__((noinline)) void AddBlock(const uint32_t* lines, const uint32_t* x
   constexpr bool kMayBeAlone = H > 1 && R > kBlockRows<1>;
   constexpr int kGroups = kPart / 4 / Kind::kGroupWords;
   constexpr int64_t kTakenOf = TakenOf(Kind::kOffset);
+  // Weights for which there is no room are multiplied by halves of four bits.
+  constexpr int kHalves = ByteProducts::Fits(Kind::kMost) > 0 ? 1 : 2;
+  constexpr int kRun = std::min(ByteProducts::Fits(kHalves == 1 ? Kind::kMost : 15),
+                                Kind::kGroupWords);
+  constexpr int kRuns = Kind::kGroupWords / kRun * kHalves;
   // Prefetched lines of a group, so that all of them are those of a block.
   constexpr int kSets = kGroups * Kind::kParts;
   constexpr int kLines = (Kind::kWords + kSets - 1) / kSets;
@@ -371,26 +370,45 @@ __attribute__((noinline)) void AddBlock(const uint32_t* lines, const uint32_t* x
       for (int r = 0; r < R; ++r) {
         std::fill_n(sums[r], H, BitCast<Ints>(Floats{} + kStart));
       }
-#pragma GCC unroll 8
-      for (int word = 0; word < Kind::kGroupWords; ++word) {
-        Words weights[H];
-        for (int i = 0; i < H; ++i) {
-          weights[i] = kinds[i].Weights(group, word);
+#pragma GCC unroll 16
+      for (int run = 0; run < kRuns; ++run) {
+        const int half = run % kHalves;
+        typename ByteProducts::Sums added[R][H];
+        for (int r = 0; r < R; ++r) {
+          for (int i = 0; i < H; ++i) added[r][i] = ByteProducts::Start(sums[r][i]);
         }
-        constexpr int kOf = Kind::kGroupWords;
-        for (int i = word * kLines / kOf; i < (word + 1) * kLines / kOf; ++i) {
-          __builtin_prefetch(ahead + kBlocksFar[H - 1], 0, 2);
-          __builtin_prefetch(ahead + kBlocksNear[H - 1]);
-          if (kMayBeAlone) {
-            __builtin_prefetch(ahead + 64 * Kind::kWords + kBlocksNear[H - 1]);
+#pragma GCC unroll 8
+        for (int j = 0; j < kRun; ++j) {
+          const int word = run / kHalves * kRun + j;
+          Words weights[H];
+          for (int i = 0; i < H; ++i) {
+            weights[i] = kinds[i].Weights(group, word);
+            if (kHalves == 2) weights[i] = weights[i] >> 4 * half & 0x0f0f0f0f;
           }
-          ahead += 64;
-        }
-        const int64_t at = (group * Kind::kGroupWords + word) * Int8::kFactors;
+          constexpr int kOf = Kind::kGroupWords;
+          for (int i = word * kLines / kOf;
+               half == 0 && i < (word + 1) * kLines / kOf; ++i) {
+            __builtin_prefetch(ahead + kBlocksFar[H - 1], 0, 2);
+            __builtin_prefetch(ahead + kBlocksNear[H - 1]);
+            if (kMayBeAlone) {
+              __builtin_prefetch(ahead + 64 * Kind::kWords +
+                                 kBlocksNear[H - 1]);
+            }
+            ahead += 64;
+          }
+          const int64_t at =
+              (group * Kind::kGroupWords + word) * ByteProducts::kFactors;
 #pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) {
+            for (int i = 0; i < H; ++i) {
+              added[r][i] = ByteProducts::Add(added[r][i], weights[i], row[r] + at);
+            }
+          }
+        }
         for (int r = 0; r < R; ++r) {
           for (int i = 0; i < H; ++i) {
-            sums[r][i] = Int8::Step(sums[r][i], weights[i], row[r] + at);
+            sums[r][i] =
+                ByteProducts::Finish(sums[r][i], added[r][i], half == 0 ? 1 : 16);
           }
         }
       }
@@ -455,7 +473,7 @@ struct Blocks {
       const float scale =
           RoundToIntegers(row, std::min(width, kPart), values, &start);
       for (int64_t i = 0; i < kPart / 4; ++i) {
-        Int8::Spread(values + 4 * i, to + Int8::kFactors * i);
+        ByteProducts::Spread(values + 4 * i, to + ByteProducts::kFactors * i);
       }
       int32_t by_16[kPart / 16], by_32[kPart / 32] = {};
       for (int64_t i = 0; i < kPart / 16; ++i) {

@@ -23,12 +23,9 @@
 #include <cstring>
 #include <vector>
 
+#include "byte_products.h"
 #include "rows.h"
 #include "vectors.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 namespace specdec {
 
@@ -216,19 +213,8 @@ struct Int8 : Vectors {
   using Vector = Ints;
   static constexpr int kPerWord = 4;
 
-#if defined(__AVX512VNNI__)
-  static constexpr int kFactors = 1;
-
-  static void Spread(const int8_t* values, uint32_t* words) {
-    std::memcpy(words, values, 4);
-  }
-
-  static Vector Step(const Vector& sums, const Words& weights,
-                     const uint32_t* x) {
-    return (Vector)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights,
-                                       _mm512_set1_epi32(*x));
-  }
-#elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
+#if defined(SPECDEC_HAS_PAIRS) && !defined(__AVX512VNNI__) && \
+    !defined(__AVXVNNI__)
   // Pairs of 16 bits: the weights at even places, then those at odd ones.
   static constexpr int kFactors = 2;
 
@@ -239,34 +225,25 @@ struct Int8 : Vectors {
     }
   }
 
-  static Ints MultiplyPairs(const Words& weights, uint32_t x) {
-#if defined(__AVX512BW__)
-    return (Ints)_mm512_madd_epi16((__m512i)weights, _mm512_set1_epi32(x));
-#else
-    return (Ints)_mm256_madd_epi16((__m256i)weights, _mm256_set1_epi32(x));
-#endif
-  }
-
   static Vector Step(const Vector& sums, const Words& weights,
                      const uint32_t* x) {
-    return sums + MultiplyPairs(weights & 0x00ff00ffu, x[0]) +
-           MultiplyPairs(weights >> 8 & 0x00ff00ffu, x[1]);
+    using Shorts = uint16_t __attribute__((vector_size(4 * kLanes)));
+    Ints result = sums + MultiplyPairs(weights & 0x00ff00ffu, x[0]);
+    ComputeNow(result);
+    result += MultiplyPairs((Words)((Shorts)weights >> 8), x[1]);
+    ComputeNow(result);
+    return result;
   }
 #else
-  static constexpr int kFactors = 4;
+  static constexpr int kFactors = ByteProducts::kFactors;
 
   static void Spread(const int8_t* values, uint32_t* words) {
-    std::copy(values, values + 4, words);
+    ByteProducts::Spread(values, words);
   }
 
   static Vector Step(const Vector& sums, const Words& weights,
                      const uint32_t* x) {
-    Vector result = sums;
-    for (int place = 0; place < 4; ++place) {
-      const Words bytes = weights >> 8 * place & 0xffu;
-      result += BitCast<Ints>(bytes) * static_cast<int32_t>(x[place]);
-    }
-    return result;
+    return ByteProducts::Add(sums, weights, x);
   }
 #endif
 

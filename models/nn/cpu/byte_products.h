@@ -1,0 +1,164 @@
+// Products of bytes, by instruction set.
+//
+// `ByteProducts` adds up, in each lane of 32 bits, the products of four weights, which
+// are 0 or larger, and four values from -127 to 127. It has
+//
+//   kFactors   words of a row that are multiplied with one word of weights
+//   Spread     makes them of four values
+//   Sums       the type of sums, in which only `Fits(most)` words of weights up
+//              to `most` have room; 0 if there is none for a single one
+//   Start      sums that go on from integers, if they are as wide
+//   Add        adds the products of a word
+//   Finish     integers plus `factor` times sums that were started with them
+//
+// Integers are exact, so all instruction sets have the same bits.
+
+#ifndef SPECDEC_BYTE_PRODUCTS_H_
+#define SPECDEC_BYTE_PRODUCTS_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "vectors.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace specdec {
+
+// Bytes that are multiplied in pairs of 16 bits.
+#if defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
+#define SPECDEC_HAS_PAIRS 1
+
+inline Ints MultiplyPairs(const Words& pairs, uint32_t x) {
+#if defined(__AVX512BW__)
+  return (Ints)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi32(x));
+#else
+  return (Ints)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi32(x));
+#endif
+}
+#endif
+
+// Has the compiler compute sums before it goes on. GCC would reorder them, and
+// keep the terms in memory until then.
+template <typename Sums>
+void ComputeNow(Sums& sums) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(sums));
+#elif defined(__x86_64__)
+  asm("" : "+x"(sums));
+#endif
+}
+
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
+
+struct ByteProducts {
+  static constexpr int kFactors = 1;
+  using Sums = Ints;
+
+  static void Spread(const int8_t* values, uint32_t* words) {
+    std::memcpy(words, values, 4);
+  }
+
+  static constexpr int Fits(int) { return 1 << 16; }
+
+  static Sums Start(const Ints& sums) { return sums; }
+
+  static Sums Add(const Sums& sums, const Words& weights, const uint32_t* x) {
+#if defined(__AVX512VNNI__)
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights,
+                                     _mm512_set1_epi32(*x));
+#else
+    return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)weights,
+                                         _mm256_set1_epi32(*x));
+#endif
+  }
+
+  static Ints Finish(const Ints&, const Sums& sums, int) { return sums; }
+};
+
+// Adds the products of both halves of words, 0 or larger, and those of x.
+inline Ints AddPairs(const Ints& sums, const Words& pairs, uint32_t x) {
+#if defined(__AVX512VNNI__)
+  return (Ints)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)pairs,
+                                   _mm512_set1_epi32(x));
+#else
+  return (Ints)_mm256_dpwssd_avx_epi32((__m256i)sums, (__m256i)pairs,
+                                       _mm256_set1_epi32(x));
+#endif
+}
+
+#elif defined(SPECDEC_HAS_PAIRS)
+
+// Sums of 16 bits, two in a lane.
+struct ByteProducts {
+  static constexpr int kFactors = 1;
+  using Sums = int16_t __attribute__((vector_size(4 * kLanes)));
+
+  static void Spread(const int8_t* values, uint32_t* words) {
+    std::memcpy(words, values, 4);
+  }
+
+  static constexpr int Fits(int most) { return 32767 / (2 * 127 * most); }
+
+  static Sums Start(const Ints&) { return Sums{}; }
+
+  static Sums Add(const Sums& sums, const Words& weights, const uint32_t* x) {
+#if defined(__AVX512BW__)
+    Sums result = sums + (Sums)_mm512_maddubs_epi16((__m512i)weights,
+                                                    _mm512_set1_epi32(*x));
+#else
+    Sums result = sums + (Sums)_mm256_maddubs_epi16((__m256i)weights,
+                                                    _mm256_set1_epi32(*x));
+#endif
+    ComputeNow(result);
+    return result;
+  }
+
+  static Ints Finish(const Ints& sums, const Sums& pairs, int factor) {
+    return sums + MultiplyPairs((Words)pairs, factor << 16 | factor);
+  }
+};
+
+inline Ints AddPairs(const Ints& sums, const Words& pairs, uint32_t x) {
+  return sums + MultiplyPairs(pairs, x);
+}
+
+#else
+
+struct ByteProducts {
+  static constexpr int kFactors = 4;
+  using Sums = Ints;
+
+  static void Spread(const int8_t* values, uint32_t* words) {
+    std::copy(values, values + 4, words);
+  }
+
+  static constexpr int Fits(int) { return 1 << 16; }
+
+  static Sums Start(const Ints& sums) { return sums; }
+
+  static Sums Add(const Sums& sums, const Words& weights, const uint32_t* x) {
+    Sums result = sums;
+    for (int place = 0; place < 4; ++place) {
+      const Words bytes = weights >> 8 * place & 0xffu;
+      result += BitCast<Ints>(bytes) * static_cast<int32_t>(x[place]);
+    }
+    return result;
+  }
+
+  static Ints Finish(const Ints&, const Sums& sums, int) { return sums; }
+};
+
+inline Ints AddPairs(const Ints& sums, const Words& pairs, uint32_t x) {
+  return sums + BitCast<Ints>(pairs & 0xffff) * static_cast<int16_t>(x) +
+         BitCast<Ints>(pairs >> 16) * static_cast<int16_t>(x >> 16);
+}
+
+#endif
+
+}  // namespace specdec
+
+#endif  // SPECDEC_BYTE_PRODUCTS_H_
