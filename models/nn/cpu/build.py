@@ -22,14 +22,18 @@ from specdec.text import whole_files
 _FOLDER = pathlib.Path(__file__).parent
 _UNITS = sorted(_FOLDER.glob('*.cc'))
 _SOURCES = *_UNITS, *sorted(_FOLDER.glob('*.h'))
-FLAGS = (
-  '-std=c++17',
-  '-O3',
-  '-march=native',
-  '-ffp-contract=fast',
+_NATIVE = (
+  ('-mcpu=native',)
+  if platform.machine() in ('aarch64', 'arm64')
   # For AMD's processors GCC would fuse the products and sums of some loops and
   # not of others, so that the same sum had other bits there.
-  '--param=avoid-fma-max-bits=0',
+  else ('-march=native', '--param=avoid-fma-max-bits=0')
+)
+FLAGS = (
+  *_NATIVE,
+  '-std=c++17',
+  '-O3',
+  '-ffp-contract=fast',
   '-fno-math-errno',
   '-fno-trapping-math',
   '-Wno-psabi',
@@ -44,10 +48,10 @@ _FUNCTIONS = tuple(
 
 
 def _processor() -> str:
-  """The processor's name and features, which `-march=native` looks at."""
+  """The processor's name and features, which the flag `native` looks at."""
   cpuinfo = pathlib.Path('/proc/cpuinfo')
   if not cpuinfo.exists():
-    return platform.processor()
+    return platform.version()  # The name of macOS's kernel has the chip.
   kinds = ('model name', 'flags', 'Features', 'CPU part')
   lines = cpuinfo.read_text().splitlines()
   return '\n'.join(sorted({line for line in lines if line.startswith(kinds)}))
@@ -73,9 +77,9 @@ def compile_library(
 ) -> pathlib.Path:
   """Compiles the kernels unless the folder has them, whole.
 
-  The file's name is a digest of all that it depends on, and a digest of its
-  content is appended, which the dynamic linker ignores. It is put in place in
-  one step, so several processes may compile at once.
+  The file's name has a digest of all that it depends on and one of its content,
+  which is not changed, as macOS loads only what its linker has signed. It is put
+  in place in one step, so several processes may compile at once.
 
   Args:
     compiler: a C++ compiler, such as `g++`.
@@ -97,19 +101,21 @@ def compile_library(
     _processor().encode(),
     jaxlib.__version__.encode(),
   )
-  digest = whole_files.digest(b'\0'.join(parts)).hex()
-  library = folder / f'kernels-{digest}.so'
+  name = f'kernels-{whole_files.digest(b"\0".join(parts)).hex()}'
+
+  def digest(library: pathlib.Path) -> str:
+    return whole_files.digest(library.read_bytes()).hex()
+
   # Loading a file that was cut would end the process with a bus error.
-  if library.exists() and whole_files.unsealed(library.read_bytes()):
-    return library
+  for library in folder.glob(f'{name}-*.so'):
+    if library.stem == f'{name}-{digest(library)}':
+      return library
   print(f'Compiling the CPU kernels with {compiler}, once.', file=sys.stderr)
   folder.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryDirectory(dir=folder) as scratch:
     command = [compiler, *flags, '-isystem', str(include)]
     made = _compile(command, pathlib.Path(scratch))
-    made.write_bytes(whole_files.sealed(made.read_bytes()))
-    made.replace(library)
-  return library
+    return made.replace(folder / f'{name}-{digest(made)}.so')
 
 
 def register(library: pathlib.Path, suffix: str = '') -> None:
