@@ -28,19 +28,6 @@
 
 namespace specdec {
 
-// Bytes that are multiplied in pairs of 16 bits.
-#if defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
-#define SPECDEC_HAS_PAIRS 1
-
-inline Ints MultiplyPairs(const Words& pairs, uint32_t x) {
-#if defined(__AVX512BW__)
-  return (Ints)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi32(x));
-#else
-  return (Ints)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi32(x));
-#endif
-}
-#endif
-
 // Has the compiler compute sums before it goes on. GCC would reorder them, and
 // keep the terms in memory until then.
 template <typename Sums>
@@ -90,7 +77,17 @@ inline Ints AddPairs(const Ints& sums, const Words& pairs, uint32_t x) {
 #endif
 }
 
-#elif defined(SPECDEC_HAS_PAIRS)
+#elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
+#define SPECDEC_HAS_PAIRS 1
+
+// The products of both halves of words and those of x, added up.
+inline Ints MultiplyPairs(const Words& pairs, uint32_t x) {
+#if defined(__AVX512BW__)
+  return (Ints)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi32(x));
+#else
+  return (Ints)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi32(x));
+#endif
+}
 
 // Sums of 16 bits, two in a lane.
 struct ByteProducts {
