@@ -72,19 +72,18 @@ void AddProducts(const Rows& rows, int64_t first, const Span& span,
                  typename Format::Sum* to) {
   using Vector = typename Format::Vector;
   Vector sums[R][kRegisters];
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
     for (int i = 0; i < kRegisters; ++i) {
       sums[r][i] = Load<Vector>(to + r * kGroup + i * kLanes);
     }
   }
   const uint32_t* x[R];
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r) x[r] = rows.row(first + r);
   const char *near = span.near, *far = span.far;
   for (int64_t word = span.begin; word < span.end; ++word) {
-    Words weights[kRegisters];
-    for (int i = 0; i < kRegisters; ++i) {
-      weights[i] = Load<Words>(span.group.words + word * kGroup + i * kLanes);
-    }
     for (int64_t line = 0; line < 4 * kGroup; line += 64) {
       __builtin_prefetch(near + line);
       __builtin_prefetch(far + line, 0, 2);
@@ -92,15 +91,19 @@ void AddProducts(const Rows& rows, int64_t first, const Span& span,
     near += span.step;
     far += span.step;
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
+    for (int i = 0; i < kRegisters; ++i) {
+      const auto weights =
+          Load<Words>(span.group.words + word * kGroup + i * kLanes);
 #pragma GCC unroll 8
-      for (int i = 0; i < kRegisters; ++i) {
-        sums[r][i] = Format::Step(sums[r][i], weights[i],
+      for (int r = 0; r < R; ++r) {
+        sums[r][i] = Format::Step(sums[r][i], weights,
                                   x[r] + word * Format::kFactors);
       }
     }
   }
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
     for (int i = 0; i < kRegisters; ++i) {
       Store(to + r * kGroup + i * kLanes, sums[r][i]);
     }
