@@ -182,8 +182,9 @@ using Q5_1 = WithNibbles<Pairs32<24>>;
 
 struct Q8_0 : Halves32<128, 34> {
   using Halves32::Halves32;
+  static constexpr int kMost = 127 + kExcess;
   Words Weights(int group, int word) const {
-    return Line(lines, 2 + 8 * group + word);
+    return WithExcess(Line(lines, 2 + 8 * group + word));
   }
 };
 
@@ -329,23 +330,36 @@ inline void ComputeFirst(Floats& values) {
 #endif
 }
 
+// Has the compiler not read later words before, as GCC would keep them in memory.
+inline void EndWord() {
+#if defined(__aarch64__)
+  asm volatile("" ::: "memory");
+#endif
+}
+
+// Whether there are 32 registers of four lanes, as ARM has.
+constexpr bool kIsArm = kLanes == 4 && ByteProducts::kFactors == 1;
+// Registers of outputs that one tile of rows takes, which computes sooner than the
+// memory is read: one, or those of a block. Blocks come one after another, as they
+// lie in memory.
+constexpr int kFewParts = kIsArm ? 4 : 1;
+// Registers that several tiles of rows take together: a word of a row is then read
+// once for all of them.
+constexpr int kManyParts = kLanes == kBlock ? 2 : kFewParts;
 // Rows of a tile with H registers of outputs, whose sums are in registers at once.
 template <int H>
-constexpr int kBlockRows = H > 1 ? 6 : kLanes == kBlock ? 4 : 3;
-// Registers of outputs that several tiles of rows take together: a word of a row
-// is then read once for all of them. One tile, which computes sooner than the
-// memory is read, takes them one after another, as they lie in memory.
-constexpr int kBlockParts = kLanes == kBlock ? 2 : 1;
+constexpr int kBlockRows = H == 2 ? 6 : kLanes == 8 ? 3 : 4;
 
-// Adds the products of R rows with kParts registers of outputs of a block to
-// `to`, R rows of Sums. Blocks that follow are prefetched, of two registers by
-// every second tile a half, so that the memory is read all the time. A tile that
-// may be alone prefetches both.
+// Adds the products of R rows with H registers of outputs of a block, or of two,
+// to `to`, R rows of Sums. Blocks that follow are prefetched, of two by every
+// second tile one, so that the memory is read all the time. A tile that may be
+// alone prefetches both.
 template <typename Kind, int R, int H>
 __attribute__((noinline)) void AddBlock(const uint32_t* lines, const uint32_t* x,
                                         int64_t stride, int64_t tile,
                                         float* to) {
-  constexpr bool kMayBeAlone = H > 1 && R > kBlockRows<1>;
+  constexpr int kBlocks = std::max(H * kLanes / kBlock, 1);
+  constexpr bool kMayBeAlone = kBlocks > 1 && R > kBlockRows<1>;
   constexpr int kGroups = kPart / 4 / Kind::kGroupWords;
   constexpr int64_t kTakenOf = TakenOf(Kind::kOffset);
   // Weights for which there is no room are multiplied by halves of four bits.
@@ -357,11 +371,16 @@ __attribute__((noinline)) void AddBlock(const uint32_t* lines, const uint32_t* x
   constexpr int kSets = kGroups * Kind::kParts;
   constexpr int kLines = (Kind::kWords + kSets - 1) / kSets;
   const auto* ahead = reinterpret_cast<const char*>(lines);
-  if (H > 1 && !kMayBeAlone) ahead += 64 * Kind::kWords * (tile % 2);
+  if (kBlocks > 1 && !kMayBeAlone) ahead += 64 * Kind::kWords * (tile % 2);
   for (int part = 0; part < Kind::kParts; ++part) {
-    const auto* const last = lines + (H - 1) * Kind::kWords * kBlock;
-    const Kind kinds[] = {{lines, part}, {last, part}};
+    const auto of = [&](int i) {  // The words of a register of outputs.
+      const int column = i % H * kLanes;
+      return lines + column / kBlock * Kind::kWords * kBlock + column % kBlock;
+    };
+    const Kind kinds[] = {
+        {of(0), part}, {of(1), part}, {of(2), part}, {of(3), part}};
     const uint32_t* row[R];
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r) row[r] = x + r * stride + part * kPartWords;
     Floats results[R][H] = {};
 #pragma GCC unroll 8
@@ -388,11 +407,11 @@ __attribute__((noinline)) void AddBlock(const uint32_t* lines, const uint32_t* x
           constexpr int kOf = Kind::kGroupWords;
           for (int i = word * kLines / kOf;
                half == 0 && i < (word + 1) * kLines / kOf; ++i) {
-            __builtin_prefetch(ahead + kBlocksFar[H - 1], 0, 2);
-            __builtin_prefetch(ahead + kBlocksNear[H - 1]);
+            __builtin_prefetch(ahead + kBlocksFar[kBlocks - 1], 0, 2);
+            __builtin_prefetch(ahead + kBlocksNear[kBlocks - 1]);
             if (kMayBeAlone) {
               __builtin_prefetch(ahead + 64 * Kind::kWords +
-                                 kBlocksNear[H - 1]);
+                                 kBlocksNear[kBlocks - 1]);
             }
             ahead += 64;
           }
@@ -404,6 +423,7 @@ __attribute__((noinline)) void AddBlock(const uint32_t* lines, const uint32_t* x
               added[r][i] = ByteProducts::Add(added[r][i], weights[i], row[r] + at);
             }
           }
+          EndWord();
         }
         for (int r = 0; r < R; ++r) {
           for (int i = 0; i < H; ++i) {
@@ -430,7 +450,8 @@ __attribute__((noinline)) void AddBlock(const uint32_t* lines, const uint32_t* x
       }
     }
     if constexpr (Kind::kHasMinima) {
-      const typename Kind::Minima minima[] = {{lines, part}, {last, part}};
+      const typename Kind::Minima minima[] = {
+          {of(0), part}, {of(1), part}, {of(2), part}, {of(3), part}};
       for (int r = 0; r < R; ++r) {
         for (int i = 0; i < H; ++i) results[r][i] -= minima[i].Times(row[r]);
       }
@@ -445,14 +466,14 @@ __attribute__((noinline)) void AddBlock(const uint32_t* lines, const uint32_t* x
   }
 }
 
-// The same for `count` rows, at most kBlockRows. With two registers they are at
-// least three, as more rows than kBlockRows<1> are shared out evenly.
+// The same for `count` rows, at most kBlockRows. Rows of several tiles are shared
+// out evenly.
 template <typename Kind, int H, int R = kBlockRows<H>>
 void AddBlockOf(int64_t count, const uint32_t* lines, const uint32_t* x,
                 int64_t stride, int64_t tile, float* to) {
   if (count >= R) {
     AddBlock<Kind, R, H>(lines, x, stride, tile, to);
-  } else if constexpr (R > (H > 1 ? 3 : 1)) {
+  } else if constexpr (R > (H == kFewParts ? 1 : (kBlockRows<H> + 1) / 2)) {
     AddBlockOf<Kind, H, R - 1>(count, lines, x, stride, tile, to);
   }
 }
@@ -484,8 +505,9 @@ struct Blocks {
       }
       for (const int offset : kOffsets) {
         const int32_t* const sums = offset == 32 ? by_16 : by_32;
+        const int excess = offset == 128 ? kExcess : offset;
         for (int64_t i = 0; i < (offset == 32 ? 8 : 4); ++i) {
-          const float taken = offset == 0 ? sums[i] : kStart + offset * sums[i];
+          const float taken = offset == 0 ? sums[i] : kStart + excess * sums[i];
           to[TakenOf(offset) + i] = BitCast<uint32_t>(taken);
         }
       }
@@ -531,9 +553,9 @@ struct Blocks {
     std::fill_n(sums, count * kGroup, 0);
     Of(group.kind, [&](auto* kind) {
       using Kind = std::remove_pointer_t<decltype(kind)>;
-      const auto multiply = count > kBlockRows<1>
-                                ? MultiplyKind<Kind, kBlockParts>
-                                : MultiplyKind<Kind, 1>;
+      const auto multiply = count > kBlockRows<kFewParts>
+                                ? MultiplyKind<Kind, kManyParts>
+                                : MultiplyKind<Kind, kFewParts>;
       multiply(rows, first, count, group, sums);
     });
   }

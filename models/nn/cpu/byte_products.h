@@ -24,9 +24,24 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
 #endif
 
 namespace specdec {
+
+// What packed bytes with a sign are too large by where they are multiplied. ARM's
+// older instruction takes signs.
+#if defined(__ARM_FEATURE_DOTPROD) && !defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr int kExcess = 0;
+#else
+constexpr int kExcess = 128;
+#endif
+
+// Makes bytes that are kExcess too large of those that are 128 too large.
+inline Words WithExcess(const Words& words) {
+  return kExcess == 0 ? words ^ 0x80808080u : words;
+}
 
 // Bytes that are multiplied in pairs of 16 bits.
 #if defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
@@ -129,16 +144,37 @@ inline Ints AddPairs(const Ints& sums, const Words& pairs, uint32_t x) {
 #else
 
 struct ByteProducts {
-  static constexpr int kFactors = 4;
   using Sums = Ints;
+
+  static constexpr int Fits(int most) {
+    return most <= 127 + kExcess ? 1 << 16 : 0;
+  }
+
+  static Sums Start(const Ints& sums) { return sums; }
+
+#if defined(__ARM_FEATURE_DOTPROD)
+  static constexpr int kFactors = 1;
+
+  static void Spread(const int8_t* values, uint32_t* words) {
+    std::memcpy(words, values, 4);
+  }
+
+  // The instructions take one word of a register for all lanes.
+  static Sums Add(const Sums& sums, const Words& weights, const uint32_t* x) {
+    const int8x8_t values = vcreate_s8(*x);
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    return (Ints)vusdotq_lane_s32((int32x4_t)sums, (uint8x16_t)weights, values,
+                                  0);
+#else
+    return (Ints)vdotq_lane_s32((int32x4_t)sums, (int8x16_t)weights, values, 0);
+#endif
+  }
+#else
+  static constexpr int kFactors = 4;
 
   static void Spread(const int8_t* values, uint32_t* words) {
     std::copy(values, values + 4, words);
   }
-
-  static constexpr int Fits(int) { return 1 << 16; }
-
-  static Sums Start(const Ints& sums) { return sums; }
 
   static Sums Add(const Sums& sums, const Words& weights, const uint32_t* x) {
     Sums result = sums;
@@ -148,6 +184,7 @@ struct ByteProducts {
     }
     return result;
   }
+#endif
 
   static Ints Finish(const Ints&, const Sums& sums, int) { return sums; }
 };
