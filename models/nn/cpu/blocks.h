@@ -26,11 +26,9 @@
 
 namespace specdec {
 
-// Like kFar and kNear of formats.h, for one register of outputs and for two.
-constexpr int64_t kBlocksFar[] = {kIsZen5 ? 4096 : 8192,
-                                  kIsZen5 ? 4096 : 12288};
-constexpr int64_t kBlocksNear[] = {kIsZen5 ? 6144 : 2048,
-                                   kIsZen5 ? 12288 : 6144};
+// Like kFar and kNear of formats.h.
+constexpr int64_t kBlocksFar = kIsZen5 ? 4096 : 8192;
+constexpr int64_t kBlocksNear = kIsZen5 ? 6144 : 2048;
 
 // The parts of a row: 128 values, the terms taken from sums, the scale, and the
 // sums of the values of groups 0 and 2, 1 and 3 of 32, in halves of words.
@@ -93,6 +91,10 @@ inline Words Line(const uint32_t* lines, int64_t index) {
 // sum of o times the sums of a row's values in the groups.
 // Weights may be larger than q by a factor, by which the scale is smaller.
 
+struct NoMinima {
+  NoMinima(const uint32_t*, int) {}
+};
+
 // Four groups of 32, each with a scale in float16; those of two in a word.
 template <int kOffsetOfKind, int kWordsOfKind>
 struct Halves32 {
@@ -101,6 +103,7 @@ struct Halves32 {
   static constexpr int kMost = 2 * kOffsetOfKind - 1;
   static constexpr int kOffset = kOffsetOfKind;
   static constexpr bool kHasMinima = false;
+  using Minima = NoMinima;
 
   const uint32_t* lines;
 
@@ -211,6 +214,7 @@ struct MXFP4 {
   static constexpr int kWords = 17, kParts = 1, kGroupWords = 8, kOffset = 16;
   static constexpr int kMost = 28;
   static constexpr bool kHasMinima = false;
+  using Minima = NoMinima;
 
   const uint32_t* lines;
 
@@ -272,17 +276,19 @@ struct K32 {
   }
 
   struct Minima {
-    Words minima;
+    Words even, odd;  // Of groups, in pairs.
     Floats factor;
 
     Minima(const uint32_t* lines, int part)
-        : minima(SixBits(Line(lines, 2), Line(lines, 3) >> 4, part)),
-          factor(HalfToFloat(Line(lines, 0) >> 16)) {}
+        : factor(HalfToFloat(Line(lines, 0) >> 16)) {
+      const Words minima = SixBits(Line(lines, 2), Line(lines, 3) >> 4, part);
+      even = minima & 0x00ff00ff;
+      odd = minima >> 8 & 0x00ff00ff;
+    }
 
     Floats Times(const uint32_t* row) const {
-      const Ints even = AddPairs(Ints{}, minima & 0x00ff00ff, row[kPairs]);
-      const Ints sum =
-          AddPairs(even, minima >> 8 & 0x00ff00ff, row[kPairs + 1]);
+      const Ints sum = AddPairs(AddPairs(Ints{}, even, row[kPairs]), odd,
+                                row[kPairs + 1]);
       return factor * __builtin_convertvector(sum, Floats);
     }
   };
@@ -297,6 +303,7 @@ struct Q6_K {
   static constexpr int kWords = 53, kParts = 2, kGroupWords = 4, kOffset = 32;
   static constexpr int kMost = 63;
   static constexpr bool kHasMinima = false;
+  using Minima = NoMinima;
 
   const uint32_t* low;
   const uint32_t* high;
@@ -322,159 +329,161 @@ struct Q6_K {
   }
 };
 
-// Has the compiler compute `values` before it goes on. It would take up work on
-// later groups as well, until it must keep sums in memory.
-inline void ComputeFirst(Floats& values) {
-#if defined(__AVX512F__)
-  asm volatile("" : "+v"(values)::"memory");
-#endif
-}
+// Rows of a tile, whose sums are in registers at once.
+constexpr int kBlockRows = 8;
+// Rows for which it takes longer to unpack weights than to do so for each tile.
+constexpr int kDirectRows = 4;
 
-// Has the compiler not read later words before, as GCC would keep them in memory.
-inline void EndWord() {
-#if defined(__aarch64__)
-  asm volatile("" ::: "memory");
-#endif
-}
+// Where the memory is read next.
+struct Ahead {
+  const char* at;
 
-// Whether there are 32 registers of four lanes, as ARM has.
-constexpr bool kIsArm = kLanes == 4 && ByteProducts::kFactors == 1;
-// Registers of outputs that one tile of rows takes, which computes sooner than the
-// memory is read: one, or those of a block. Blocks come one after another, as they
-// lie in memory.
-constexpr int kFewParts = kIsArm ? 4 : 1;
-// Registers that several tiles of rows take together: a word of a row is then read
-// once for all of them.
-constexpr int kManyParts = kLanes == kBlock ? 2 : kFewParts;
-// Rows of a tile with H registers of outputs, whose sums are in registers at once.
-template <int H>
-constexpr int kBlockRows = H == 2 ? 6 : kLanes == 8 ? 3 : 4;
+  void Prefetch(int lines) {
+    for (int i = 0; i < lines; ++i, at += 64) {
+      __builtin_prefetch(at + kBlocksFar, 0, 2);
+      __builtin_prefetch(at + kBlocksNear);
+    }
+  }
+};
 
-// Adds the products of R rows with H registers of outputs of a block, or of two,
-// to `to`, R rows of Sums. Blocks that follow are prefetched, of two by every
-// second tile one, so that the memory is read all the time. A tile that may be
-// alone prefetches both.
-template <typename Kind, int R, int H>
-__attribute__((noinline)) void AddBlock(const uint32_t* lines, const uint32_t* x,
-                                        int64_t stride, int64_t tile,
-                                        float* to) {
-  constexpr int kBlocks = std::max(H * kLanes / kBlock, 1);
-  constexpr bool kMayBeAlone = kBlocks > 1 && R > kBlockRows<1>;
-  constexpr int kGroups = kPart / 4 / Kind::kGroupWords;
-  constexpr int64_t kTakenOf = TakenOf(Kind::kOffset);
-  // Weights for which there is no room are multiplied by halves of four bits.
-  constexpr int kHalves = ByteProducts::Fits(Kind::kMost) > 0 ? 1 : 2;
-  constexpr int kRun = std::min(ByteProducts::Fits(kHalves == 1 ? Kind::kMost : 15),
-                                Kind::kGroupWords);
-  constexpr int kRuns = Kind::kGroupWords / kRun * kHalves;
-  // Prefetched lines of a group, so that all of them are those of a block.
-  constexpr int kSets = kGroups * Kind::kParts;
-  constexpr int kLines = (Kind::kWords + kSets - 1) / kSets;
-  const auto* ahead = reinterpret_cast<const char*>(lines);
-  if (kBlocks > 1 && !kMayBeAlone) ahead += 64 * Kind::kWords * (tile % 2);
-  for (int part = 0; part < Kind::kParts; ++part) {
-    const auto of = [&](int i) {  // The words of a register of outputs.
-      const int column = i % H * kLanes;
-      return lines + column / kBlock * Kind::kWords * kBlock + column % kBlock;
-    };
-    const Kind kinds[] = {
-        {of(0), part}, {of(1), part}, {of(2), part}, {of(3), part}};
-    const uint32_t* row[R];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) row[r] = x + r * stride + part * kPartWords;
-    Floats results[R][H] = {};
+// Lines that are prefetched with each group of kLanes outputs, so that all of a
+// block's are.
+template <typename Kind>
+constexpr int kAhead = [] {
+  constexpr int kSets =
+      kPart / 4 / Kind::kGroupWords * Kind::kParts * kBlock / kLanes;
+  return (Kind::kWords + kSets - 1) / kSets;
+}();
+
+// A part of a block of kLanes outputs as it lies in memory.
+template <typename Kind>
+struct Packed : Kind {
+  typename Kind::Minima minima;
+
+  Packed(const uint32_t* lines, int part, Ahead*)
+      : Kind(lines, part), minima(lines, part) {}
+};
+
+// The same, unpacked once for several tiles of rows.
+template <typename Kind>
+struct Unpacked {
+  static constexpr int kGroupWords = Kind::kGroupWords, kOffset = Kind::kOffset;
+  static constexpr int kMost = Kind::kMost;
+  static constexpr bool kHasMinima = Kind::kHasMinima;
+  static constexpr int kGroups = kPart / 4 / kGroupWords;
+
+  typename Kind::Minima minima;
+  Words weights[kGroups][kGroupWords];
+  Floats scales[kGroups];
+
+  Unpacked(const uint32_t* lines, int part, Ahead* ahead)
+      : minima(lines, part) {
+    const Kind kind(lines, part);
 #pragma GCC unroll 8
     for (int group = 0; group < kGroups; ++group) {
-      Ints sums[R][H];
-      for (int r = 0; r < R; ++r) {
-        std::fill_n(sums[r], H, BitCast<Ints>(Floats{} + kStart));
-      }
-#pragma GCC unroll 16
-      for (int run = 0; run < kRuns; ++run) {
-        const int half = run % kHalves;
-        typename ByteProducts::Sums added[R][H];
-        for (int r = 0; r < R; ++r) {
-          for (int i = 0; i < H; ++i) added[r][i] = ByteProducts::Start(sums[r][i]);
-        }
+      ahead->Prefetch(kAhead<Kind>);
+      scales[group] = kind.Scale(group);
 #pragma GCC unroll 8
-        for (int j = 0; j < kRun; ++j) {
-          const int word = run / kHalves * kRun + j;
-          Words weights[H];
-          for (int i = 0; i < H; ++i) {
-            weights[i] = kinds[i].Weights(group, word);
-            if (kHalves == 2) weights[i] = weights[i] >> 4 * half & 0x0f0f0f0f;
-          }
-          constexpr int kOf = Kind::kGroupWords;
-          for (int i = word * kLines / kOf;
-               half == 0 && i < (word + 1) * kLines / kOf; ++i) {
-            __builtin_prefetch(ahead + kBlocksFar[kBlocks - 1], 0, 2);
-            __builtin_prefetch(ahead + kBlocksNear[kBlocks - 1]);
-            if (kMayBeAlone) {
-              __builtin_prefetch(ahead + 64 * Kind::kWords +
-                                 kBlocksNear[kBlocks - 1]);
-            }
-            ahead += 64;
-          }
-          const int64_t at =
-              (group * Kind::kGroupWords + word) * ByteProducts::kFactors;
-#pragma GCC unroll 8
-          for (int r = 0; r < R; ++r) {
-            for (int i = 0; i < H; ++i) {
-              added[r][i] = ByteProducts::Add(added[r][i], weights[i], row[r] + at);
-            }
-          }
-          EndWord();
-        }
-        for (int r = 0; r < R; ++r) {
-          for (int i = 0; i < H; ++i) {
-            sums[r][i] =
-                ByteProducts::Finish(sums[r][i], added[r][i], half == 0 ? 1 : 16);
-          }
-        }
-      }
-      for (int i = 0; i < H; ++i) {
-        const Floats scale = kinds[i].Scale(group);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          float taken = kStart;
-          if (!Kind::kHasMinima) {
-            taken = BitCast<float>(row[r][kTakenOf + group]);
-          }
-          results[r][i] += scale * (BitCast<Floats>(sums[r][i]) - taken);
-        }
-      }
-      if (H > 1 && (group + 1) * Kind::kGroupWords % 8 == 0) {
-        for (auto& of_row : results) {
-          for (Floats& result : of_row) ComputeFirst(result);
-        }
-      }
-    }
-    if constexpr (Kind::kHasMinima) {
-      const typename Kind::Minima minima[] = {
-          {of(0), part}, {of(1), part}, {of(2), part}, {of(3), part}};
-      for (int r = 0; r < R; ++r) {
-        for (int i = 0; i < H; ++i) results[r][i] -= minima[i].Times(row[r]);
-      }
-    }
-    for (int r = 0; r < R; ++r) {
-      const float factor = BitCast<float>(row[r][kScale]);
-      for (int i = 0; i < H; ++i) {
-        float* const sum = to + r * kGroup + i * kLanes;
-        Store(sum, Load<Floats>(sum) + results[r][i] * factor);
+      for (int word = 0; word < kGroupWords; ++word) {
+        weights[group][word] = kind.Weights(group, word);
       }
     }
   }
+
+  Words Weights(int group, int word) const { return weights[group][word]; }
+  Floats Scale(int group) const { return scales[group]; }
+};
+
+// Adds the products of a group of R rows with kLanes outputs.
+template <typename Source, int R>
+__attribute__((always_inline)) inline void AddGroup(const Source& source,
+                                                    const uint32_t* const* row,
+                                                    int group,
+                                                    Floats* results) {
+  // Weights for which there is no room are multiplied by halves of four bits.
+  constexpr int kHalves = ByteProducts::Fits(Source::kMost) > 0 ? 1 : 2;
+  constexpr int kRun =
+      std::min(ByteProducts::Fits(kHalves == 1 ? Source::kMost : 15),
+               Source::kGroupWords);
+  constexpr int kRuns = Source::kGroupWords / kRun * kHalves;
+  Ints sums[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) sums[r] = BitCast<Ints>(Floats{} + kStart);
+#pragma GCC unroll 8
+  for (int run = 0; run < kRuns; ++run) {
+    const int half = run % kHalves;
+    ByteProducts::Sums added[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) added[r] = ByteProducts::Start(sums[r]);
+#pragma GCC unroll 8
+    for (int i = 0; i < kRun; ++i) {
+      const int word = run / kHalves * kRun + i;
+      Words weights = source.Weights(group, word);
+      if (kHalves == 2) weights = weights >> 4 * half & 0x0f0f0f0f;
+      const int index = group * Source::kGroupWords + word;
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        added[r] = AddWord(added[r], weights, row[r], index);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      sums[r] = ByteProducts::Finish(sums[r], added[r], half == 0 ? 1 : 16);
+    }
+  }
+  const Floats scale = source.Scale(group);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    float taken = kStart;
+    if (!Source::kHasMinima) {
+      taken = BitCast<float>(row[r][TakenOf(Source::kOffset) + group]);
+    }
+    results[r] += scale * (BitCast<Floats>(sums[r]) - taken);
+  }
 }
 
-// The same for `count` rows, at most kBlockRows. Rows of several tiles are shared
-// out evenly.
-template <typename Kind, int H, int R = kBlockRows<H>>
-void AddBlockOf(int64_t count, const uint32_t* lines, const uint32_t* x,
-                int64_t stride, int64_t tile, float* to) {
+// Adds the products of R rows and a part of kLanes outputs to `to`, R rows of
+// Sums.
+template <typename Kind, typename Source, int R>
+__attribute__((always_inline)) inline void AddPart(const Source& source,
+                                                   const uint32_t* x,
+                                                   int64_t stride, Ahead* ahead,
+                                                   float* to) {
+  constexpr int kGroups = kPart / 4 / Kind::kGroupWords;
+  const uint32_t* row[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) row[r] = x + r * stride;
+  Floats results[R] = {};
+  if constexpr (std::is_same_v<Source, Packed<Kind>>) {
+#pragma GCC unroll 8
+    for (int group = 0; group < kGroups; ++group) {
+      ahead->Prefetch(kAhead<Kind>);
+      AddGroup<Source, R>(source, row, group, results);
+    }
+  } else {
+    for (int group = 0; group < kGroups; ++group) {
+      AddGroup<Source, R>(source, row, group, results);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    if constexpr (Kind::kHasMinima) results[r] -= source.minima.Times(row[r]);
+    const float factor = BitCast<float>(row[r][kScale]);
+    float* const sum = to + r * kGroup;
+    Store(sum, Load<Floats>(sum) + results[r] * factor);
+  }
+}
+
+// The same for `count` rows, at most R.
+template <typename Kind, int R = kBlockRows>
+__attribute__((noinline)) void AddPartOf(int64_t count,
+                                         const Unpacked<Kind>& source,
+                                         const uint32_t* x, int64_t stride,
+                                         float* to) {
   if (count >= R) {
-    AddBlock<Kind, R, H>(lines, x, stride, tile, to);
-  } else if constexpr (R > (H == kFewParts ? 1 : (kBlockRows<H> + 1) / 2)) {
-    AddBlockOf<Kind, H, R - 1>(count, lines, x, stride, tile, to);
+    AddPart<Kind, Unpacked<Kind>, R>(source, x, stride, nullptr, to);
+  } else if constexpr (R > 1) {
+    AddPartOf<Kind, R - 1>(count, source, x, stride, to);
   }
 }
 
@@ -553,35 +562,68 @@ struct Blocks {
     std::fill_n(sums, count * kGroup, 0);
     Of(group.kind, [&](auto* kind) {
       using Kind = std::remove_pointer_t<decltype(kind)>;
-      const auto multiply = count > kBlockRows<kFewParts>
-                                ? MultiplyKind<Kind, kManyParts>
-                                : MultiplyKind<Kind, kFewParts>;
-      multiply(rows, first, count, group, sums);
+      if (count <= kDirectRows) {
+        MultiplyFew<Kind>(rows, first, count, group, sums);
+      } else {
+        MultiplyKind<Kind>(rows, first, count, group, sums);
+      }
     });
   }
 
  private:
-  template <typename Kind, int H>
-  static void MultiplyKind(const Rows& rows, int64_t first, int64_t count,
-                           const Group& group, float* sums) {
-    const int64_t tiles = (count + kBlockRows<H> - 1) / kBlockRows<H>;
-    const int64_t least = count / tiles, larger = count % tiles;
+  // Calls `add(source, x, to)` for each part of kLanes outputs.
+  template <typename Kind, typename Source, typename Add>
+  static void ForParts(const Rows& rows, int64_t first, const Group& group,
+                       float* sums, const Add& add) {
     const uint32_t* lines = group.words;
     for (int64_t block = 0; block < group.num_words / Kind::kWords; ++block) {
-      const int64_t at = block * Kind::kParts * kPartWords;
-      for (int64_t column = 0; column < kGroup; column += H * kLanes) {
-        const int64_t line = column / kBlock * Kind::kWords;
-        int64_t row = 0;
-        for (int64_t tile = 0; tile < tiles; ++tile) {
-          const int64_t size = least + (tile < larger);
-          AddBlockOf<Kind, H>(size, lines + line * kBlock + column % kBlock,
-                              rows.row(first + row) + at, rows.stride, tile,
-                              sums + row * kGroup + column);
-          row += size;
+      const uint32_t* const x =
+          rows.row(first) + block * Kind::kParts * kPartWords;
+      for (int64_t column = 0; column < kGroup; column += kLanes) {
+        const auto* const words =
+            lines + column / kBlock * Kind::kWords * kBlock;
+        Ahead ahead{reinterpret_cast<const char*>(
+            words + column % kBlock * Kind::kWords)};
+        for (int part = 0; part < Kind::kParts; ++part) {
+          const Source source(words + column % kBlock, part, &ahead);
+          add(source, x + part * kPartWords, &ahead, sums + column);
         }
       }
       lines += 2 * Kind::kWords * kBlock;
     }
+  }
+
+  template <typename Kind, int R = kDirectRows>
+  static void MultiplyFew(const Rows& rows, int64_t first, int64_t count,
+                          const Group& group, float* sums) {
+    if (count == R) {
+      ForParts<Kind, Packed<Kind>>(
+          rows, first, group, sums,
+          [&](const Packed<Kind>& source, const uint32_t* x, Ahead* ahead,
+              float* to) {
+            AddPart<Kind, Packed<Kind>, R>(source, x, rows.stride, ahead, to);
+          });
+    } else if constexpr (R > 1) {
+      MultiplyFew<Kind, R - 1>(rows, first, count, group, sums);
+    }
+  }
+
+  template <typename Kind>
+  static void MultiplyKind(const Rows& rows, int64_t first, int64_t count,
+                           const Group& group, float* sums) {
+    const int64_t tiles = (count + kBlockRows - 1) / kBlockRows;
+    const int64_t least = count / tiles, larger = count % tiles;
+    ForParts<Kind, Unpacked<Kind>>(
+        rows, first, group, sums,
+        [&](const Unpacked<Kind>& source, const uint32_t* x, Ahead*,
+            float* to) {
+          for (int64_t tile = 0; tile < tiles; ++tile) {
+            const int64_t size = least + (tile < larger);
+            AddPartOf<Kind>(size, source, x, rows.stride, to);
+            x += size * rows.stride;
+            to += size * kGroup;
+          }
+        });
   }
 };
 

@@ -43,19 +43,6 @@ inline Words WithExcess(const Words& words) {
   return kExcess == 0 ? words ^ 0x80808080u : words;
 }
 
-// Bytes that are multiplied in pairs of 16 bits.
-#if defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
-#define SPECDEC_HAS_PAIRS 1
-
-inline Ints MultiplyPairs(const Words& pairs, uint32_t x) {
-#if defined(__AVX512BW__)
-  return (Ints)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi32(x));
-#else
-  return (Ints)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi32(x));
-#endif
-}
-#endif
-
 // Has the compiler compute sums before it goes on. GCC would reorder them, and
 // keep the terms in memory until then.
 template <typename Sums>
@@ -105,7 +92,17 @@ inline Ints AddPairs(const Ints& sums, const Words& pairs, uint32_t x) {
 #endif
 }
 
-#elif defined(SPECDEC_HAS_PAIRS)
+#elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
+#define SPECDEC_HAS_PAIRS 1
+
+// The products of both halves of words and those of x, added up.
+inline Ints MultiplyPairs(const Words& pairs, uint32_t x) {
+#if defined(__AVX512BW__)
+  return (Ints)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi32(x));
+#else
+  return (Ints)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi32(x));
+#endif
+}
 
 // Sums of 16 bits, two in a lane.
 struct ByteProducts {
@@ -159,15 +156,19 @@ struct ByteProducts {
     std::memcpy(words, values, 4);
   }
 
-  // The instructions take one word of a register for all lanes.
-  static Sums Add(const Sums& sums, const Words& weights, const uint32_t* x) {
-    const int8x8_t values = vcreate_s8(*x);
+  // The instructions take word kLane of a register for all lanes.
+  template <int kLane>
+  static Sums AddLane(const Sums& sums, const Words& weights, int8x16_t x) {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-    return (Ints)vusdotq_lane_s32((int32x4_t)sums, (uint8x16_t)weights, values,
-                                  0);
+    return (Ints)vusdotq_laneq_s32((int32x4_t)sums, (uint8x16_t)weights, x,
+                                   kLane);
 #else
-    return (Ints)vdotq_lane_s32((int32x4_t)sums, (int8x16_t)weights, values, 0);
+    return (Ints)vdotq_laneq_s32((int32x4_t)sums, (int8x16_t)weights, x, kLane);
 #endif
+  }
+
+  static Sums Add(const Sums& sums, const Words& weights, const uint32_t* x) {
+    return AddLane<0>(sums, weights, (int8x16_t)Words{*x});
   }
 #else
   static constexpr int kFactors = 4;
@@ -195,6 +196,29 @@ inline Ints AddPairs(const Ints& sums, const Words& pairs, uint32_t x) {
 }
 
 #endif
+
+// Adds the products of a word of weights and the values of word `index` of a row,
+// whose memory begins a cache line.
+inline ByteProducts::Sums AddWord(const ByteProducts::Sums& sums,
+                                  const Words& weights, const uint32_t* row,
+                                  int index) {
+#if defined(__ARM_FEATURE_DOTPROD)
+  // A register with four words is loaded once for all of them.
+  const auto some = Load<int8x16_t>(row + index / 4 * 4);
+  switch (index % 4) {
+    case 0:
+      return ByteProducts::AddLane<0>(sums, weights, some);
+    case 1:
+      return ByteProducts::AddLane<1>(sums, weights, some);
+    case 2:
+      return ByteProducts::AddLane<2>(sums, weights, some);
+    default:
+      return ByteProducts::AddLane<3>(sums, weights, some);
+  }
+#else
+  return ByteProducts::Add(sums, weights, row + index * ByteProducts::kFactors);
+#endif
+}
 
 }  // namespace specdec
 

@@ -225,8 +225,7 @@ struct Int8 : Vectors {
 
   static Words Weights(const Words& words) { return WithExcess(words); }
 
-#if defined(SPECDEC_HAS_PAIRS) && !defined(__AVX512VNNI__) && \
-    !defined(__AVXVNNI__)
+#if defined(SPECDEC_HAS_PAIRS)
   // Pairs of 16 bits: the weights at even places, then those at odd ones.
   static constexpr int kFactors = 2;
 
