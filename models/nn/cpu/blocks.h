@@ -185,8 +185,9 @@ using Q5_1 = WithNibbles<Pairs32<24>>;
 
 struct Q8_0 : Halves32<128, 34> {
   using Halves32::Halves32;
+  static constexpr int kMost = 127 + kExcess;
   Words Weights(int group, int word) const {
-    return Line(lines, 2 + 8 * group + word);
+    return WithExcess(Line(lines, 2 + 8 * group + word));
   }
 };
 
@@ -419,11 +420,10 @@ __attribute__((always_inline)) inline void AddGroup(const Source& source,
       const int word = run / kHalves * kRun + i;
       Words weights = source.Weights(group, word);
       if (kHalves == 2) weights = weights >> 4 * half & 0x0f0f0f0f;
-      const int64_t at =
-          (group * Source::kGroupWords + word) * ByteProducts::kFactors;
+      const int index = group * Source::kGroupWords + word;
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        added[r] = ByteProducts::Add(added[r], weights, row[r] + at);
+        added[r] = AddWord(added[r], weights, row[r], index);
       }
     }
 #pragma GCC unroll 8
@@ -514,8 +514,9 @@ struct Blocks {
       }
       for (const int offset : kOffsets) {
         const int32_t* const sums = offset == 32 ? by_16 : by_32;
+        const int excess = offset == 128 ? kExcess : offset;
         for (int64_t i = 0; i < (offset == 32 ? 8 : 4); ++i) {
-          const float taken = offset == 0 ? sums[i] : kStart + offset * sums[i];
+          const float taken = offset == 0 ? sums[i] : kStart + excess * sums[i];
           to[TakenOf(offset) + i] = BitCast<uint32_t>(taken);
         }
       }

@@ -30,8 +30,8 @@ _NATIVE = (
   # not of others, so that the same sum had other bits there.
   else ('-march=native', '--param=avoid-fma-max-bits=0')
 )
-FLAGS = (
-  *_NATIVE,
+# Those for any processor.
+COMMON_FLAGS = (
   '-std=c++17',
   '-O2',  # The same speed; -O3 compiles five times as long with AVX2.
   '-ffp-contract=fast',
@@ -40,6 +40,7 @@ FLAGS = (
   '-Wno-psabi',
   '-fPIC',
 )
+FLAGS = (*_NATIVE, *COMMON_FLAGS)
 # The names of what XLA calls, as the sources define them.
 _FUNCTIONS = tuple(
   name
@@ -73,14 +74,19 @@ def _compile(command: Sequence[str], scratch: pathlib.Path) -> pathlib.Path:
   return library
 
 
+def _digest(*parts: bytes) -> str:
+  return whole_files.digest(b'\0'.join(parts)).hex()
+
+
 def compile_library(
   compiler: str, folder: pathlib.Path, flags: tuple[str, ...] = FLAGS
 ) -> pathlib.Path:
   """Compiles the kernels unless the folder has them, whole.
 
-  The file's name has a digest of all that it depends on and one of its content,
-  which is not changed, as macOS loads only what its linker has signed. It is put
-  in place in one step, so several processes may compile at once.
+  The name of the file has a digest of all that it depends on and one of its
+  content. The content is what the linker has written: macOS does not load what
+  was changed after it was signed. The file is put in place in one step, so
+  several processes may compile at once.
 
   Args:
     compiler: a C++ compiler, such as `g++`.
@@ -102,21 +108,17 @@ def compile_library(
     _processor().encode(),
     jaxlib.__version__.encode(),
   )
-  name = f'kernels-{whole_files.digest(b"\0".join(parts)).hex()}'
-
-  def digest(library: pathlib.Path) -> str:
-    return whole_files.digest(library.read_bytes()).hex()
-
+  name = f'kernels-{_digest(*parts)}'
   # Loading a file that was cut would end the process with a bus error.
   for library in folder.glob(f'{name}-*.so'):
-    if library.stem == f'{name}-{digest(library)}':
+    if library.stem == f'{name}-{_digest(library.read_bytes())}':
       return library
   print(f'Compiling the CPU kernels with {compiler}, once.', file=sys.stderr)
   folder.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryDirectory(dir=folder) as scratch:
     command = [compiler, *flags, '-isystem', str(include)]
     made = _compile(command, pathlib.Path(scratch))
-    return made.replace(folder / f'{name}-{digest(made)}.so')
+    return made.replace(folder / f'{name}-{_digest(made.read_bytes())}.so')
 
 
 def register(library: pathlib.Path, suffix: str = '') -> None:

@@ -24,9 +24,24 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
 #endif
 
 namespace specdec {
+
+// What packed bytes with a sign are too large by where they are multiplied. ARM's
+// older instruction takes signs.
+#if defined(__ARM_FEATURE_DOTPROD) && !defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr int kExcess = 0;
+#else
+constexpr int kExcess = 128;
+#endif
+
+// Makes bytes that are kExcess too large of those that are 128 too large.
+inline Words WithExcess(const Words& words) {
+  return kExcess == 0 ? words ^ 0x80808080u : words;
+}
 
 // Has the compiler compute sums before it goes on. GCC would reorder them, and
 // keep the terms in memory until then.
@@ -126,16 +141,41 @@ inline Ints AddPairs(const Ints& sums, const Words& pairs, uint32_t x) {
 #else
 
 struct ByteProducts {
-  static constexpr int kFactors = 4;
   using Sums = Ints;
+
+  static constexpr int Fits(int most) {
+    return most <= 127 + kExcess ? 1 << 16 : 0;
+  }
+
+  static Sums Start(const Ints& sums) { return sums; }
+
+#if defined(__ARM_FEATURE_DOTPROD)
+  static constexpr int kFactors = 1;
+
+  static void Spread(const int8_t* values, uint32_t* words) {
+    std::memcpy(words, values, 4);
+  }
+
+  // The instructions take word kLane of a register for all lanes.
+  template <int kLane>
+  static Sums AddLane(const Sums& sums, const Words& weights, int8x16_t x) {
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    return (Ints)vusdotq_laneq_s32((int32x4_t)sums, (uint8x16_t)weights, x,
+                                   kLane);
+#else
+    return (Ints)vdotq_laneq_s32((int32x4_t)sums, (int8x16_t)weights, x, kLane);
+#endif
+  }
+
+  static Sums Add(const Sums& sums, const Words& weights, const uint32_t* x) {
+    return AddLane<0>(sums, weights, (int8x16_t)Words{*x});
+  }
+#else
+  static constexpr int kFactors = 4;
 
   static void Spread(const int8_t* values, uint32_t* words) {
     std::copy(values, values + 4, words);
   }
-
-  static constexpr int Fits(int) { return 1 << 16; }
-
-  static Sums Start(const Ints& sums) { return sums; }
 
   static Sums Add(const Sums& sums, const Words& weights, const uint32_t* x) {
     Sums result = sums;
@@ -145,6 +185,7 @@ struct ByteProducts {
     }
     return result;
   }
+#endif
 
   static Ints Finish(const Ints&, const Sums& sums, int) { return sums; }
 };
@@ -155,6 +196,29 @@ inline Ints AddPairs(const Ints& sums, const Words& pairs, uint32_t x) {
 }
 
 #endif
+
+// Adds the products of a word of weights and the values of word `index` of a row,
+// whose memory begins a cache line.
+inline ByteProducts::Sums AddWord(const ByteProducts::Sums& sums,
+                                  const Words& weights, const uint32_t* row,
+                                  int index) {
+#if defined(__ARM_FEATURE_DOTPROD)
+  // A register with four words is loaded once for all of them.
+  const auto some = Load<int8x16_t>(row + index / 4 * 4);
+  switch (index % 4) {
+    case 0:
+      return ByteProducts::AddLane<0>(sums, weights, some);
+    case 1:
+      return ByteProducts::AddLane<1>(sums, weights, some);
+    case 2:
+      return ByteProducts::AddLane<2>(sums, weights, some);
+    default:
+      return ByteProducts::AddLane<3>(sums, weights, some);
+  }
+#else
+  return ByteProducts::Add(sums, weights, row + index * ByteProducts::kFactors);
+#endif
+}
 
 }  // namespace specdec
 

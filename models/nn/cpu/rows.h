@@ -11,6 +11,7 @@
 #include <memory>
 #include <vector>
 
+#include "byte_products.h"
 #include "vectors.h"
 
 namespace specdec {
@@ -94,7 +95,7 @@ inline float Peak(const float* row, int64_t width) {
 }
 
 // Rounds a row to integers times a scale, which is returned. `start` becomes
-// minus 128 times the sum of the integers.
+// minus kExcess times the sum of the integers.
 inline float RoundToIntegers(const float* row, int64_t width, int8_t* to,
                              int32_t* start) {
   const float peak = Peak(row, width);
@@ -119,7 +120,7 @@ inline float RoundToIntegers(const float* row, int64_t width, int8_t* to,
   }
   int32_t sum = 0;
   for (int lane = 0; lane < kLanes; ++lane) sum += sums[lane];
-  *start = -128 * sum;
+  *start = -kExcess * sum;
   return scale;
 }
 

@@ -3,9 +3,11 @@
 import functools
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
+import jaxlib
 import pytest
 
 from models.nn.cpu import build
@@ -58,7 +60,7 @@ def test_a_library_is_compiled_once_for_its_flags(
   library.write_bytes(damage(whole))
   assert make() == make() == library
   assert len(linked) == 3
-  assert library.read_bytes() == whole
+  assert library.read_bytes() == whole == bytes(64)
 
 
 @pytest.mark.long
@@ -90,3 +92,29 @@ def test_threads_wait_for_what_others_write(tmp_path):
   subprocess.run(['g++', *flags, *sources, '-o', program], check=True)
   done = subprocess.run([program], capture_output=True, text=True, timeout=300)
   assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.long
+def test_on_arm_the_bits_are_those_of_the_plain_loop(tmp_path):
+  """With both of its products of bytes, compiled for ARM and emulated."""
+  tools = 'aarch64-linux-gnu-g++', 'qemu-aarch64'
+  if not all(map(shutil.which, tools)):
+    pytest.skip(f'{" and ".join(tools)} must be installed')
+  compiler, emulator = tools
+  source = pathlib.Path('tests/kernels.cc')
+  include = pathlib.Path(jaxlib.__file__).with_name('include')
+  folders = f'-I{pathlib.Path(build.__file__).parent}', '-isystem', include
+  digests = {}
+  for arch in ('armv8-a', 'armv8.2-a+dotprod', 'armv8.6-a'):
+    program = tmp_path / arch
+    flags = f'-march={arch}', '-static', *build.COMMON_FLAGS, *folders
+    subprocess.run([compiler, *flags, source, '-o', program], check=True)
+    done = subprocess.run(
+      [emulator, program], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    digests[arch] = done.stdout.splitlines()
+  plain, *others = digests.values()
+  assert len(plain) > 200
+  for other in others:
+    assert other == plain
