@@ -409,15 +409,21 @@ __attribute__((always_inline)) inline void AddGroup(const Source& source,
                                                     const uint32_t* const* row,
                                                     int group,
                                                     Floats* results) {
-  // Weights for which there is no room are multiplied by halves of four bits.
+  // Weights of eight bits for which sums have no room are multiplied as two of
+  // four bits.
   constexpr int kHalves = ByteProducts::Fits(Source::kMost) > 0 ? 1 : 2;
   constexpr int kRun =
       std::min(ByteProducts::Fits(kHalves == 1 ? Source::kMost : 15),
                Source::kGroupWords);
   constexpr int kRuns = Source::kGroupWords / kRun * kHalves;
+  // Sums of 16 bits are added to integers, which then become floats as soon as
+  // others that begin at kStart, if nothing is taken from them.
+  constexpr bool kConverts = Source::kHasMinima &&
+                             !std::is_same_v<ByteProducts::Sums, Ints>;
+  const Ints start = kConverts ? Ints{} : BitCast<Ints>(Floats{} + kStart);
   Ints sums[R];
 #pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) sums[r] = BitCast<Ints>(Floats{} + kStart);
+  for (int r = 0; r < R; ++r) sums[r] = start;
 #pragma GCC unroll 8
   for (int run = 0; run < kRuns; ++run) {
     const int half = run % kHalves;
@@ -443,6 +449,10 @@ __attribute__((always_inline)) inline void AddGroup(const Source& source,
   const Floats scale = source.Scale(group);
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
+    if constexpr (kConverts) {
+      results[r] += scale * __builtin_convertvector(sums[r], Floats);
+      continue;
+    }
     float taken = kStart;
     if (!Source::kHasMinima) {
       taken = BitCast<float>(row[r][TakenOf(Source::kOffset) + group]);

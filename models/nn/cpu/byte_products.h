@@ -1,7 +1,7 @@
 // Products of bytes, by instruction set.
 //
-// `ByteProducts` adds up, in each lane of 32 bits, the products of four weights, which
-// are 0 or larger, and four values from -127 to 127. It has
+// `ByteProducts` adds up, in each lane of 32 bits, the products of four weights,
+// which are 0 or larger, and four values from -127 to 127. It has
 //
 //   kFactors   words of a row that are multiplied with one word of weights
 //   Spread     makes them of four values
