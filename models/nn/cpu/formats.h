@@ -96,14 +96,15 @@ void AddProducts(const Rows& rows, int64_t first, const Span& span,
       near += span.step;
       far += span.step;
       const uint32_t* const words = span.group.words + word * kGroup + column;
-#pragma GCC unroll 8
-      for (int i = 0; i < kParts; ++i) {
+      // Where registers have room for the weights of all outputs, a word of a row
+      // is read once for them.
+#pragma GCC unroll 16
+      for (int n = 0; n < R * kParts; ++n) {
+        const int r = kLanes == 16 ? n / kParts : n % R;
+        const int i = kLanes == 16 ? n % kParts : n / R;
         const Words weights = Format::Weights(Load<Words>(words + i * kLanes));
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          sums[r][i] = Format::Step(sums[r][i], weights,
-                                    x[r] + word * Format::kFactors);
-        }
+        sums[r][i] = Format::Step(sums[r][i], weights,
+                                  x[r] + word * Format::kFactors);
       }
     }
 #pragma GCC unroll 8
