@@ -482,8 +482,8 @@ def test_every_branch_of_the_source_computes_the_same(
 ):
   """Integers are exact, and their sums are those of the same floats.
 
-  A processor that rounds products before it adds them has others. Sums of floats
-  alone are rounded in other orders.
+  A processor that rounds products before it adds them has others. Sums of
+  floats alone are rounded in other orders.
   """
   flags, needed = (_BRANCHES | _LONG_BRANCHES)[branch]
   cpuinfo = pathlib.Path('/proc/cpuinfo')
