@@ -285,7 +285,7 @@ struct K32 {
   }
 
   struct Minima {
-    Words even, odd;  // Of groups, in pairs.
+    Words even, odd;  // Minima of groups, two in a word.
     Floats factor;
 
     Minima(const uint32_t* lines, int part)

@@ -140,7 +140,7 @@ def find_compiler() -> str | None:
 
 
 def _more_flags() -> tuple[str, ...]:
-  """Those of the variable `SPECDEC_CXXFLAGS`, say for another processor."""
+  """Flags of the variable `SPECDEC_CXXFLAGS`, say for another processor."""
   return tuple(shlex.split(os.environ.get('SPECDEC_CXXFLAGS', '')))
 
 

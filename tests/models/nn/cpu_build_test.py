@@ -129,7 +129,7 @@ def test_on_arm_the_bits_are_those_of_the_plain_loop(tmp_path):
     assert other == plain
 
 
-# Of x86: the flag of Linux that a processor needs, and what is compiled.
+# A feature that a processor of x86 must have, and flags that choose it alone.
 _INSTRUCTIONS = {
   'avx2': ('-mno-avx512f', '-mno-avxvnni'),
   'avx_vnni': ('-mno-avx512f', '-mavxvnni'),
