@@ -76,37 +76,39 @@ void AddProducts(const Rows& rows, int64_t first, const Span& span,
   constexpr int kParts = R > kRowsOfGroup ? kRegisters / 2 : kRegisters;
   constexpr int kOutputs = kParts * kLanes;
   const uint32_t* x[R];
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r) x[r] = rows.row(first + r);
   for (int column = 0; column < kGroup; column += kOutputs, to += kOutputs) {
     Vector sums[R][kParts];
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
       for (int i = 0; i < kParts; ++i) {
         sums[r][i] = Load<Vector>(to + r * kGroup + i * kLanes);
       }
     }
     const char *near = span.near + 4 * column, *far = span.far + 4 * column;
     for (int64_t word = span.begin; word < span.end; ++word) {
-      const uint32_t* const words = span.group.words + word * kGroup + column;
-      Words weights[kParts];
-      for (int i = 0; i < kParts; ++i) {
-        weights[i] = Format::Weights(Load<Words>(words + i * kLanes));
-      }
       for (int64_t line = 0; line < 4 * kOutputs; line += 64) {
         __builtin_prefetch(near + line);
         __builtin_prefetch(far + line, 0, 2);
       }
       near += span.step;
       far += span.step;
+      const uint32_t* const words = span.group.words + word * kGroup + column;
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
+      for (int i = 0; i < kParts; ++i) {
+        const Words weights = Format::Weights(Load<Words>(words + i * kLanes));
 #pragma GCC unroll 8
-        for (int i = 0; i < kParts; ++i) {
-          sums[r][i] = Format::Step(sums[r][i], weights[i],
+        for (int r = 0; r < R; ++r) {
+          sums[r][i] = Format::Step(sums[r][i], weights,
                                     x[r] + word * Format::kFactors);
         }
       }
     }
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
       for (int i = 0; i < kParts; ++i) {
         Store(to + r * kGroup + i * kLanes, sums[r][i]);
       }
