@@ -56,6 +56,10 @@ constexpr int64_t TakenOf(int offset) {
 inline Floats HalfToFloat(const Words& words) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)words));
+#elif defined(__F16C__) && defined(__AVX2__)
+  const auto lower = (__m256i)(words & 0xffff);
+  return (Floats)_mm256_cvtph_ps(_mm_packus_epi32(
+      _mm256_castsi256_si128(lower), _mm256_extracti128_si256(lower, 1)));
 #else
   const Words bits = words & 0x7fff;
   const Floats tiny =
@@ -193,11 +197,16 @@ struct Q8_0 : Halves32<128, 34> {
 
 // Sixteen more than twice the floats of four bits that bytes are the numbers of.
 inline Words Float4(const Words& numbers) {
-#if defined(__AVX512BW__)
+#if defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
   const __m128i values = _mm_setr_epi8(16, 17, 18, 19, 20, 22, 24, 28,  //
                                        16, 15, 14, 13, 12, 10, 8, 4);
+#if defined(__AVX512BW__)
   return (Words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(values),
                                     (__m512i)numbers);
+#else
+  return (Words)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values),
+                                    (__m256i)numbers);
+#endif
 #else
   const Words ones = Words{} + 0x01010101;
   const Words first = numbers >> 1 & ones, second = numbers >> 2 & ones;

@@ -3,6 +3,7 @@
 import functools
 import os
 import pathlib
+import platform
 import shutil
 import subprocess
 import sys
@@ -94,6 +95,21 @@ def test_threads_wait_for_what_others_write(tmp_path):
   assert done.returncode == 0, done.stderr
 
 
+def _digests(command, program, emulator=()):
+  """Compiles the program that prints digests of all results, and runs it."""
+  source = pathlib.Path('tests/kernels.cc')
+  include = pathlib.Path(jaxlib.__file__).with_name('include')
+  folders = f'-I{pathlib.Path(build.__file__).parent}', '-isystem', include
+  subprocess.run([*command, *folders, source, '-o', program], check=True)
+  done = subprocess.run(
+    [*emulator, program], capture_output=True, text=True, timeout=600
+  )
+  assert done.returncode == 0, done.stdout + done.stderr
+  lines = done.stdout.splitlines()
+  assert len(lines) > 200
+  return lines
+
+
 @pytest.mark.long
 def test_on_arm_the_bits_are_those_of_the_plain_loop(tmp_path):
   """With both of its products of bytes, compiled for ARM and emulated."""
@@ -101,20 +117,35 @@ def test_on_arm_the_bits_are_those_of_the_plain_loop(tmp_path):
   if not all(map(shutil.which, tools)):
     pytest.skip(f'{" and ".join(tools)} must be installed')
   compiler, emulator = tools
-  source = pathlib.Path('tests/kernels.cc')
-  include = pathlib.Path(jaxlib.__file__).with_name('include')
-  folders = f'-I{pathlib.Path(build.__file__).parent}', '-isystem', include
-  digests = {}
-  for arch in ('armv8-a', 'armv8.2-a+dotprod', 'armv8.6-a'):
-    program = tmp_path / arch
-    flags = f'-march={arch}', '-static', *build.COMMON_FLAGS, *folders
-    subprocess.run([compiler, *flags, source, '-o', program], check=True)
-    done = subprocess.run(
-      [emulator, program], capture_output=True, text=True, timeout=600
+  plain, *others = (
+    _digests(
+      [compiler, f'-march={arch}', '-static', *build.COMMON_FLAGS],
+      tmp_path / arch,
+      [emulator],
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    digests[arch] = done.stdout.splitlines()
-  plain, *others = digests.values()
-  assert len(plain) > 200
+    for arch in ('armv8-a', 'armv8.2-a+dotprod', 'armv8.6-a')
+  )
   for other in others:
     assert other == plain
+
+
+# Of x86: the flag of Linux that a processor needs, and what is compiled.
+_INSTRUCTIONS = {
+  'avx2': ('-mno-avx512f', '-mno-avxvnni'),
+  'avx_vnni': ('-mno-avx512f', '-mavxvnni'),
+  'avx512bw': ('-mno-avx512vnni', '-mno-avxvnni'),
+  'avx512_vnni': (),
+}
+
+
+@pytest.mark.long
+def test_the_bits_are_those_of_the_plain_loop(tmp_path):
+  """With the instructions that the processor has."""
+  if platform.machine() != 'x86_64':
+    pytest.skip('instructions of x86')
+  features = pathlib.Path('/proc/cpuinfo').read_text().split()
+  compiler = [build.find_compiler(), *build.FLAGS]
+  plain = _digests([*compiler, '-mno-avx2', '-mfma'], tmp_path / 'plain')
+  for name, flags in _INSTRUCTIONS.items():
+    if name in features:
+      assert _digests([*compiler, *flags], tmp_path / name) == plain, name
