@@ -9,7 +9,6 @@
 #include <cstdlib>
 #include <initializer_list>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "layers.cc"
@@ -53,63 +52,57 @@ struct OneThread {
   void Schedule(Task) {}
 };
 
-// Rows of all values, and those whose integers are all the largest or the
-// smallest ones.
-enum class Kind { kAny, kLargest, kSmallest };
-
 // Words of weights; integers may all be the largest ones.
 template <typename Format>
 std::vector<uint32_t> Weights(int64_t count, int kind, bool largest) {
   std::vector<uint32_t> words(count);
   for (uint32_t& word : words) {
-    if (std::is_same_v<Format, specdec::Float32>) {
-      word = specdec::BitCast<uint32_t>(DrawFloat());
-    } else if (std::is_same_v<Format, specdec::BFloat16>) {
-      word = specdec::BitCast<uint32_t>(DrawFloat()) >> 16 |
-             (specdec::BitCast<uint32_t>(DrawFloat()) & 0xffff0000);
-    } else {
+    word = specdec::BitCast<uint32_t>(DrawFloat());
+    if (Format::kPerWord == 2) word = word >> 16 | (word & 0xffff0000);
+    if (Format::kPerWord == 4 || kind > 0) {
       word = !largest ? Draw() : kind == 39 ? 0x77777777 : 0xffffffff;
     }
   }
-  if (!std::is_same_v<Format, Blocks>) return words;
+  if (kind == 0) return words;
   // Lines of factors: float16 but for MXFP4, which has exponents.
-  const auto [first, lines] = kind == 14                ? std::pair(52, 1)
-                              : kind == 2 || kind == 6 || kind == 8
-                                  ? std::pair(0, 2)
-                              : kind == 3 || kind == 7 ? std::pair(0, 4)
-                                                       : std::pair(0, 1);
-  const int64_t width = Blocks::NumWords(kind, 1) * specdec::kBlock;
-  for (int64_t block = 0; block < count; block += width) {
+  const int first = kind == 14 ? 52 : 0;
+  const int lines = kind == 3 || kind == 7 ? 4 : kind <= 8 ? 2 : 1;
+  const int64_t size = Blocks::NumWords(kind, 1) * specdec::kBlock;
+  for (int64_t block = first * specdec::kBlock; block < count; block += size) {
     for (int64_t i = 0; i < lines * specdec::kBlock; ++i) {
-      uint32_t& word = words[block + first * specdec::kBlock + i];
-      word = kind == 39 ? (Draw() & 0x0f0f0f0f) + 0x6e6e6e6e
-                        : Draw() & 0x9fff9fff;
+      const uint32_t any = Draw();
+      words[block + i] =
+          kind == 39 ? (any & 0x0f0f0f0f) + 0x6e6e6e6e : any & 0x9fff9fff;
     }
   }
   return words;
 }
 
+// The products of rows of any values, or of rows of `value` if it is not 0, whose
+// integers are all the largest or the smallest ones.
 template <typename Format>
-void Multiply(const std::string& name, int kind, int64_t width, Kind of_rows,
+void Multiply(const std::string& name, int kind, int64_t width, float value,
               bool largest) {
   constexpr int64_t kOutputs = 45;  // A group and a part of one.
   const int64_t num_words = specdec::NumWords<Format>(kind, width);
-  const std::vector<uint32_t> words =
+  const auto words =
       Weights<Format>(2 * specdec::kGroup * num_words, kind, largest);
   std::vector<float> x = Floats(kMost * width), scale = Floats(kOutputs);
   const std::vector<float> bias = Floats(kOutputs);
-  if (of_rows != Kind::kAny) {
-    for (float& value : x) value = of_rows == Kind::kLargest ? 1 : -1;
-  }
-  const specdec::Matrix matrix{words.data(), num_words, kind, kOutputs,
-                               scale.data(), {bias.data(), true}};
+  if (value != 0) x.assign(x.size(), value);
   OneThread pool;
   std::vector<float> together;
   for (int64_t rows = kMost; rows > 0; --rows) {
     std::vector<float> out(rows * kOutputs);
-    specdec::Compute<Format>(
-        pool, {x.data(), rows, width, {}, {matrix}, specdec::Activation::kSilu,
-               false, nullptr, out.data(), kOutputs});
+    specdec::Products products{x.data(), rows, width};
+    products.matrices.push_back({words.data(), num_words, kind, kOutputs,
+                                 scale.data(), {bias.data(), true}});
+    products.activation = specdec::Activation::kNone;
+    products.gated = false;
+    products.residual = nullptr;
+    products.out = out.data();
+    products.outputs = kOutputs;
+    specdec::Compute<Format>(pool, products);
     if (together.empty()) together = out;
     if (std::memcmp(out.data(), together.data(), 4 * out.size()) == 0) continue;
     std::printf("%s: %d rows differ\n", name.c_str(), static_cast<int>(rows));
@@ -120,13 +113,12 @@ void Multiply(const std::string& name, int kind, int64_t width, Kind of_rows,
 
 template <typename Format>
 void MultiplyAll(const std::string& name, int kind = 0) {
-  for (const int64_t width : {37, 700}) {
-    for (const Kind rows : {Kind::kAny, Kind::kLargest, Kind::kSmallest}) {
+  for (const int width : {37, 700}) {
+    for (const int value : {0, 1, -1}) {
       for (const bool largest : {false, true}) {
-        Multiply<Format>(name + " " + std::to_string(width) + " " +
-                             std::to_string(static_cast<int>(rows)) +
-                             (largest ? " largest" : ""),
-                         kind, width, rows, largest);
+        Multiply<Format>(name + " width " + std::to_string(width) + " values " +
+                             std::to_string(value) + (largest ? " largest" : ""),
+                         kind, width, value, largest);
       }
     }
   }

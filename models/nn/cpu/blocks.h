@@ -403,6 +403,14 @@ struct Unpacked {
   Floats Scale(int group) const { return scales[group]; }
 };
 
+// For ARM, GCC would read later words before it multiplies, and keep them in
+// memory meanwhile.
+inline void EndWords() {
+#if defined(__aarch64__)
+  asm volatile("" ::: "memory");
+#endif
+}
+
 // Adds the products of a group of R rows with kLanes outputs.
 template <typename Source, int R>
 __attribute__((always_inline)) inline void AddGroup(const Source& source,
@@ -440,6 +448,7 @@ __attribute__((always_inline)) inline void AddGroup(const Source& source,
       for (int r = 0; r < R; ++r) {
         added[r] = AddWord(added[r], weights, row[r], index);
       }
+      if (i % 2 == 1) EndWords();
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {

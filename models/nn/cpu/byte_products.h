@@ -30,8 +30,8 @@
 
 namespace specdec {
 
-// What packed bytes with a sign are too large by where they are multiplied. ARM's
-// older instruction takes signs.
+// What packed bytes with a sign are too large by when they are multiplied. ARM's
+// older instruction takes them with their sign.
 #if defined(__ARM_FEATURE_DOTPROD) && !defined(__ARM_FEATURE_MATMUL_INT8)
 constexpr int kExcess = 0;
 #else
@@ -158,17 +158,17 @@ struct ByteProducts {
 
   // The instructions take word kLane of a register for all lanes.
   template <int kLane>
-  static Sums AddLane(const Sums& sums, const Words& weights, int8x16_t x) {
+  static Sums AddLane(const Sums& sums, const Words& weights, int8x8_t x) {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-    return (Ints)vusdotq_laneq_s32((int32x4_t)sums, (uint8x16_t)weights, x,
-                                   kLane);
+    return (Ints)vusdotq_lane_s32((int32x4_t)sums, (uint8x16_t)weights, x,
+                                  kLane);
 #else
-    return (Ints)vdotq_laneq_s32((int32x4_t)sums, (int8x16_t)weights, x, kLane);
+    return (Ints)vdotq_lane_s32((int32x4_t)sums, (int8x16_t)weights, x, kLane);
 #endif
   }
 
   static Sums Add(const Sums& sums, const Words& weights, const uint32_t* x) {
-    return AddLane<0>(sums, weights, (int8x16_t)Words{*x});
+    return AddLane<0>(sums, weights, vcreate_s8(*x));
   }
 #else
   static constexpr int kFactors = 4;
@@ -197,24 +197,14 @@ inline Ints AddPairs(const Ints& sums, const Words& pairs, uint32_t x) {
 
 #endif
 
-// Adds the products of a word of weights and the values of word `index` of a row,
-// whose memory begins a cache line.
+// Adds the products of a word of weights and the values of word `index` of a row.
 inline ByteProducts::Sums AddWord(const ByteProducts::Sums& sums,
                                   const Words& weights, const uint32_t* row,
                                   int index) {
 #if defined(__ARM_FEATURE_DOTPROD)
-  // A register with four words is loaded once for all of them.
-  const auto some = Load<int8x16_t>(row + index / 4 * 4);
-  switch (index % 4) {
-    case 0:
-      return ByteProducts::AddLane<0>(sums, weights, some);
-    case 1:
-      return ByteProducts::AddLane<1>(sums, weights, some);
-    case 2:
-      return ByteProducts::AddLane<2>(sums, weights, some);
-    default:
-      return ByteProducts::AddLane<3>(sums, weights, some);
-  }
+  const auto two = Load<int8x8_t>(row + index / 2 * 2);  // Once for both words.
+  return index % 2 == 0 ? ByteProducts::AddLane<0>(sums, weights, two)
+                        : ByteProducts::AddLane<1>(sums, weights, two);
 #else
   return ByteProducts::Add(sums, weights, row + index * ByteProducts::kFactors);
 #endif
