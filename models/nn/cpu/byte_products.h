@@ -30,8 +30,8 @@
 
 namespace specdec {
 
-// What packed bytes with a sign are too large by when they are multiplied. ARM's
-// older instruction takes them with their sign.
+// Packed bytes with a sign are too large by this number when they are
+// multiplied. ARM's older instruction takes them with their sign.
 #if defined(__ARM_FEATURE_DOTPROD) && !defined(__ARM_FEATURE_MATMUL_INT8)
 constexpr int kExcess = 0;
 #else
