@@ -162,7 +162,7 @@ void AttendSome(const std::string& name) {
   }
 }
 
-// What XLA gives to a kernel.
+// An array that XLA gives to a kernel.
 struct Array {
   std::vector<int64_t> dims;
   std::vector<float> values;
