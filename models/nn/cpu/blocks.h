@@ -340,7 +340,7 @@ struct Q6_K {
 
 // Rows of a tile, whose sums are in registers at once.
 constexpr int kBlockRows = 8;
-// Rows for which it takes longer to unpack weights than to do so for each tile.
+// Rows for which weights are unpacked in registers; for more, in memory.
 constexpr int kDirectRows = 4;
 
 // Where the memory is read next.
