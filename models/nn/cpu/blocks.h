@@ -26,16 +26,14 @@
 
 namespace specdec {
 
-// Like kFar and kNear of formats.h, for one register of outputs and for two.
-constexpr int64_t kBlocksFar[] = {kIsZen5 ? 4096 : 8192,
-                                  kIsZen5 ? 4096 : 12288};
-constexpr int64_t kBlocksNear[] = {kIsZen5 ? 6144 : 2048,
-                                   kIsZen5 ? 12288 : 6144};
+// Like kFar and kNear of formats.h.
+constexpr int64_t kBlocksFar = kIsZen5 ? 4096 : 8192;
+constexpr int64_t kBlocksNear = kIsZen5 ? 6144 : 2048;
 
 // The parts of a row: 128 values, the terms taken from sums, the scale, and the
 // sums of the values of groups 0 and 2, 1 and 3 of 32, in halves of words.
 constexpr int64_t kPart = 128;
-constexpr int64_t kTaken = kPart / 4 * Int8::kFactors;
+constexpr int64_t kTaken = kPart / 4 * ByteProducts::kFactors;
 constexpr int64_t kScale = kTaken + 24;
 constexpr int64_t kPairs = kScale + 1;
 constexpr int64_t kPartWords = kTaken + 32;
@@ -58,6 +56,10 @@ constexpr int64_t TakenOf(int offset) {
 inline Floats HalfToFloat(const Words& words) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)words));
+#elif defined(__F16C__) && defined(__AVX2__)
+  const auto lower = (__m256i)(words & 0xffff);
+  return (Floats)_mm256_cvtph_ps(_mm_packus_epi32(
+      _mm256_castsi256_si128(lower), _mm256_extracti128_si256(lower, 1)));
 #else
   const Words bits = words & 0x7fff;
   const Floats tiny =
@@ -72,19 +74,6 @@ inline Floats ToFloats(const Words& words) {
   return __builtin_convertvector(BitCast<Ints>(words), Floats);
 }
 
-// Adds the products of both halves of words, positive integers, and those of x.
-inline Ints AddPairs(const Ints& sums, const Words& pairs, uint32_t x) {
-#if defined(__AVX512VNNI__)
-  return (Ints)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)pairs,
-                                   _mm512_set1_epi32(x));
-#elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
-  return sums + Int8::MultiplyPairs(pairs, x);
-#else
-  return sums + BitCast<Ints>(pairs & 0xffff) * static_cast<int16_t>(x) +
-         BitCast<Ints>(pairs >> 16) * static_cast<int16_t>(x >> 16);
-#endif
-}
-
 inline Words Line(const uint32_t* lines, int64_t index) {
   return Load<Words>(lines + index * kBlock);
 }
@@ -94,6 +83,7 @@ inline Words Line(const uint32_t* lines, int64_t index) {
 //   kWords, kParts    words of a block, and its parts of 128 inputs
 //   kGroupWords       words of four inputs in a group
 //   kOffset           c, 0 if it has minima
+//   kMost             the largest number of `Weights`
 //
 // and is made of the words of kLanes outputs and the number of a part, of which
 // it has, with constant arguments,
@@ -105,13 +95,19 @@ inline Words Line(const uint32_t* lines, int64_t index) {
 // sum of o times the sums of a row's values in the groups.
 // Weights may be larger than q by a factor, by which the scale is smaller.
 
+struct NoMinima {
+  NoMinima(const uint32_t*, int) {}
+};
+
 // Four groups of 32, each with a scale in float16; those of two in a word.
 template <int kOffsetOfKind, int kWordsOfKind>
 struct Halves32 {
   static constexpr int kWords = kWordsOfKind, kParts = 1, kGroupWords = 8;
   static constexpr int kHead = 2;  // Words of factors.
+  static constexpr int kMost = 2 * kOffsetOfKind - 1;
   static constexpr int kOffset = kOffsetOfKind;
   static constexpr bool kHasMinima = false;
+  using Minima = NoMinima;
 
   const uint32_t* lines;
 
@@ -128,6 +124,7 @@ struct Pairs32 {
   static constexpr int kWords = kWordsOfKind, kParts = 1, kGroupWords = 8;
   static constexpr int kHead = 4;
   static constexpr int kOffset = 0;
+  static constexpr int kMost = kWordsOfKind == 20 ? 15 : 31;
   static constexpr bool kHasMinima = true;
 
   const uint32_t* lines;
@@ -192,18 +189,24 @@ using Q5_1 = WithNibbles<Pairs32<24>>;
 
 struct Q8_0 : Halves32<128, 34> {
   using Halves32::Halves32;
+  static constexpr int kMost = 127 + kExcess;
   Words Weights(int group, int word) const {
-    return Line(lines, 2 + 8 * group + word);
+    return WithExcess(Line(lines, 2 + 8 * group + word));
   }
 };
 
 // Sixteen more than twice the floats of four bits that bytes are the numbers of.
 inline Words Float4(const Words& numbers) {
-#if defined(__AVX512BW__)
+#if defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
   const __m128i values = _mm_setr_epi8(16, 17, 18, 19, 20, 22, 24, 28,  //
                                        16, 15, 14, 13, 12, 10, 8, 4);
+#if defined(__AVX512BW__)
   return (Words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(values),
                                     (__m512i)numbers);
+#else
+  return (Words)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values),
+                                    (__m256i)numbers);
+#endif
 #else
   const Words ones = Words{} + 0x01010101;
   const Words first = numbers >> 1 & ones, second = numbers >> 2 & ones;
@@ -218,7 +221,9 @@ inline Words Float4(const Words& numbers) {
 // Four groups of 32, each with the exponent of its scale, those of all in a word.
 struct MXFP4 {
   static constexpr int kWords = 17, kParts = 1, kGroupWords = 8, kOffset = 16;
+  static constexpr int kMost = 28;
   static constexpr bool kHasMinima = false;
+  using Minima = NoMinima;
 
   const uint32_t* lines;
 
@@ -241,6 +246,9 @@ struct K32 {
   static constexpr int kWords = kBits == 5 ? 44 : 36, kParts = 2;
   static constexpr int kGroupWords = 8, kOffset = 0;
   static constexpr bool kHasMinima = true;
+  // In every second group weights of four bits may be 16 times as large.
+  static constexpr bool kIsUpper = kBits == 4 && ByteProducts::Fits(240) > 0;
+  static constexpr int kMost = kIsUpper ? 240 : kBits == 4 ? 15 : 31;
 
   const uint32_t* weights;
   const uint32_t* fifth;
@@ -253,7 +261,7 @@ struct K32 {
         fifth(lines + 4 * kBlock),
         shift(Words{} + 4 * part),
         scales(SixBits(Line(lines, 1), Line(lines, 3), part)),
-        factor(HalfToFloat(Line(lines, 0)) * (kBits == 4 ? 0.0625f : 1.0f)) {}
+        factor(HalfToFloat(Line(lines, 0)) * (kIsUpper ? 0.0625f : 1.0f)) {}
 
   // The lower bits of the second part's are in other words.
   static Words SixBits(const Words& words, const Words& lower, int part) {
@@ -263,32 +271,33 @@ struct K32 {
 
   Words Weights(int group, int word) const {
     const Words bytes = Line(weights, 8 * (group / 2) + word);
-    // 16 times as large in every second group.
-    if (kBits == 4 && group % 2) return bytes & 0xf0f0f0f0;
+    if (kIsUpper && group % 2) return bytes & 0xf0f0f0f0;
     const Words low = bytes >> 4 * (group % 2) & 0x0f0f0f0f;
     if constexpr (kBits == 4) return low;
     const Words high = Line(fifth, word) >> shift;
     return low | (Shift(high, 4 - group) & 0x10101010);
   }
   Floats Scale(int group) const {
-    if (kBits == 4 && group % 2 == 0) {
+    if (kIsUpper && group % 2 == 0) {
       return factor * ToFloats(Shift(scales, 4 - 8 * group) & 0xff0);
     }
     return factor * ToFloats(scales >> 8 * group & 0xff);
   }
 
   struct Minima {
-    Words minima;
+    Words even, odd;  // Minima of groups, two in a word.
     Floats factor;
 
     Minima(const uint32_t* lines, int part)
-        : minima(SixBits(Line(lines, 2), Line(lines, 3) >> 4, part)),
-          factor(HalfToFloat(Line(lines, 0) >> 16)) {}
+        : factor(HalfToFloat(Line(lines, 0) >> 16)) {
+      const Words minima = SixBits(Line(lines, 2), Line(lines, 3) >> 4, part);
+      even = minima & 0x00ff00ff;
+      odd = minima >> 8 & 0x00ff00ff;
+    }
 
     Floats Times(const uint32_t* row) const {
-      const Ints even = AddPairs(Ints{}, minima & 0x00ff00ff, row[kPairs]);
-      const Ints sum =
-          AddPairs(even, minima >> 8 & 0x00ff00ff, row[kPairs + 1]);
+      const Ints sum = AddPairs(AddPairs(Ints{}, even, row[kPairs]), odd,
+                                row[kPairs + 1]);
       return factor * __builtin_convertvector(sum, Floats);
     }
   };
@@ -301,7 +310,9 @@ using Q5_K = K32<5>;
 // inputs 64 to 127 are the upper halves of the bytes.
 struct Q6_K {
   static constexpr int kWords = 53, kParts = 2, kGroupWords = 4, kOffset = 32;
+  static constexpr int kMost = 63;
   static constexpr bool kHasMinima = false;
+  using Minima = NoMinima;
 
   const uint32_t* low;
   const uint32_t* high;
@@ -327,115 +338,180 @@ struct Q6_K {
   }
 };
 
-// Has the compiler compute `values` before it goes on. It would take up work on
-// later groups as well, until it must keep sums in memory.
-inline void ComputeFirst(Floats& values) {
-#if defined(__AVX512F__)
-  asm volatile("" : "+v"(values)::"memory");
-#endif
-}
+// Rows of a tile, whose sums are in registers at once.
+constexpr int kBlockRows = 8;
+// Rows for which weights are unpacked in registers; for more, in memory.
+constexpr int kDirectRows = 4;
 
-// Rows of a tile with H registers of outputs, whose sums are in registers at once.
-template <int H>
-constexpr int kBlockRows = H > 1 ? 6 : kLanes == kBlock ? 4 : 3;
-// Registers of outputs that several tiles of rows take together: a word of a row
-// is then read once for all of them. One tile, which computes sooner than the
-// memory is read, takes them one after another, as they lie in memory.
-constexpr int kBlockParts = kLanes == kBlock ? 2 : 1;
+// Where the memory is read next.
+struct Ahead {
+  const char* at;
 
-// Adds the products of R rows with kParts registers of outputs of a block to
-// `to`, R rows of Sums. Blocks that follow are prefetched, of two registers by
-// every second tile a half, so that the memory is read all the time. A tile that
-// may be alone prefetches both.
-template <typename Kind, int R, int H>
-__attribute__((noinline)) void AddBlock(const uint32_t* lines, const uint32_t* x,
-                                        int64_t stride, int64_t tile,
-                                        float* to) {
-  constexpr bool kMayBeAlone = H > 1 && R > kBlockRows<1>;
-  constexpr int kGroups = kPart / 4 / Kind::kGroupWords;
-  constexpr int64_t kTakenOf = TakenOf(Kind::kOffset);
-  // Prefetched lines of a group, so that all of them are those of a block.
-  constexpr int kSets = kGroups * Kind::kParts;
-  constexpr int kLines = (Kind::kWords + kSets - 1) / kSets;
-  const auto* ahead = reinterpret_cast<const char*>(lines);
-  if (H > 1 && !kMayBeAlone) ahead += 64 * Kind::kWords * (tile % 2);
-  for (int part = 0; part < Kind::kParts; ++part) {
-    const auto* const last = lines + (H - 1) * Kind::kWords * kBlock;
-    const Kind kinds[] = {{lines, part}, {last, part}};
-    const uint32_t* row[R];
-    for (int r = 0; r < R; ++r) row[r] = x + r * stride + part * kPartWords;
-    Floats results[R][H] = {};
+  void Prefetch(int lines) {
+    for (int i = 0; i < lines; ++i, at += 64) {
+      __builtin_prefetch(at + kBlocksFar, 0, 2);
+      __builtin_prefetch(at + kBlocksNear);
+    }
+  }
+};
+
+// Lines that are prefetched with each group of kLanes outputs, so that all of a
+// block's are.
+template <typename Kind>
+constexpr int kAhead = [] {
+  constexpr int kSets =
+      kPart / 4 / Kind::kGroupWords * Kind::kParts * kBlock / kLanes;
+  return (Kind::kWords + kSets - 1) / kSets;
+}();
+
+// A part of a block of kLanes outputs as it lies in memory.
+template <typename Kind>
+struct Packed : Kind {
+  typename Kind::Minima minima;
+
+  Packed(const uint32_t* lines, int part, Ahead*)
+      : Kind(lines, part), minima(lines, part) {}
+};
+
+// The same, unpacked once for several tiles of rows.
+template <typename Kind>
+struct Unpacked {
+  static constexpr int kGroupWords = Kind::kGroupWords, kOffset = Kind::kOffset;
+  static constexpr int kMost = Kind::kMost;
+  static constexpr bool kHasMinima = Kind::kHasMinima;
+  static constexpr int kGroups = kPart / 4 / kGroupWords;
+
+  typename Kind::Minima minima;
+  Words weights[kGroups][kGroupWords];
+  Floats scales[kGroups];
+
+  Unpacked(const uint32_t* lines, int part, Ahead* ahead)
+      : minima(lines, part) {
+    const Kind kind(lines, part);
 #pragma GCC unroll 8
     for (int group = 0; group < kGroups; ++group) {
-      Ints sums[R][H];
-      for (int r = 0; r < R; ++r) {
-        std::fill_n(sums[r], H, BitCast<Ints>(Floats{} + kStart));
-      }
+      ahead->Prefetch(kAhead<Kind>);
+      scales[group] = kind.Scale(group);
 #pragma GCC unroll 8
-      for (int word = 0; word < Kind::kGroupWords; ++word) {
-        Words weights[H];
-        for (int i = 0; i < H; ++i) {
-          weights[i] = kinds[i].Weights(group, word);
-        }
-        constexpr int kOf = Kind::kGroupWords;
-        for (int i = word * kLines / kOf; i < (word + 1) * kLines / kOf; ++i) {
-          __builtin_prefetch(ahead + kBlocksFar[H - 1], 0, 2);
-          __builtin_prefetch(ahead + kBlocksNear[H - 1]);
-          if (kMayBeAlone) {
-            __builtin_prefetch(ahead + 64 * Kind::kWords + kBlocksNear[H - 1]);
-          }
-          ahead += 64;
-        }
-        const int64_t at = (group * Kind::kGroupWords + word) * Int8::kFactors;
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          for (int i = 0; i < H; ++i) {
-            sums[r][i] = Int8::Step(sums[r][i], weights[i], row[r] + at);
-          }
-        }
-      }
-      for (int i = 0; i < H; ++i) {
-        const Floats scale = kinds[i].Scale(group);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          float taken = kStart;
-          if (!Kind::kHasMinima) {
-            taken = BitCast<float>(row[r][kTakenOf + group]);
-          }
-          results[r][i] += scale * (BitCast<Floats>(sums[r][i]) - taken);
-        }
-      }
-      if (H > 1 && (group + 1) * Kind::kGroupWords % 8 == 0) {
-        for (auto& of_row : results) {
-          for (Floats& result : of_row) ComputeFirst(result);
-        }
-      }
-    }
-    if constexpr (Kind::kHasMinima) {
-      const typename Kind::Minima minima[] = {{lines, part}, {last, part}};
-      for (int r = 0; r < R; ++r) {
-        for (int i = 0; i < H; ++i) results[r][i] -= minima[i].Times(row[r]);
-      }
-    }
-    for (int r = 0; r < R; ++r) {
-      const float factor = BitCast<float>(row[r][kScale]);
-      for (int i = 0; i < H; ++i) {
-        float* const sum = to + r * kGroup + i * kLanes;
-        Store(sum, Load<Floats>(sum) + results[r][i] * factor);
+      for (int word = 0; word < kGroupWords; ++word) {
+        weights[group][word] = kind.Weights(group, word);
       }
     }
   }
+
+  Words Weights(int group, int word) const { return weights[group][word]; }
+  Floats Scale(int group) const { return scales[group]; }
+};
+
+// For ARM, GCC would read later words before it multiplies, and keep them in
+// memory meanwhile.
+inline void EndWords() {
+#if defined(__aarch64__)
+  asm volatile("" ::: "memory");
+#endif
 }
 
-// The same for `count` rows, at most kBlockRows. With two registers they are at
-// least three, as more rows than kBlockRows<1> are shared out evenly.
-template <typename Kind, int H, int R = kBlockRows<H>>
-void AddBlockOf(int64_t count, const uint32_t* lines, const uint32_t* x,
-                int64_t stride, int64_t tile, float* to) {
+// Adds the products of a group of R rows with kLanes outputs.
+template <typename Source, int R>
+__attribute__((always_inline)) inline void AddGroup(const Source& source,
+                                                    const uint32_t* const* row,
+                                                    int group,
+                                                    Floats* results) {
+  // Weights of eight bits for which sums have no room are multiplied as two of
+  // four bits.
+  constexpr int kHalves = ByteProducts::Fits(Source::kMost) > 0 ? 1 : 2;
+  constexpr int kRun =
+      std::min(ByteProducts::Fits(kHalves == 1 ? Source::kMost : 15),
+               Source::kGroupWords);
+  constexpr int kRuns = Source::kGroupWords / kRun * kHalves;
+  // Sums of 16 bits are added to integers, which then become floats as soon as
+  // others that begin at kStart, if nothing is taken from them.
+  constexpr bool kConverts = Source::kHasMinima &&
+                             !std::is_same_v<ByteProducts::Sums, Ints>;
+  const Ints start = kConverts ? Ints{} : BitCast<Ints>(Floats{} + kStart);
+  Ints sums[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) sums[r] = start;
+#pragma GCC unroll 8
+  for (int run = 0; run < kRuns; ++run) {
+    const int half = run % kHalves;
+    ByteProducts::Sums added[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) added[r] = ByteProducts::Start(sums[r]);
+#pragma GCC unroll 8
+    for (int i = 0; i < kRun; ++i) {
+      const int word = run / kHalves * kRun + i;
+      Words weights = source.Weights(group, word);
+      if (kHalves == 2) weights = weights >> 4 * half & 0x0f0f0f0f;
+      const int index = group * Source::kGroupWords + word;
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        added[r] = AddWord(added[r], weights, row[r], index);
+      }
+      if (i % 2 == 1) EndWords();
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      sums[r] = ByteProducts::Finish(sums[r], added[r], half == 0 ? 1 : 16);
+    }
+  }
+  const Floats scale = source.Scale(group);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    if constexpr (kConverts) {
+      results[r] += scale * __builtin_convertvector(sums[r], Floats);
+      continue;
+    }
+    float taken = kStart;
+    if (!Source::kHasMinima) {
+      taken = BitCast<float>(row[r][TakenOf(Source::kOffset) + group]);
+    }
+    results[r] += scale * (BitCast<Floats>(sums[r]) - taken);
+  }
+}
+
+// Adds the products of R rows and a part of kLanes outputs to `to`, R rows of
+// Sums.
+template <typename Kind, typename Source, int R>
+__attribute__((always_inline)) inline void AddPart(const Source& source,
+                                                   const uint32_t* x,
+                                                   int64_t stride, Ahead* ahead,
+                                                   float* to) {
+  constexpr int kGroups = kPart / 4 / Kind::kGroupWords;
+  const uint32_t* row[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) row[r] = x + r * stride;
+  Floats results[R] = {};
+  if constexpr (std::is_same_v<Source, Packed<Kind>>) {
+#pragma GCC unroll 8
+    for (int group = 0; group < kGroups; ++group) {
+      ahead->Prefetch(kAhead<Kind>);
+      AddGroup<Source, R>(source, row, group, results);
+    }
+  } else {
+    for (int group = 0; group < kGroups; ++group) {
+      AddGroup<Source, R>(source, row, group, results);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    if constexpr (Kind::kHasMinima) results[r] -= source.minima.Times(row[r]);
+    const float factor = BitCast<float>(row[r][kScale]);
+    float* const sum = to + r * kGroup;
+    Store(sum, Load<Floats>(sum) + results[r] * factor);
+  }
+}
+
+// The same for `count` rows, at most R.
+template <typename Kind, int R = kBlockRows>
+__attribute__((noinline)) void AddPartOf(int64_t count,
+                                         const Unpacked<Kind>& source,
+                                         const uint32_t* x, int64_t stride,
+                                         float* to) {
   if (count >= R) {
-    AddBlock<Kind, R, H>(lines, x, stride, tile, to);
-  } else if constexpr (R > (H > 1 ? 3 : 1)) {
-    AddBlockOf<Kind, H, R - 1>(count, lines, x, stride, tile, to);
+    AddPart<Kind, Unpacked<Kind>, R>(source, x, stride, nullptr, to);
+  } else if constexpr (R > 1) {
+    AddPartOf<Kind, R - 1>(count, source, x, stride, to);
   }
 }
 
@@ -455,7 +531,7 @@ struct Blocks {
       const float scale =
           RoundToIntegers(row, std::min(width, kPart), values, &start);
       for (int64_t i = 0; i < kPart / 4; ++i) {
-        Int8::Spread(values + 4 * i, to + Int8::kFactors * i);
+        ByteProducts::Spread(values + 4 * i, to + ByteProducts::kFactors * i);
       }
       int32_t by_16[kPart / 16], by_32[kPart / 32] = {};
       for (int64_t i = 0; i < kPart / 16; ++i) {
@@ -466,8 +542,9 @@ struct Blocks {
       }
       for (const int offset : kOffsets) {
         const int32_t* const sums = offset == 32 ? by_16 : by_32;
+        const int excess = offset == 128 ? kExcess : offset;
         for (int64_t i = 0; i < (offset == 32 ? 8 : 4); ++i) {
-          const float taken = offset == 0 ? sums[i] : kStart + offset * sums[i];
+          const float taken = offset == 0 ? sums[i] : kStart + excess * sums[i];
           to[TakenOf(offset) + i] = BitCast<uint32_t>(taken);
         }
       }
@@ -513,35 +590,68 @@ struct Blocks {
     std::fill_n(sums, count * kGroup, 0);
     Of(group.kind, [&](auto* kind) {
       using Kind = std::remove_pointer_t<decltype(kind)>;
-      const auto multiply = count > kBlockRows<1>
-                                ? MultiplyKind<Kind, kBlockParts>
-                                : MultiplyKind<Kind, 1>;
-      multiply(rows, first, count, group, sums);
+      if (count <= kDirectRows) {
+        MultiplyFew<Kind>(rows, first, count, group, sums);
+      } else {
+        MultiplyKind<Kind>(rows, first, count, group, sums);
+      }
     });
   }
 
  private:
-  template <typename Kind, int H>
-  static void MultiplyKind(const Rows& rows, int64_t first, int64_t count,
-                           const Group& group, float* sums) {
-    const int64_t tiles = (count + kBlockRows<H> - 1) / kBlockRows<H>;
-    const int64_t least = count / tiles, larger = count % tiles;
+  // Calls `add(source, x, to)` for each part of kLanes outputs.
+  template <typename Kind, typename Source, typename Add>
+  static void ForParts(const Rows& rows, int64_t first, const Group& group,
+                       float* sums, const Add& add) {
     const uint32_t* lines = group.words;
     for (int64_t block = 0; block < group.num_words / Kind::kWords; ++block) {
-      const int64_t at = block * Kind::kParts * kPartWords;
-      for (int64_t column = 0; column < kGroup; column += H * kLanes) {
-        const int64_t line = column / kBlock * Kind::kWords;
-        int64_t row = 0;
-        for (int64_t tile = 0; tile < tiles; ++tile) {
-          const int64_t size = least + (tile < larger);
-          AddBlockOf<Kind, H>(size, lines + line * kBlock + column % kBlock,
-                              rows.row(first + row) + at, rows.stride, tile,
-                              sums + row * kGroup + column);
-          row += size;
+      const uint32_t* const x =
+          rows.row(first) + block * Kind::kParts * kPartWords;
+      for (int64_t column = 0; column < kGroup; column += kLanes) {
+        const auto* const words =
+            lines + column / kBlock * Kind::kWords * kBlock;
+        Ahead ahead{reinterpret_cast<const char*>(
+            words + column % kBlock * Kind::kWords)};
+        for (int part = 0; part < Kind::kParts; ++part) {
+          const Source source(words + column % kBlock, part, &ahead);
+          add(source, x + part * kPartWords, &ahead, sums + column);
         }
       }
       lines += 2 * Kind::kWords * kBlock;
     }
+  }
+
+  template <typename Kind, int R = kDirectRows>
+  static void MultiplyFew(const Rows& rows, int64_t first, int64_t count,
+                          const Group& group, float* sums) {
+    if (count == R) {
+      ForParts<Kind, Packed<Kind>>(
+          rows, first, group, sums,
+          [&](const Packed<Kind>& source, const uint32_t* x, Ahead* ahead,
+              float* to) {
+            AddPart<Kind, Packed<Kind>, R>(source, x, rows.stride, ahead, to);
+          });
+    } else if constexpr (R > 1) {
+      MultiplyFew<Kind, R - 1>(rows, first, count, group, sums);
+    }
+  }
+
+  template <typename Kind>
+  static void MultiplyKind(const Rows& rows, int64_t first, int64_t count,
+                           const Group& group, float* sums) {
+    const int64_t tiles = (count + kBlockRows - 1) / kBlockRows;
+    const int64_t least = count / tiles, larger = count % tiles;
+    ForParts<Kind, Unpacked<Kind>>(
+        rows, first, group, sums,
+        [&](const Unpacked<Kind>& source, const uint32_t* x, Ahead*,
+            float* to) {
+          for (int64_t tile = 0; tile < tiles; ++tile) {
+            const int64_t size = least + (tile < larger);
+            AddPartOf<Kind>(size, source, x, rows.stride, to);
+            x += size * rows.stride;
+            to += size * kGroup;
+          }
+        });
   }
 };
 

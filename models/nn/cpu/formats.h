@@ -23,12 +23,9 @@
 #include <cstring>
 #include <vector>
 
+#include "byte_products.h"
 #include "rows.h"
 #include "vectors.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 namespace specdec {
 
@@ -51,7 +48,9 @@ struct Group {
 
 constexpr int kRegisters = kGroup / kLanes;  // For a group's word.
 // Rows whose sums are in registers at once, as many as there is room for.
-constexpr int kRows = kLanes == 16 ? 8 : 3;
+constexpr int kRows = kLanes == 16 ? 8 : kLanes == 4 ? 4 : 3;
+// Rows of a tile that takes a whole group at once; with more it takes halves.
+constexpr int kRowsOfGroup = kLanes == 4 ? 2 : kRows;
 // Words that tiles of rows take in turn, so that the processor computes with
 // those in its cache while it reads the next ones.
 constexpr int64_t kWords = 128;
@@ -69,43 +68,51 @@ struct Span {
 };
 
 // Adds the products of R rows from `first` on with a span to `to`, R rows of
-// Sums.
+// Sums, some registers of outputs after others.
 template <typename Format, int R>
 void AddProducts(const Rows& rows, int64_t first, const Span& span,
                  typename Format::Sum* to) {
   using Vector = typename Format::Vector;
-  Vector sums[R][kRegisters];
-  for (int r = 0; r < R; ++r) {
-    for (int i = 0; i < kRegisters; ++i) {
-      sums[r][i] = Load<Vector>(to + r * kGroup + i * kLanes);
-    }
-  }
+  constexpr int kParts = R > kRowsOfGroup ? kRegisters / 2 : kRegisters;
+  constexpr int kOutputs = kParts * kLanes;
   const uint32_t* x[R];
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r) x[r] = rows.row(first + r);
-  const char *near = span.near, *far = span.far;
-  for (int64_t word = span.begin; word < span.end; ++word) {
-    Words weights[kRegisters];
-    for (int i = 0; i < kRegisters; ++i) {
-      weights[i] = Load<Words>(span.group.words + word * kGroup + i * kLanes);
-    }
-    for (int64_t line = 0; line < 4 * kGroup; line += 64) {
-      __builtin_prefetch(near + line);
-      __builtin_prefetch(far + line, 0, 2);
-    }
-    near += span.step;
-    far += span.step;
+  for (int column = 0; column < kGroup; column += kOutputs, to += kOutputs) {
+    Vector sums[R][kParts];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-      for (int i = 0; i < kRegisters; ++i) {
-        sums[r][i] = Format::Step(sums[r][i], weights[i],
+      for (int i = 0; i < kParts; ++i) {
+        sums[r][i] = Load<Vector>(to + r * kGroup + i * kLanes);
+      }
+    }
+    const char *near = span.near + 4 * column, *far = span.far + 4 * column;
+    for (int64_t word = span.begin; word < span.end; ++word) {
+      for (int64_t line = 0; line < 4 * kOutputs; line += 64) {
+        __builtin_prefetch(near + line);
+        __builtin_prefetch(far + line, 0, 2);
+      }
+      near += span.step;
+      far += span.step;
+      const uint32_t* const words = span.group.words + word * kGroup + column;
+      // Where registers have room for the weights of all outputs, a word of a row
+      // is read once for them.
+#pragma GCC unroll 16
+      for (int n = 0; n < R * kParts; ++n) {
+        const int r = kLanes == 16 ? n / kParts : n % R;
+        const int i = kLanes == 16 ? n % kParts : n / R;
+        const Words weights = Format::Weights(Load<Words>(words + i * kLanes));
+        sums[r][i] = Format::Step(sums[r][i], weights,
                                   x[r] + word * Format::kFactors);
       }
     }
-  }
-  for (int r = 0; r < R; ++r) {
-    for (int i = 0; i < kRegisters; ++i) {
-      Store(to + r * kGroup + i * kLanes, sums[r][i]);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+      for (int i = 0; i < kParts; ++i) {
+        Store(to + r * kGroup + i * kLanes, sums[r][i]);
+      }
     }
   }
 }
@@ -125,19 +132,22 @@ void AddProductsOf(int64_t count, const Rows& rows, int64_t first,
 struct Vectors {
   static constexpr int64_t kFewRows = 0;
 
+  static Words Weights(const Words& words) { return words; }
+
   template <typename Format>
   static void Multiply(const Rows& rows, int64_t first, int64_t count,
                        const Group& group, Sums<Format>& sums) {
     std::fill_n(sums, count * kGroup, 0);
     constexpr int64_t kBytes = 4 * kGroup;  // A word of every output.
     const int64_t tiles = (count + kRows - 1) / kRows;
-    const int64_t length = tiles == 1 ? group.num_words : kWords;
+    const int64_t length = count <= kRowsOfGroup ? group.num_words : kWords;
     const auto* const bytes = reinterpret_cast<const char*>(group.words);
     for (int64_t begin = 0; begin < group.num_words; begin += length) {
       const int64_t end = std::min(begin + length, group.num_words);
       for (int64_t tile = 0; tile < tiles; ++tile) {
         const int64_t row = tile * kRows;
-        const char *near = bytes + kNear, *far = bytes + kFar;
+        const char *near = bytes + begin * kBytes + kNear;
+        const char* far = bytes + begin * kBytes + kFar;
         if (tiles > 1) {  // The next turn reads it, and the one after.
           near = bytes + (end + kWords * tile / tiles) * kBytes;
           far = near + kWords * kBytes;
@@ -209,26 +219,16 @@ struct BFloat16 : Vectors {
   }
 };
 
-// Sums are exact. Since the weights are 128 too large, what is missing of a sum
-// is minus 128 times the sum of the row.
+// Sums are exact. Since the weights are kExcess too large, what is missing of a
+// sum is minus kExcess times the sum of the row.
 struct Int8 : Vectors {
   using Sum = int32_t;
   using Vector = Ints;
   static constexpr int kPerWord = 4;
 
-#if defined(__AVX512VNNI__)
-  static constexpr int kFactors = 1;
+  static Words Weights(const Words& words) { return WithExcess(words); }
 
-  static void Spread(const int8_t* values, uint32_t* words) {
-    std::memcpy(words, values, 4);
-  }
-
-  static Vector Step(const Vector& sums, const Words& weights,
-                     const uint32_t* x) {
-    return (Vector)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights,
-                                       _mm512_set1_epi32(*x));
-  }
-#elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
+#if defined(SPECDEC_HAS_PAIRS)
   // Pairs of 16 bits: the weights at even places, then those at odd ones.
   static constexpr int kFactors = 2;
 
@@ -239,34 +239,25 @@ struct Int8 : Vectors {
     }
   }
 
-  static Ints MultiplyPairs(const Words& weights, uint32_t x) {
-#if defined(__AVX512BW__)
-    return (Ints)_mm512_madd_epi16((__m512i)weights, _mm512_set1_epi32(x));
-#else
-    return (Ints)_mm256_madd_epi16((__m256i)weights, _mm256_set1_epi32(x));
-#endif
-  }
-
   static Vector Step(const Vector& sums, const Words& weights,
                      const uint32_t* x) {
-    return sums + MultiplyPairs(weights & 0x00ff00ffu, x[0]) +
-           MultiplyPairs(weights >> 8 & 0x00ff00ffu, x[1]);
+    using Shorts = uint16_t __attribute__((vector_size(4 * kLanes)));
+    Ints result = sums + MultiplyPairs(weights & 0x00ff00ffu, x[0]);
+    ComputeNow(result);
+    result += MultiplyPairs((Words)((Shorts)weights >> 8), x[1]);
+    ComputeNow(result);
+    return result;
   }
 #else
-  static constexpr int kFactors = 4;
+  static constexpr int kFactors = ByteProducts::kFactors;
 
   static void Spread(const int8_t* values, uint32_t* words) {
-    std::copy(values, values + 4, words);
+    ByteProducts::Spread(values, words);
   }
 
   static Vector Step(const Vector& sums, const Words& weights,
                      const uint32_t* x) {
-    Vector result = sums;
-    for (int place = 0; place < 4; ++place) {
-      const Words bytes = weights >> 8 * place & 0xffu;
-      result += BitCast<Ints>(bytes) * static_cast<int32_t>(x[place]);
-    }
-    return result;
+    return ByteProducts::Add(sums, weights, x);
   }
 #endif
 

@@ -119,13 +119,13 @@ ffi::Error Route(FloatBuffer logits, attr::Renormalize renormalize,
     int32_t* const expert = experts->typed_data() + row * count;
     float* const weight = weights->typed_data() + row * count;
     const float peak = *std::max_element(from, from + width);
-    Floats sum = {};
+    LaneSums sum;
     for (int64_t i = 0; i < width; i += kLanes) {
       const int64_t left = width - i;
       StoreFirst(&prob[i], Exp(LoadFloats(from + i, left) - peak), left);
-      sum += LoadFloats(&prob[i], left);
+      sum.At(i) += LoadFloats(&prob[i], left);
     }
-    const float total = Sum(sum);
+    const float total = sum.Total();
     for (int64_t i = 0; i < width; ++i) prob[i] /= total;
     std::fill(is_taken.begin(), is_taken.end(), false);
     float kept = 0.0f;

@@ -11,6 +11,7 @@
 #include <memory>
 #include <vector>
 
+#include "byte_products.h"
 #include "vectors.h"
 
 namespace specdec {
@@ -30,20 +31,20 @@ inline void Normalize(const Norm& norm, const float* from, int64_t width,
                       float* to) {
   float mean = 0.0f;
   if (norm.center) {
-    Floats sum = {};
+    LaneSums sum;
     for (int64_t i = 0; i < width; i += kLanes) {
-      sum += LoadFloats(from + i, width - i);
+      sum.At(i) += LoadFloats(from + i, width - i);
     }
-    mean = Sum(sum) / width;
+    mean = sum.Total() / width;
   }
-  Floats squares = {};
+  LaneSums squares;
   for (int64_t i = 0; i < width; i += kLanes) {
     const Floats shifted = LoadFloats(from + i, width - i) - mean;
     StoreFirst(to + i, shifted, width - i);
     const Floats kept = LoadFloats(to + i, width - i);
-    squares += kept * kept;
+    squares.At(i) += kept * kept;
   }
-  const float factor = 1.0f / std::sqrt(Sum(squares) / width + norm.epsilon);
+  const float factor = 1.0f / std::sqrt(squares.Total() / width + norm.epsilon);
   for (int64_t i = 0; i < width; i += kLanes) {
     const int64_t left = width - i;
     Floats scaled =
@@ -94,7 +95,7 @@ inline float Peak(const float* row, int64_t width) {
 }
 
 // Rounds a row to integers times a scale, which is returned. `start` becomes
-// minus 128 times the sum of the integers.
+// minus kExcess times the sum of the integers.
 inline float RoundToIntegers(const float* row, int64_t width, int8_t* to,
                              int32_t* start) {
   const float peak = Peak(row, width);
@@ -119,7 +120,7 @@ inline float RoundToIntegers(const float* row, int64_t width, int8_t* to,
   }
   int32_t sum = 0;
   for (int lane = 0; lane < kLanes; ++lane) sum += sums[lane];
-  *start = -128 * sum;
+  *start = -kExcess * sum;
   return scale;
 }
 

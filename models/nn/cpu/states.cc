@@ -275,12 +275,12 @@ ffi::Error FoldDelta(ffi::ThreadPool pool, FloatBuffer states, FloatBuffer keys,
 // The unit vector of a head, times `factor`; `to` may be `from`.
 inline void Direction(const float* from, int64_t width, float factor,
                       float* to) {
-  Floats squares = {};
+  LaneSums squares;
   ForVectors(width, [&](int64_t i, auto left) {
     const Floats values = LoadFloats(from + i, left);
-    squares += values * values;
+    squares.At(i) += values * values;
   });
-  const float scale = factor / std::sqrt(Sum(squares) + 1e-6f);
+  const float scale = factor / std::sqrt(squares.Total() + 1e-6f);
   ForVectors(width, [&](int64_t i, auto left) {
     StoreFirst(to + i, LoadFloats(from + i, left) * scale, left);
   });
@@ -372,11 +372,11 @@ struct HeadWalk {
     convolve(2 * keys + head * width, width, true, Value(node));
     Direction(query, key_width, 1.0f / std::sqrt(float(key_width)), query);
     Direction(key, key_width, 1.0f, key);
-    Floats products = {};
+    LaneSums products;
     ForVectors(key_width, [&](int64_t i, auto left) {
-      products += LoadFloats(query + i, left) * LoadFloats(key + i, left);
+      products.At(i) += LoadFloats(query + i, left) * LoadFloats(key + i, left);
     });
-    scratch.both[node] = Sum(products);
+    scratch.both[node] = products.Total();
     if (is_first) Keep(walk.keys, node, query_at, key, key_width);
     // Behind the gates, a number per head each.
     const float* const beta =

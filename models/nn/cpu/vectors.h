@@ -130,15 +130,23 @@ void CopyFinite(const float* from, int64_t width, Value* to) {
   });
 }
 
-// The sum of the lanes, halves first.
-inline float Sum(const Floats& vector) {
-  float lanes[kLanes];
-  std::memcpy(lanes, &vector, sizeof(lanes));
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+// A sum of values in sixteen lanes, which every processor adds up alike: value i
+// belongs to lane i % 16.
+struct LaneSums {
+  Floats parts[16 / kLanes] = {};
+
+  Floats& At(int64_t index) { return parts[index / kLanes % (16 / kLanes)]; }
+
+  // Halves first.
+  float Total() const {
+    float lanes[16];
+    std::memcpy(lanes, parts, sizeof(lanes));
+    for (int half = 8; half > 0; half /= 2) {
+      for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+    }
+    return lanes[0];
   }
-  return lanes[0];
-}
+};
 
 // e to the power of x <= 0, and 0 below -87 (a polynomial after Cephes' expf).
 inline Floats Exp(Floats x) {

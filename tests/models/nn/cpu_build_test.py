@@ -3,10 +3,12 @@
 import functools
 import os
 import pathlib
+import platform
 import shutil
 import subprocess
 import sys
 
+import jaxlib
 import pytest
 
 from specdec.models.nn.cpu import build
@@ -94,7 +96,7 @@ def test_a_library_is_compiled_once_for_its_flags(
   library.write_bytes(damage(whole))
   assert make() == make() == library
   assert len(linked) == 3
-  assert library.read_bytes() == whole
+  assert library.read_bytes() == whole == bytes(64)
 
 
 @pytest.mark.long
@@ -126,3 +128,59 @@ def test_threads_wait_for_what_others_write(tmp_path):
   subprocess.run(['g++', *flags, *sources, '-o', program], check=True)
   done = subprocess.run([program], capture_output=True, text=True, timeout=300)
   assert done.returncode == 0, done.stderr
+
+
+def _digests(command, program, emulator=()):
+  """Compiles the program that prints digests of all results, and runs it."""
+  source = pathlib.Path('tests/kernels.cc')
+  include = pathlib.Path(jaxlib.__file__).with_name('include')
+  folders = f'-I{pathlib.Path(build.__file__).parent}', '-isystem', include
+  subprocess.run([*command, *folders, source, '-o', program], check=True)
+  done = subprocess.run(
+    [*emulator, program], capture_output=True, text=True, timeout=600
+  )
+  assert done.returncode == 0, done.stdout + done.stderr
+  lines = done.stdout.splitlines()
+  assert len(lines) > 200
+  return lines
+
+
+@pytest.mark.long
+def test_on_arm_the_bits_are_those_of_the_plain_loop(tmp_path):
+  """With both of its products of bytes, compiled for ARM and emulated."""
+  tools = 'aarch64-linux-gnu-g++', 'qemu-aarch64'
+  if not all(map(shutil.which, tools)):
+    pytest.skip(f'{" and ".join(tools)} must be installed')
+  compiler, emulator = tools
+  plain, *others = (
+    _digests(
+      [compiler, f'-march={arch}', '-static', *build.COMMON_FLAGS],
+      tmp_path / arch,
+      [emulator],
+    )
+    for arch in ('armv8-a', 'armv8.2-a+dotprod', 'armv8.6-a')
+  )
+  for other in others:
+    assert other == plain
+
+
+# A feature that a processor of x86 must have, and flags that choose it alone.
+_INSTRUCTIONS = {
+  'avx2': ('-mno-avx512f', '-mno-avxvnni'),
+  'avx_vnni': ('-mno-avx512f', '-mavxvnni'),
+  'avx512bw': ('-mno-avx512vnni', '-mno-avxvnni'),
+  'avx512_vnni': (),
+}
+
+
+@pytest.mark.long
+def test_the_bits_are_those_of_the_plain_loop(tmp_path):
+  """With the instructions that the processor has."""
+  if platform.machine() != 'x86_64':
+    pytest.skip('instructions of x86')
+  features = pathlib.Path('/proc/cpuinfo').read_text().split()
+  compiler = [build.find_compiler(), *build.FLAGS]
+  plain = _digests([*compiler, '-mno-avx2', '-mfma'], tmp_path / 'plain')
+  for name, flags in _INSTRUCTIONS.items():
+    if name in features:
+      assert _digests([*compiler, *flags], tmp_path / name) == plain, name

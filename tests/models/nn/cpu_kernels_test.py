@@ -413,6 +413,7 @@ def test_xla_sums_nothing_in_a_forward(variant, dtype, tmp_path):
 _BRANCHES = {
   'plain': ('-march=x86-64', 'sse2'),
   'avx2': ('-march=haswell', 'avx2 bmi2 f16c fma movbe'),
+  'avx_vnni': ('-march=alderlake', 'avx_vnni'),
   'avx512': ('-march=skylake-avx512', 'avx512bw avx512cd avx512dq avx512vl'),
   # GCC's macros for Zen 4, without instructions that only AMD has.
   'amd': ('-march=cooperlake -D__znver4__', 'avx512_bf16 avx512_vnni'),
