@@ -130,14 +130,3 @@ def write_tensors(
 def digest(content: bytes) -> bytes:
   """A digest of bytes, 16 bytes."""
   return hashlib.blake2b(content, digest_size=_SIZE).digest()
-
-
-def sealed(content: bytes) -> bytes:
-  """Bytes with their digest at the end, for `unsealed`."""
-  return content + digest(content)
-
-
-def unsealed(content: bytes) -> bytes | None:
-  """The bytes that were sealed; None if they are damaged."""
-  content, found = content[:-_SIZE], content[-_SIZE:]
-  return content if found == digest(content) else None

@@ -47,16 +47,6 @@ def test_a_disk_that_is_full_is_an_os_error(tmp_path, monkeypatch):
     whole_files.write_tensors(tmp_path / 'a.st', {}, {})
 
 
-def test_every_change_of_what_is_sealed_is_noticed():
-  sealed = whole_files.sealed(b'abc')
-  assert whole_files.unsealed(sealed) == b'abc'
-  for place in range(len(sealed)):
-    assert whole_files.unsealed(sealed[:place]) is None
-    changed = bytearray(sealed)
-    changed[place] ^= 1
-    assert whole_files.unsealed(bytes(changed)) is None
-
-
 def test_errors_name_the_file_and_what_was_raised():
   for error, message in (
     (KeyError('k'), "a.x cannot be read: KeyError: 'k'; do that"),
