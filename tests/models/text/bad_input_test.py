@@ -36,7 +36,7 @@ _FLAGS = [
   ('--width=1e3', 'invalid literal'),
   ('--capacity=1', 'at least num_nodes=64'),
   ('--batch_size=1000000000', '1024'),
-  ('--compilation_cache=/dev/null', 'is no folder'),
+  ('--compilation_cache=/dev/null', 'is not a folder'),
   ('--logit_bias=5', 'expected token:number'),
   ('--lookup_confidence=1', 'below 1'),
   ('--lookup_confidence=' + ','.join(['0.1'] * 99), 'at most 32'),
