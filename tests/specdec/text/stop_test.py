@@ -18,11 +18,11 @@ _TOKENS = {b'<a>': 3, b'<a><b>': 5, b'<b>': 4}
 
 def _symbols(text, special):
   """A stop string with special tokens as ~id, the longest first."""
-  found = [one for one in special if text.startswith(one)]
+  tokens = [token for token in special if text.startswith(token)]
   if not text:
     return []
-  if found:
-    longest = max(found, key=len)
+  if tokens:
+    longest = max(tokens, key=len)
     return [~special[longest], *_symbols(text[len(longest) :], special)]
   return [text[0], *_symbols(text[1:], special)]
 
@@ -132,16 +132,17 @@ def test_states_come_in_blocks_and_lead_to_states():
     )
     # One state for every proper beginning of the stop string.
     assert table.next_state.shape == (-(-longest // 16) * 16, 64)
-    own = np.asarray(table.next_state)[:longest]
-    assert {*own.ravel().tolist()} == {0, *range(longest), stop_strings.STOPPED}
+    following = np.asarray(table.next_state)[:longest]
+    states = {0, *range(longest), stop_strings.STOPPED}
+    assert {*following.ravel().tolist()} == states
 
 
 def test_all_hosts_number_states_alike():
   """By length and bytes, not as a set of strings happens to be ordered."""
   letters = 'abcdefgh'
-  ends = {2 * one: stop_strings.STOPPED for one in letters}
+  ends = {2 * letter: stop_strings.STOPPED for letter in letters}
   delta, _ = stop_strings._automaton(ends, 256)
-  after = [int(delta[0, ord(one)]) for one in letters]
+  after = [int(delta[0, ord(letter)]) for letter in letters]
   assert after == [*range(1, 9)]
 
 
@@ -242,8 +243,8 @@ def test_sections_are_what_a_slow_search_finds():
       arguments = (stops[row], special, sections, first)
       matcher, runs = stop_strings.StopMatcher(*arguments), []
       next_state, state = np.asarray(table.next_state), starts[row]
-      found = [*_slow_in_sections(*arguments, token_bytes, tokens)]
-      for token, (expected, section) in zip(tokens, found, strict=False):
+      steps = [*_slow_in_sections(*arguments, token_bytes, tokens)]
+      for token, (expected, section) in zip(tokens, steps, strict=False):
         state = next_state[state, token]
         assert (state == stop_strings.STOPPED) == (section is None)
         plain = token_bytes[token].decode('latin-1')
@@ -258,7 +259,7 @@ def test_sections_are_what_a_slow_search_finds():
           rest = expected.pop(section, b'')
           assert rest.startswith(said.pop(section, b''))
           assert said == expected
-      ends.append(found[-1][1])
+      ends.append(steps[-1][1])
   assert 80 < ends.count(None) < 400, ends.count(None)
   assert {*ends} == {None, 0, 1, 2, 3}
 
