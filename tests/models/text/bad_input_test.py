@@ -64,7 +64,7 @@ def test_flags():
 
 
 def test_nothing_heavy_is_imported_before_flags_are_checked():
-  """transformers and torch take seconds, in which a user would wait."""
+  """transformers and torch take seconds, and a user would wait."""
   program = (
     f'import sys; sys.path.insert(0, {str(_TESTS)!r}); import command_lines\n'
     f'runs = [(one, "--no_such_flag") for one in {_SCRIPTS!r}]\n'

@@ -87,7 +87,7 @@ def _again(messages, template=_TEMPLATE, sampling=_sampling()):
 
 
 _num_programs = lambda: [
-  one._cache_size() for one in (loop.start, loop.extend, loop.advance)
+  program._cache_size() for program in (loop.start, loop.extend, loop.advance)
 ]
 
 

@@ -130,13 +130,13 @@ def test_values_of_the_suite():
 def _arrays():
   bounds = [{}, *({'minItems': n} for n in (1, 3))]
   limits = [{}, *({'maxItems': n} for n in (0, 2))]
-  others = [{}, *({'items': one} for one in (False, {'const': 3}))]
+  others = [{}, *({'items': items} for items in (False, {'const': 3}))]
   first = [{}, {'prefixItems': [{'const': 1}, {'enum': [1, 2]}]}]
   first += [{'prefixItems': [{'const': 2}]}]
   values = [
-    list(one)
+    list(entries)
     for length in range(4)
-    for one in itertools.product((1, 2, 3), repeat=length)
+    for entries in itertools.product((1, 2, 3), repeat=length)
   ]
   for parts in itertools.product(bounds, limits, others, first):
     schema = {'type': 'array'}

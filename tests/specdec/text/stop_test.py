@@ -34,13 +34,13 @@ def _slow(stops, special, token_bytes, tokens):
   """
   spelled = [[*stop] for stop in stops]
   spelled += [_symbols(stop, special) for stop in stops]
-  shown = lambda symbols: bytes(one for one in symbols if one >= 0)
+  shown = lambda symbols: bytes(symbol for symbol in symbols if symbol >= 0)
   begun = lambda text: max(
     (
       size
-      for one in spelled
-      for size in range(1, len(one) + 1)
-      if one[:size] == text[-size:]
+      for end in spelled
+      for size in range(1, len(end) + 1)
+      if end[:size] == text[-size:]
     ),
     default=0,
   )
@@ -51,7 +51,7 @@ def _slow(stops, special, token_bytes, tokens):
       if symbol < 0 and not begun([*text, symbol]):
         continue
       text.append(symbol)
-      ends = [len(one) for one in spelled if one == text[-len(one) :]]
+      ends = [len(end) for end in spelled if end == text[-len(end) :]]
       if ends:
         yield shown(text[: -max(ends)]), None
         return
@@ -170,16 +170,16 @@ def _slow_in_sections(stops, special, sections, first, token_bytes, tokens):
   What may be a part of an end is said, too; the section is None after a stop.
   """
   section, text, runs = first, [], []
-  shown = lambda symbols: bytes(one for one in symbols if one >= 0)
+  shown = lambda symbols: bytes(symbol for symbol in symbols if symbol >= 0)
   for token in tokens:
     for symbol in token_bytes[token] or [~token]:
-      found = sections[section]
-      if symbol == 10 and not text and found.strips:
+      current = sections[section]
+      if symbol == 10 and not text and current.strips:
         continue
-      ends = [(_symbols(end, special), then) for end, then in found.ends]
-      marks = [*special, *(end for end, _ in found.ends)]
+      ends = [(_symbols(end, special), then) for end, then in current.ends]
+      marks = [*special, *(end for end, _ in current.ends)]
       for stop in stops:
-        if found.kind == 'text' or any(mark in stop for mark in marks):
+        if current.kind == 'text' or any(mark in stop for mark in marks):
           ends += [([*stop], None), (_symbols(stop, special), None)]
       begun = lambda text, ends=ends: any(
         end[:size] == text[-size:]
@@ -189,10 +189,10 @@ def _slow_in_sections(stops, special, sections, first, token_bytes, tokens):
       if symbol < 0 and not begun([*text, symbol]):
         continue
       text.append(symbol)
-      done = [one for one in ends if one[0] == text[-len(one[0]) :]]
+      done = [pair for pair in ends if pair[0] == text[-len(pair[0]) :]]
       if done:
         # If two are equal, the stop string counts.
-        end, then = max(done, key=lambda one: (len(one[0]), one[1] is None))
+        end, then = max(done, key=lambda pair: (len(pair[0]), pair[1] is None))
         runs.append((section, shown(text[: -len(end)])))
         section, text = then, []
         if then is None:
