@@ -233,7 +233,7 @@ def load_table(
       record = json.loads((file.metadata() or {}).get(_KEY, '{}'))
       tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
     if not isinstance(record, dict) or record.get('format') != _FORMAT:
-      raise ValueError(f'it is not a table of this version ({_FORMAT!r})')
+      raise ValueError(f'it is no table of this version ({_FORMAT!r})')
     _check_whole(record, tensors)
     table = NGramTable.make(
       order=record['order'], vocab_size=record['vocab_size'], **tensors

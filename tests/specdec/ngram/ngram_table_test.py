@@ -155,6 +155,6 @@ def test_bad_files_are_refused(tmp_path):
     _refused(path, f'cannot be read: {reason}')
   for metadata in (None, {'format': 'pt'}, {'ngram_table': '{}'}):
     safetensors_numpy.save_file({'a': np.zeros(3)}, path, metadata=metadata)
-    _refused(path, 'it is not a table of this version')
+    _refused(path, 'it is no table of this version')
   safetensors_numpy.save_file({}, path, metadata={'ngram_table': '{'})
   _refused(path, unreadable)
