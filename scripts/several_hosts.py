@@ -38,7 +38,7 @@ HOST_TIMEOUT = flags.DEFINE_integer(
   lower_bound=1,
 )
 FLAGS = (COORDINATOR, NUM_PROCESSES, PROCESS_ID, HOST_TIMEOUT)
-"""They change no result."""
+"""None of them changes a result."""
 
 
 @command_line.checked_first

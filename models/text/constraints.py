@@ -102,7 +102,7 @@ def _short(text: str) -> str:
   return text if len(text) <= 60 else f'{text[:57]}...'
 
 
-# Building one takes a moment where the vocabulary is large.
+# Building an automaton takes a moment where the vocabulary is large.
 @functools.lru_cache(maxsize=64)
 def _automaton(
   constraint: tuple[str, str],

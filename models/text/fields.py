@@ -146,7 +146,7 @@ def unescaped(texts: Sequence[str]) -> list[str]:
 
 
 def documented(symbol: _Symbol) -> _Symbol:
-  """Has the `help` of a record list its described fields."""
+  """Makes the `help` of a record list its described fields."""
   _add_help(symbol, symbol, 'Attributes:')
   return symbol
 
@@ -154,7 +154,7 @@ def documented(symbol: _Symbol) -> _Symbol:
 def takes_fields(
   record: Callable[_Fields, _Record],
 ) -> Callable[[Callable[[_Record], _Result]], Callable[_Fields, _Result]]:
-  """Has a function of a record take the fields of the record as arguments.
+  """Makes a function of a record take the fields of the record as arguments.
 
   Type checkers, `help` and editors see the arguments of the record, which
   therefore are listed once::

@@ -198,7 +198,7 @@ class Said(NamedTuple):
   """The text and the reasoning of a row, or the new part of both."""
 
   text: str
-  reasoning: str = ''  #: It says this before its answer.
+  reasoning: str = ''  #: What the model says before its answer.
 
 
 class _Part:
@@ -215,7 +215,7 @@ class _Part:
     self._gap = ''  # Shown if something follows.
 
   def add(self, data: bytes, *, ends: bool) -> str:
-    """The text that can be shown after more bytes; `ends`: of the section."""
+    """The text that can be shown after more bytes; `ends`: the section ends."""
     text, shown = self._decoder.decode(data, ends), ''
     if text:
       text = self._gap + text
@@ -257,7 +257,7 @@ class TextStream:
 
   @property
   def section(self) -> int:
-    """The section that goes on."""
+    """The index of the current section."""
     return self._matcher.section
 
   @property
@@ -291,7 +291,7 @@ class TextStream:
     return Said(new.text + rest.text, new.reasoning + rest.reasoning)
 
   def _said(self, runs: Iterable[tuple[tuple[int, bytes], bool]]) -> Said:
-    """New text: bytes by section, and whether they end it."""
+    """The new text of runs: a section, its bytes, and whether they end it."""
     shown = dict.fromkeys(self._parts, '')
     for (section, data), ends in runs:
       kind = self._kinds[section]

@@ -52,7 +52,7 @@ _MALFORMED = (
 
 @contextlib.contextmanager
 def reading(path: str | os.PathLike[str], remedy: str = '') -> Iterator[None]:
-  """Makes a ValueError that names the file of whatever its readers raise.
+  """Turns what readers of a file raise into a ValueError that names the file.
 
   Args:
     path: of the file or folder.
