@@ -251,7 +251,7 @@ def _converse(monkeypatch, lines, *flags):
   monkeypatch.setattr('sys.stdin', stdin)
   output = _output('chat.py', '--context=64', *flags)
   first, *answers = output.split('> ')
-  assert 'begin anew' in first
+  assert 'start over' in first
   return answers
 
 
