@@ -566,7 +566,7 @@ def test_a_decode_is_shown_and_shown_again(pair, tmp_path):
   assert '<b>add' not in page.read_text('utf-8')
   (tmp_path / 'other.json').write_text('{"format": "else"}')
   for flag, message in (
-    ('--trace=other.json', "no JSON object of format 'specdec trace 1'"),
+    ('--trace=other.json', "not a JSON object of format 'specdec trace 1'"),
     ('--trace=none.json', 'none.json cannot be read'),
     ('--output=one.txt', 'one.txt must end in .html'),
   ):
