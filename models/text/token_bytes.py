@@ -198,7 +198,7 @@ class Said(NamedTuple):
   """The text and the reasoning of a row, or the new part of both."""
 
   text: str
-  reasoning: str = ''  #: What the model says before its answer.
+  reasoning: str = ''  #: The model says this before its answer.
 
 
 class _Part:
