@@ -3,7 +3,7 @@
 python scripts/chat.py --target=my/instruct --draft=my/smaller_instruct
 
 An answer is shown while it grows, and Ctrl-C ends it. Only what is new is read
-in each turn. /show shows who proposed what, /new begins anew, /quit ends.
+in each turn. /show shows who proposed what, /new starts over, /quit ends.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ _SYSTEM = flags.DEFINE_string('system', None, 'the system message')
 _CONTEXT = flags.DEFINE_integer(
   'context',
   None,
-  'tokens of the whole conversation; default: as many as the target can, and at'
-  ' most 2048',
+  'the most tokens of the whole conversation; default: the context of the'
+  ' target, and at most 2048',
 )
 _ENDS = {
   'cancelled': ' [stopped]',
@@ -33,7 +33,7 @@ _ENDS = {
 }
 # Read before anything is typed; some templates refuse an empty message.
 _FIRST = 'Hello'
-_COMMANDS = '/show: who proposed what; /new: begin anew; /quit'
+_COMMANDS = '/show: who proposed what; /new: start over; /quit'
 
 
 @command_line.checked_first
@@ -86,7 +86,7 @@ def _answer(chat, interrupts, waits):
 
 
 def _ask(chat, line):
-  """Goes on with a message; ValueError if it cannot, and nothing changed."""
+  """Goes on with a message; after a ValueError nothing has changed."""
   try:
     chat.reply(line)
   except ValueError as error:
@@ -137,7 +137,7 @@ def main() -> None:
           chat.restart(begin(line)) if is_new else _ask(chat, line)
         except ValueError as error:
           waits.close()
-          print(f'{error}; your message is left out, /new begins anew')
+          print(f'{error}; your message is left out, /new starts over')
           continue
         is_new = False
         _answer(chat, interrupts, waits)

@@ -25,7 +25,7 @@ _COMPILATION_CACHE = flags.DEFINE_string(
 )
 _CACHE_BYTES = 2 << 30  # The default folder's size; unused programs go first.
 
-_REFUSED, _INTERRUPTED = 2, 130  # Statuses; that of Ctrl-C as in shells.
+_REFUSED, _INTERRUPTED = 2, 130  # Exit statuses; for Ctrl-C as in shells.
 
 # Bad values, files that cannot be written, integers of too many digits, and
 # training that diverges.
@@ -36,7 +36,7 @@ _BAD_INPUT = (ValueError, OSError, OverflowError, FloatingPointError)
 def interrupts() -> Iterator[list[bool]]:
   """Ctrl-C does not end the program, but makes the yielded list true.
 
-  So a step of decoding, which consumes its state, is never left half done.
+  A step of decoding consumes its state, so it must not be left half done.
   """
   seen: list[bool] = []
   before = signal.signal(signal.SIGINT, lambda *_: seen.append(True))
@@ -68,7 +68,7 @@ def _check_folder() -> None:
   path = pathlib.Path(folder or 'none')
   if folder not in (None, 'none') and path.exists() and not path.is_dir():
     raise ValueError(
-      f'--compilation_cache={folder} is no folder; give one, or none'
+      f'--compilation_cache={folder} is not a folder; give one, or none'
     )
 
 
@@ -78,7 +78,7 @@ _CHECKS: list[Callable[[], None]] = [_check_folder]
 def checked_first(check: Callable[[], None]) -> Callable[[], None]:
   """Registers a check of flags, which `run` calls before anything else.
 
-  It raises ValueError. What it needs must be imported in a second.
+  It raises ValueError. Its imports must take less than a second.
   """
   _CHECKS.append(check)
   return check
@@ -112,7 +112,7 @@ def _check_decoded(argument: str) -> None:
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
-  """Parses the flags; what they cannot be is one line."""
+  """Parses the flags; bad values end the script with one line."""
   try:
     for argument in argv:
       _check_decoded(argument)
@@ -147,7 +147,7 @@ def given(*names: str) -> dict[str, Any]:
 
 
 def run(main: Callable[[], None]) -> None:
-  """Calls `main` with the flags parsed; bad input and Ctrl-C are one line."""
+  """Calls `main` with the flags parsed; bad input and Ctrl-C print a line."""
 
   def checked(argv):
     try:

@@ -22,8 +22,8 @@ flags.DEFINE_integer('layers', 36, 'number of blocks of the result')
 flags.DEFINE_integer(
   'vocab_size',
   None,
-  'tokens of the result, of which those that are added are hardly ever chosen;'
-  ' default: those of the model',
+  'tokens of the result; added tokens are hardly ever chosen; default: as many'
+  ' as the model has',
 )
 flags.DEFINE_enum(
   'dtype', 'float32', ['float32', 'bfloat16', 'float16'], 'stored dtype'

@@ -55,7 +55,7 @@ _IN_ORDER = flags.DEFINE_bool(
 _NUM_SAMPLES = 32  # Prompts, for making a plan.
 _SAMPLING = {'temperature': float, 'top_k': int, 'top_p': float, 'min_p': float}
 # The fields of `specdec.Job`, and all keys of a line, with the types of values.
-_OF_JOB: dict[str, Any] = {
+_JOB_KEYS: dict[str, Any] = {
   'max_new_tokens': int | None,
   'seed': int | None,
   'eos_ids': str | list[int | str] | None,
@@ -66,7 +66,7 @@ _KEYS: dict[str, Any] = {
   'prompt': str | list[int] | list[dict[str, Any]],
   'messages': list[dict[str, Any]],
   'id': Any,
-  **_OF_JOB,
+  **_JOB_KEYS,
   **_SAMPLING,
 }
 
@@ -75,7 +75,7 @@ _FREE = ('batch_size', 'reading', 'in_order', 'plan_seconds')
 
 
 def _parse(line: str) -> tuple[dict[str, Any], Any]:
-  """A line of the input, and the `Sampling` of its own or None."""
+  """A line of the input, and its own `Sampling`, or None."""
   import specdec
 
   if not text_files.is_json_lines(str(options.PROMPT_FILE.value)):
@@ -88,25 +88,27 @@ def _parse(line: str) -> tuple[dict[str, Any], Any]:
   text_files.check_types(record, _KEYS)
   if record.get('messages') == []:
     raise ValueError('messages is empty; give at least one')
-  own = {name: record[name] for name in _SAMPLING if name in record}
-  if not own:
+  sampling = {name: record[name] for name in _SAMPLING if name in record}
+  if not sampling:
     return record, None
-  return record, specdec.Sampling(**vars(options.sampling()) | own)
+  return record, specdec.Sampling(**vars(options.sampling()) | sampling)
 
 
-def _job(index: int, number: int, line: str) -> tuple[Any, Any, str | None]:
+def _job(
+  index: int, line_number: int, line: str
+) -> tuple[Any, Any, str | None]:
   """The `specdec.Job` of a prompt, its id, and what is wrong with its line."""
   from specdec.models.text import many as many_lib
 
   try:
     record, sampling = _parse(line)
   except (TypeError, ValueError, RecursionError) as error:
-    return many_lib.Job(prompt=''), index, f'line {number}: {error}'
-  own = {name: record.get(name) for name in _OF_JOB}
-  if own['seed'] is None:
-    own['seed'] = options.SEED.value + index
+    return many_lib.Job(prompt=''), index, f'line {line_number}: {error}'
+  arguments = {name: record.get(name) for name in _JOB_KEYS}
+  if arguments['seed'] is None:
+    arguments['seed'] = options.SEED.value + index
   prompt = record['prompt'] if 'prompt' in record else record['messages']
-  job = many_lib.Job(prompt=prompt, sampling=sampling, **own)
+  job = many_lib.Job(prompt=prompt, sampling=sampling, **arguments)
   return job, record.get('id', index), None
 
 
@@ -137,8 +139,8 @@ class _Printed:
     print(text_files.to_json(row), flush=True)
 
 
-def _output(name: str, number: float) -> Any:
-  """The results so far, of so many; others are added."""
+def _output(name: str, num_prompts: float) -> Any:
+  """The results so far, at most `num_prompts`; others are added to them."""
   import loading
 
   from specdec.models.lab.training import kept
@@ -153,7 +155,7 @@ def _output(name: str, number: float) -> Any:
     'models': plan_lib.model_digests(sources),
   }
   settings = {name: settings[name] for name in settings if name not in _FREE}
-  return kept.ResumableRows(pathlib.Path(name), settings, number)
+  return kept.ResumableRows(pathlib.Path(name), settings, num_prompts)
 
 
 def _row(
@@ -189,9 +191,9 @@ def main() -> None:
   output = _output(_OUTPUT.value, math.inf if total is None else total)
   if is_pipe and output.rows:
     raise ValueError(
-      f'--output={_OUTPUT.value} has the results of an earlier run, whose'
-      ' prompts may have been others than those of standard input; give another'
-      ' --output, or the prompts as a file'
+      f'--output={_OUTPUT.value} has the results of an earlier run; its prompts'
+      ' may differ from those of standard input; give another --output, or the'
+      ' prompts as a file'
     )
   indices = lambda: [row['index'] for row in output.rows]
   done = {*several_hosts.of_first_host(indices)}
@@ -220,12 +222,14 @@ def main() -> None:
   with tqdm.tqdm(
     desc='prompts', total=total, initial=len(done), unit='', file=sys.stderr
   ) as progress:
-    for found in many:
-      index, name, error = taken[found.index]
-      output.add(_row(index, name, error or found.error, found.result))
-      if found.result is not None:
-        tokens += found.result.stats.new_tokens
-        forwards += found.result.stats.target_forwards
+    for completion in many:
+      index, name, error = taken[completion.index]
+      output.add(
+        _row(index, name, error or completion.error, completion.result)
+      )
+      if completion.result is not None:
+        tokens += completion.result.stats.new_tokens
+        forwards += completion.result.stats.target_forwards
         rate = tokens / (time.perf_counter() - begin)
         progress.set_postfix(
           {

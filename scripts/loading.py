@@ -27,8 +27,8 @@ from specdec.models.text import sources as sources_lib
 def models() -> choice_lib.ModelChoice:
   """The models of the flags; starts the devices of a mesh.
 
-  A line says what `--dtype=auto` stands for. Flags of trees that were not given
-  get the defaults of the platform.
+  Prints which dtype `--dtype=auto` is. Flags of trees that were not given get
+  the defaults of the platform.
   """
   choice = options.models()
   if choice.mesh is not None:
@@ -46,7 +46,7 @@ def models() -> choice_lib.ModelChoice:
 
 
 def is_exact() -> bool:
-  """Whether drafted tokens are those of plain decoding without exceptions."""
+  """Whether drafted tokens always equal the tokens of plain decoding."""
   return sources_lib.open_sources(models().of_target).is_exact
 
 
@@ -106,23 +106,24 @@ def _check_contradictions(plan: plan_lib.Plan) -> None:
 
 
 def _load(
-  found: plan_lib.Plan | None, messages: Any = None
+  plan: plan_lib.Plan | None, messages: Any = None
 ) -> generator_lib.Generator:
-  if found is not None:
-    _check_contradictions(found)
+  if plan is not None:
+    _check_contradictions(plan)
   elif flags.FLAGS.method != 'plain' and not options.names_a_drafter():
     print(
       'without --draft, prompt lookup drafts, which seldom suffices; name a'
       ' smaller model of the same family',
       file=sys.stderr,
     )
-  return generator_lib.load(
-    **vars(models()),
-    method=flags.FLAGS.method,
-    drafting=options.draft_settings(),
-    plan=found,
-    messages=messages,
-  )
+  with options.named_as_flags():
+    return generator_lib.load(
+      **vars(models()),
+      method=flags.FLAGS.method,
+      drafting=options.draft_settings(),
+      plan=plan,
+      messages=messages,
+    )
 
 
 def generator(
@@ -138,11 +139,11 @@ def many(
   """The generator of the flags, and the `tree_sizes` for many prompts.
 
   With `--plan=auto` there is a plan for the full batch and one for a single
-  prompt, see `plan_lookup.join_plans`. The arguments are those of `plan`.
+  prompt, see `plan_lookup.join_plans`. It takes the arguments of `plan`.
   """
-  found, sizes = plan(batch_size, samples), dict[int, int]()
-  if found is not None and options.PLAN.value == 'auto' and batch_size > 1:
+  full, sizes = plan(batch_size, samples), dict[int, int]()
+  if full is not None and options.PLAN.value == 'auto' and batch_size > 1:
     alone = plan(1, samples)
     assert alone is not None
-    found, sizes = plan_lookup.join_plans(alone, found, batch_size)
-  return _load(found), sizes
+    full, sizes = plan_lookup.join_plans(alone, full, batch_size)
+  return _load(full), sizes

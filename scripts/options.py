@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import pathlib
+import re
 import sys
 from typing import Any
 
@@ -146,7 +147,7 @@ for _flag in flags.FLAGS.get_key_flags_for_module(__name__):
   flags.FLAGS.register_key_flag_for_module(sys.argv[0], _flag)
 
 # Flags that some scripts have. Each belongs to the script that defines it.
-_OF_SCRIPT: dict[str, Any] = {'module_name': sys.argv[0]}
+_IN_SCRIPT: dict[str, Any] = {'module_name': sys.argv[0]}
 
 
 def define_method(
@@ -155,21 +156,21 @@ def define_method(
 ) -> None:
   """Defines `--method`, which `loading` reads."""
   text = 'how to decode; the text is the same; --plan chooses'
-  flags.DEFINE_enum('method', default, methods, text, **_OF_SCRIPT)
+  flags.DEFINE_enum('method', default, methods, text, **_IN_SCRIPT)
 
 
 def define_batch_size(default: int, text: str) -> flags.FlagHolder:
   """Defines `--batch_size`."""
   bounds = 1, LARGEST_BATCH
   return flags.DEFINE_integer(
-    'batch_size', default, text, *bounds, **_OF_SCRIPT
+    'batch_size', default, text, *bounds, **_IN_SCRIPT
   )
 
 
 def define_stop() -> None:
   """Defines `--stop`, which `stop` reads."""
   text = r'the text ends before this; \n is a line end; may be repeated'
-  flags.DEFINE_multi_string('stop', [], text, **_OF_SCRIPT)
+  flags.DEFINE_multi_string('stop', [], text, **_IN_SCRIPT)
 
 
 def stop() -> list[str]:
@@ -183,16 +184,21 @@ def define_constraint() -> None:
     'regex',
     None,
     "an expression that the text matches, in the syntax of Python's re",
-    **_OF_SCRIPT,
+    **_IN_SCRIPT,
   )
   text = 'a JSON schema that the text matches, or the file of one'
-  flags.DEFINE_string('json_schema', None, text, **_OF_SCRIPT)
+  flags.DEFINE_string('json_schema', None, text, **_IN_SCRIPT)
   command_line.checked_first(_check_constraint)
 
 
 def _check_constraint() -> None:
-  """Refuses a schema that is no JSON; that of a file takes its place."""
+  """Refuses a schema that is not JSON; reads the schema if a file is named."""
   schema = flags.FLAGS.json_schema
+  if MODELS['eos'].value == ['none'] and constraint():
+    raise ValueError(
+      f'--eos=none: --{next(iter(constraint()))} needs a token that ends the'
+      ' text; leave out one of the two'
+    )
   if schema is None:
     return
   if flags.FLAGS.regex is not None:
@@ -222,6 +228,26 @@ def named_as_flag(name: str = '') -> Iterator[None]:
     yield
   except ValueError as error:
     raise ValueError(f'--{name}{error}') from error
+
+
+# Flags by their arguments in Python.
+_FLAGS = {
+  'method': 'method',
+  'plan': 'plan',
+  **{name: name for name in DRAFTING},
+  **{option.field.name: name for name, option in choice_lib.OPTIONS.items()},
+}
+
+
+@contextlib.contextmanager
+def named_as_flags() -> Iterator[None]:
+  """An error names flags in place of arguments: `--eos=` for `eos_ids=`."""
+  try:
+    yield
+  except ValueError as error:
+    named = lambda match: f'--{_FLAGS[match[1]]}='
+    arguments = rf'(?<!\S)({"|".join(_FLAGS)})='
+    raise ValueError(re.sub(arguments, named, str(error))) from error
 
 
 def _logit_bias(given: list[str]) -> dict[int, float] | None:
@@ -305,7 +331,7 @@ def _check() -> None:
 def prompt_lines(errors: str = 'strict') -> Iterator[tuple[int, str]]:
   """Yields the lines of `--prompt_file` that are not blank, and their numbers.
 
-  The arguments and errors are those of `text_files.lines`.
+  For arguments and errors see `text_files.lines`.
   """
   if PROMPT_FILE.value is None:
     raise ValueError('--prompt_file is needed: a file of prompts')
@@ -338,5 +364,5 @@ def as_dict() -> dict[str, Any]:
 
 
 def keeps_tokens() -> bool:
-  """Whether the tokens with `--verify` are those of plain decoding."""
+  """Whether `--verify` gives the tokens of plain decoding."""
   return rules_lib.RULES[VERIFY.value](sampling_lib.BEST).keeps_tokens

@@ -21,7 +21,7 @@ def define_num_prompts(text: str = 'default: all') -> None:
 def batch_sizes(
   given: Sequence[str], num_prompts: int | None = None
 ) -> list[int]:
-  """The numbers of `--batch_sizes`, each at most that of the prompts."""
+  """The sizes in `--batch_sizes`, each at most the number of prompts."""
   sizes = [int(size) if size.isdecimal() else 0 for size in given]
   largest = min(num_prompts or options.LARGEST_BATCH, options.LARGEST_BATCH)
   if not sizes or not all(1 <= size <= largest for size in sizes):
@@ -70,8 +70,8 @@ def file_prompts() -> list[str]:
 def file_questions(categories: Sequence[str]) -> list[questions_lib.Question]:
   """The questions of `--prompt_file`, or its prompts as questions.
 
-  It has questions if its first line has. `--num_prompts` is for each of the
-  `categories`, none of which stand for all.
+  It has questions if its first line is one. `--num_prompts` is for each of the
+  `categories`; if there are none, all categories are taken.
 
   Raises:
     ValueError: see `_read_prompts`, `questions.parse` and `questions.choose`.
@@ -93,11 +93,11 @@ def file_questions(categories: Sequence[str]) -> list[questions_lib.Question]:
     return questions_lib.choose(questions, limit, categories)
 
 
-def given(prompt: flags.FlagHolder, number: int) -> list[str]:
-  """The first `number` prompts of the file, or copies of `--prompt`."""
+def given(prompt: flags.FlagHolder, num_prompts: int) -> list[str]:
+  """The first `num_prompts` prompts of the file, or copies of `--prompt`."""
   if options.PROMPT_FILE.value is None:
     arguments_lib.check_text(f'--{prompt.name}', prompt.value)
-    return [prompt.value] * number
+    return [prompt.value] * num_prompts
   if prompt.present:
     raise ValueError('give --prompt or --prompt_file, not both')
-  return _read_prompts(number, [*options.prompt_lines()])
+  return _read_prompts(num_prompts, [*options.prompt_lines()])

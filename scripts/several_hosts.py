@@ -1,4 +1,4 @@
-"""Several hosts, each of which runs the same command; see --coordinator."""
+"""Several hosts that all run the same command; see --coordinator."""
 
 from collections.abc import Callable
 import json
@@ -19,8 +19,8 @@ from specdec.text import text_files
 COORDINATOR = flags.DEFINE_string(
   'coordinator',
   None,
-  'several hosts, of which each runs the same command: host:port of the first;'
-  ' auto: as a TPU pod, Slurm or Open MPI says, the other two flags with it',
+  'several hosts that all run the same command: host:port of the first; auto:'
+  ' a TPU pod, Slurm or Open MPI gives it and the other two flags',
 )
 NUM_PROCESSES = flags.DEFINE_integer(
   'num_processes', None, 'with --coordinator, of all hosts', lower_bound=1
@@ -38,14 +38,14 @@ HOST_TIMEOUT = flags.DEFINE_integer(
   lower_bound=1,
 )
 FLAGS = (COORDINATOR, NUM_PROCESSES, PROCESS_ID, HOST_TIMEOUT)
-"""They change no result."""
+"""None of them changes a result."""
 
 
 @command_line.checked_first
 def _check() -> None:
   """Refuses flags that do not go together."""
-  of_process = NUM_PROCESSES, PROCESS_ID
-  given = [flag.name for flag in of_process if flag.value is not None]
+  numbers = NUM_PROCESSES, PROCESS_ID
+  given = [flag.name for flag in numbers if flag.value is not None]
   address = COORDINATOR.value
   if address is None:
     if given:
@@ -68,11 +68,11 @@ def _check() -> None:
     return
   if not re.fullmatch(r'.+:\d+', address):
     raise ValueError(f'--coordinator={address}: expected host:port, or auto')
-  number, index = (flag.value for flag in of_process)
-  if number is None or index is None or index >= number:
+  num_processes, process_id = (flag.value for flag in numbers)
+  if num_processes is None or process_id is None or process_id >= num_processes:
     raise ValueError(
       f'--coordinator={address} needs --num_processes and a --process_id less'
-      f' than that, got {number} and {index}'
+      f' than that, got {num_processes} and {process_id}'
     )
 
 
@@ -97,9 +97,9 @@ def _join() -> None:
     sys.stdout = open(os.devnull, 'w', encoding='utf-8')  # noqa: SIM115
 
 
-def _end_at_once(kind: type, error: BaseException, trace: Any) -> None:
-  """Ends this process without waiting for hosts, of which one may be dead."""
-  sys.__excepthook__(kind, error, trace)
+def _end_at_once(error_type: type, error: BaseException, trace: Any) -> None:
+  """Ends this process without waiting for other hosts; one may be dead."""
+  sys.__excepthook__(error_type, error, trace)
   print(
     f'{pathlib.Path(sys.argv[0]).name}: this host or another one has failed:'
     f' {" ".join(str(error).split())}',
@@ -124,5 +124,5 @@ def of_first_host(make: Callable[[], Any]) -> Any:
   padded = np.zeros(int(size), np.uint8)
   if writes():
     padded[:] = np.frombuffer(text, np.uint8)
-  found = multihost_utils.broadcast_one_to_all(padded)
-  return json.loads(np.asarray(found, np.uint8).tobytes())
+  received = multihost_utils.broadcast_one_to_all(padded)
+  return json.loads(np.asarray(received, np.uint8).tobytes())

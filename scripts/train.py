@@ -54,8 +54,8 @@ _integer(
 _integer(
   'inner_width',
   None,
-  'width of the feed-forward layer; default: that of the family, of --head as'
-  ' the target',
+  'width of the feed-forward layer; default: as the family, of --head as the'
+  ' target',
 )
 _integer(
   'context',
@@ -81,7 +81,7 @@ _enum(
 _string(
   'target', 'demo', 'of --head: demo, a model folder, a GGUF file or a hub id'
 )
-_string('target_dtype', 'auto', 'of --head, that the target computes in')
+_string('target_dtype', 'auto', 'of --head, the dtype of the target')
 _integer(
   'head_vocabulary',
   None,
@@ -116,8 +116,8 @@ _float(
   'of --head, the most disk space in --workdir for what the target computes',
 )
 
-# The flags of settings: of all kinds of training, and of each.
-_SHARED = (
+# The flags of settings: for all kinds of training, and for each kind.
+_SHARED_FLAGS = (
   'steps',
   'batch_tokens',
   'learning_rate',
@@ -128,7 +128,7 @@ _SHARED = (
   'kv_heads',
   'inner_width',
 )
-_OF_MODEL = (
+_MODEL_FLAGS = (
   'context',
   'tokenizer',
   'teacher',
@@ -137,7 +137,7 @@ _OF_MODEL = (
   'width',
   'layers',
 )
-_OF_TARGET = (
+_TARGET_FLAGS = (
   'context',
   'answer_tokens',
   'target',
@@ -145,9 +145,9 @@ _OF_TARGET = (
   'head_vocabulary',
   'feature_gigabytes',
 )
-_OF_HEADS = {
-  'eagle3': (*_OF_TARGET, 'head_depth'),
-  'block': (*_OF_TARGET, 'block_size', 'layers', 'markov_rank', 'anchors'),
+_HEAD_FLAGS = {
+  'eagle3': (*_TARGET_FLAGS, 'head_depth'),
+  'block': (*_TARGET_FLAGS, 'block_size', 'layers', 'markov_rank', 'anchors'),
 }
 # The fields that have other names than their flags.
 _FIELDS = {
@@ -162,21 +162,21 @@ _FIELDS = {
 
 
 def _without_effect() -> dict[str, str]:
-  """Flags that these flags make useless, and why."""
-  found: dict[str, str] = {}
-  ours: tuple[str, ...] = _OF_MODEL
+  """The flags that have no effect next to other flags, and why."""
+  reasons: dict[str, str] = {}
+  ours: tuple[str, ...] = _MODEL_FLAGS
   why = 'without --head'
   if _FLAGS.head is not None:
-    ours, why = _OF_HEADS[_FLAGS.head], f'with --head={_FLAGS.head}'
-  every = {*_OF_MODEL}.union(*_OF_HEADS.values())
-  found |= dict.fromkeys(every - {*ours}, why)
+    ours, why = _HEAD_FLAGS[_FLAGS.head], f'with --head={_FLAGS.head}'
+  every = {*_MODEL_FLAGS}.union(*_HEAD_FLAGS.values())
+  reasons |= dict.fromkeys(every - {*ours}, why)
   for given, useless in (
     ('tokenizer', ('vocab_size',)),
     ('teacher', ('vocab_size', 'tokenizer')),
   ):
     if _FLAGS[given].value is not None:
-      found |= dict.fromkeys(useless, f'with --{given}')
-  return found
+      reasons |= dict.fromkeys(useless, f'with --{given}')
+  return reasons
 
 
 @command_line.checked_first
@@ -198,7 +198,7 @@ def main() -> None:
     'eagle3': head_trainer.HeadTraining,
     'block': block_trainer.BlockTraining,
   }
-  names = *_SHARED, *_OF_HEADS.get(_FLAGS.head, _OF_MODEL)
+  names = *_SHARED_FLAGS, *_HEAD_FLAGS.get(_FLAGS.head, _MODEL_FLAGS)
   context = 'num_positions' if _FLAGS.head is None else 'length'
   fields = _FIELDS | {'context': context}
   values = {fields.get(name, name): _FLAGS[name].value for name in names}

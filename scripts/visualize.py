@@ -3,8 +3,8 @@
 python scripts/visualize.py --output=report.html
 python scripts/visualize.py --trace=report.json --output=again.html
 
-The page needs no network and no server. The trace is written beside it as JSON,
-from which the second command makes the page again.
+The page needs no network and no server. The trace is written next to it as
+JSON. The second command makes the page again from this file.
 """
 
 import pathlib
@@ -22,7 +22,7 @@ from specdec.text import whole_files
 _PROMPT = flags.DEFINE_string('prompt', options.DEFAULT_PROMPT, 'to continue')
 options.define_method(methods=settings_lib.METHODS[:-1])
 _OUTPUT = flags.DEFINE_string(
-  'output', None, 'HTML file to write, with the trace beside it', required=True
+  'output', None, 'HTML file to write, with the trace next to it', required=True
 )
 _TRACE = flags.DEFINE_string(
   'trace', None, 'JSON file of an earlier run, instead of decoding'

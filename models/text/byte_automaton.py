@@ -42,7 +42,7 @@ _UNROLLED = 64
 _MAX_WORK = 2**22
 
 # By the number of bytes after the first one: the first and the last character,
-# and the bits with which the first byte begins.
+# and the leading bits of the first byte.
 _LEADS = (
   (0, 0x7F, 0),
   (0x80, 0x7FF, 0xC0),
@@ -53,7 +53,7 @@ _LEADS = (
 
 @dataclasses.dataclass(frozen=True)
 class _Tail(expression_lib.Tree):
-  """The last bytes of characters, of which each has six bits of a number."""
+  """The last bytes of characters; each byte has six bits of a number."""
 
   length: int = 0
   ranges: _Ranges = ()  # First and last numbers in order.
@@ -76,15 +76,15 @@ def _split(
   for byte, rest in after.items():
     alike[tuple(rest)] |= 1 << byte
   return [
-    (some, (_Tail(length=length, ranges=rest),) if length else ())
-    for rest, some in alike.items()
+    (byte_set, (_Tail(length=length, ranges=rest),) if length else ())
+    for rest, byte_set in alike.items()
   ]
 
 
 @functools.lru_cache(maxsize=4096)
-def _indices(some: int) -> np.ndarray:
+def _indices(byte_set: int) -> np.ndarray:
   """The bytes of a set."""
-  return np.flatnonzero([some >> byte & 1 for byte in range(256)])
+  return np.flatnonzero([byte_set >> byte & 1 for byte in range(256)])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -94,12 +94,12 @@ def _spelled(
   """The first bytes of a set of characters or of tails, and what follows."""
   if isinstance(tree, _Tail):
     return _split(tree.ranges, tree.length - 1, 0x80)
-  found = []
+  spellings = []
   for length, (first, last, lead) in enumerate(_LEADS):
     cut = [(max(low, first), min(high, last)) for low, high in tree.ranges]
-    own = tuple((low, high) for low, high in cut if low <= high)
-    found += _split(own, length, lead)
-  return found
+    ranges = tuple((low, high) for low, high in cut if low <= high)
+    spellings += _split(ranges, length, lead)
+  return spellings
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -111,7 +111,7 @@ class _Again(expression_lib.Tree):
 
 
 class _Ambiguous(Exception):
-  """Nobody can know how often a text went through some repetitions."""
+  """A text does not say how often it went through some repetitions."""
 
   def __init__(self, repetitions: Iterable[expression_lib.Repetition]):
     super().__init__()
@@ -121,8 +121,8 @@ class _Ambiguous(Exception):
 class _Rests:
   """The rests of a text that may follow: a tree and then another rest.
 
-  Rest 0 is the end of the text. Some repetitions are counted: how often they
-  may follow is no part of a rest, but an effect (`specdec.text.effects`).
+  Rest 0 is the end of the text. Some repetitions are counted: an effect
+  (`specdec.text.effects`) says how often they may follow, and not the rest.
   """
 
   def __init__(
@@ -141,7 +141,7 @@ class _Rests:
     self._work = 0
 
   def of(self, trees: Iterable[expression_lib.Tree], rest: int) -> int:
-    """The rest of trees that follow each other, and then another one."""
+    """The number of the rest that is `trees`, in order, and then `rest`."""
     for tree in reversed([*trees]):
       key = tree, rest
       if key not in self._numbers:
@@ -158,8 +158,10 @@ class _Rests:
     """The bytes that begin a rest, or the rests that it may be."""
     tree, rest = self._rests[number - 1]
     if isinstance(tree, (expression_lib.Character, _Tail)):
-      begun = _spelled(tree)
-      return [(some, (self.of(trees, rest), 0)) for some, trees in begun], []
+      ways: list[_Way] = []
+      for byte_set, trees in _spelled(tree):
+        ways.append((byte_set, (self.of(trees, rest), 0)))
+      return ways, []
     if isinstance(tree, expression_lib.Alternation):
       return [], [(self.of((part,), rest), 0) for part in tree.parts]
     if isinstance(tree, _Again):
@@ -170,12 +172,12 @@ class _Rests:
       end = self._ends.setdefault(tree, _Again((tree,)))
       start = self.effects.at_level(self._levels[tree], keep=0)
       return [], [(self.of((end,), rest), start)]
-    found: list[_Step] = [] if tree.least else [(rest, 0)]
+    steps: list[_Step] = [] if tree.least else [(rest, 0)]
     if tree.most != 0:
       most = None if tree.most is None else tree.most - 1
       fewer = self._repetition(tree.parts, max(tree.least - 1, 0), most)
-      found.append((self.of((*tree.parts, fewer), rest), 0))
-    return [], found
+      steps.append((self.of((*tree.parts, fewer), rest), 0))
+    return [], steps
 
   def _repetition(
     self, parts: tuple[expression_lib.Tree, ...], least: int, most: int | None
@@ -199,35 +201,35 @@ class _Rests:
     """The bytes that begin one of the rests; how the text may end."""
     ways, ends = set[_Way](), set[int]()
     waiting: list[_Step] = [(rest, 0) for rest in rests]
-    known = {*waiting}
+    seen = {*waiting}
     for rest, effect in waiting:
       if rest not in self._opened:
         self._opened[rest] = self._open(rest)
       new, others = self._opened[rest]
-      ways.update((some, (one, effect)) for some, (one, _) in new)
+      ways.update((byte_set, (after, effect)) for byte_set, (after, _) in new)
       ends |= set() if rest else {effect}
-      for one, change in others:
-        step = one, self.effects.then(effect, change)
-        if step not in known and step[1] != effects_lib.IMPOSSIBLE:
-          known.add(step)
+      for after, change in others:
+        step = after, self.effects.then(effect, change)
+        if step not in seen and step[1] != effects_lib.IMPOSSIBLE:
+          seen.add(step)
           waiting.append(step)
-    self._work += len(known)
+    self._work += len(seen)
     if self._work > _MAX_WORK:
       raise _too_large()
     if not ends:
       return frozenset(ways), effects_lib.IMPOSSIBLE
     end = self.effects.together([(effect, ()) for effect in ends])
     if end == effects_lib.IMPOSSIBLE:
-      raise self.ambiguous(rest for rest, _ in known)
+      raise self.ambiguous(rest for rest, _ in seen)
     return frozenset(ways), end
 
   def together(self, steps: Collection[_Step]) -> int:
     """The effect of steps that one text takes at once."""
+    levels_of = lambda rest: [
+      self._levels[repetition] for repetition in self._inside[rest]
+    ]
     effect = self.effects.together(
-      [
-        (effect, [self._levels[one] for one in self._inside[rest]])
-        for rest, effect in steps
-      ]
+      [(effect, levels_of(rest)) for rest, effect in steps]
     )
     if effect == effects_lib.IMPOSSIBLE:
       raise self.ambiguous(rest for rest, _ in steps)
@@ -235,7 +237,9 @@ class _Rests:
 
   def ambiguous(self, rests: Iterable[int]) -> _Ambiguous:
     """An error that names the innermost repetitions of some rests."""
-    return _Ambiguous(one for rest in rests for one in self._inside[rest][:1])
+    return _Ambiguous(
+      repetition for rest in rests for repetition in self._inside[rest][:1]
+    )
 
 
 def _repetitions(tree: _Again) -> tuple[expression_lib.Repetition, ...]:
@@ -252,18 +256,18 @@ def _too_large() -> automaton_lib.TooLarge:
 def _by_rests(ways: Iterable[_Way]) -> Iterator[tuple[int, tuple[_Step, ...]]]:
   """Yields sets of bytes, at most 256, and the rests that follow each."""
   of_rests = collections.Counter[_Step]()
-  for some, rest in ways:
-    of_rests[rest] |= some
+  for byte_set, rest in ways:
+    of_rests[rest] |= byte_set
   blocks: list[tuple[int, list[_Step]]] = [(2**256 - 1, [])]
-  for rest, some in sorted(of_rests.items()):
-    for index, (known, following) in enumerate([*blocks]):
-      if both := some & known:
-        if both != known:
-          blocks.append((known ^ both, [*following]))
+  for rest, byte_set in sorted(of_rests.items()):
+    for index, (block, following) in enumerate([*blocks]):
+      if both := byte_set & block:
+        if both != block:
+          blocks.append((block ^ both, [*following]))
           blocks[index] = both, following
         following.append(rest)
-  for some, following in blocks:
-    yield some, tuple(following)
+  for block, following in blocks:
+    yield block, tuple(following)
 
 
 def of_tree(tree: expression_lib.Tree) -> tuple[np.ndarray, np.ndarray]:
@@ -284,10 +288,10 @@ def of_tree(tree: expression_lib.Tree) -> tuple[np.ndarray, np.ndarray]:
 def counting(
   tree: expression_lib.Tree,
 ) -> tuple[np.ndarray, np.ndarray, effects_lib.OfBytes | None]:
-  """The same automaton, which counts long repetitions.
+  """The automaton of `of_tree`, except that it counts long repetitions.
 
   A repetition is counted where the next byte alone says whether it goes on.
-  Where it does not, there are states for every number of times.
+  Other repetitions have states for every number of times.
 
   Returns:
     What `of_tree` returns, and the effects of bytes on counts; None if there
@@ -296,17 +300,17 @@ def counting(
   Raises:
     specdec.text.automaton.TooLarge: it has too many states.
   """
-  spoken = repetitions.without_impossible(tree)
-  counted = repetitions.long_ones(spoken, _UNROLLED)
+  possible = repetitions.without_impossible(tree)
+  counted = repetitions.long_ones(possible, _UNROLLED)
   while True:
-    levels = repetitions.levels(spoken, counted)
+    levels = repetitions.levels(possible, counted)
     try:
-      delta, accepting, counts = _built(spoken, levels)
+      delta, accepting, counts = _built(possible, levels)
     except _Ambiguous as error:
       counted -= error.repetitions or counted
       continue
     except automaton_lib.TooLarge as error:
-      name = repetitions.longest(spoken, counted)
+      name = repetitions.longest(possible, counted)
       where = f'; {name} is the longest that is not counted' if name else ''
       raise automaton_lib.TooLarge(f'{error}{where}') from error
     # One more state allows everything.
@@ -315,7 +319,9 @@ def counting(
       return delta, accepting, counts if counted else None
     # The shortest are unrolled, so that there are fewer counts.
     level = counts.sizes.index(min(counts.sizes))
-    counted -= {one for one in counted if levels[one] == level}
+    counted -= {
+      repetition for repetition in counted if levels[repetition] == level
+    }
 
 
 def _built(
@@ -336,14 +342,14 @@ def _built(
   targets: dict[tuple[int, ...], int] = {(): -1}
   for ways, _ in waiting:
     row, changed = np.full(256, -1), np.zeros(256, np.int32)
-    for some, steps in _by_rests(ways):
+    for byte_set, steps in _by_rests(ways):
       following = tuple(dict.fromkeys(rest for rest, _ in steps))
       if following not in targets:
         state = rests.state(following)
         targets[following] = states.setdefault(state, len(states))
         waiting += [state] if len(states) > len(waiting) else []
-      row[_indices(some)] = targets[following]
-      changed[_indices(some)] = rests.together(steps) if steps else 0
+      row[_indices(byte_set)] = targets[following]
+      changed[_indices(byte_set)] = rests.together(steps) if steps else 0
     table.append(row)
     changes.append(changed)
     if len(states) > automaton_lib.MAX_STATES:

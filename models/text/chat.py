@@ -12,7 +12,7 @@ from specdec.models.text import text_decoding
 from specdec.models.text import token_bytes as token_bytes_lib
 
 MAX_CONTEXT = 2048
-"""The most tokens of a conversation, if nobody says otherwise."""
+"""The most tokens of a conversation by default."""
 
 
 class ContextFull(ValueError):
@@ -67,7 +67,7 @@ class Chat:
   def reply(self, text: str) -> 'Chat':
     """Goes on: the answer so far, then a user's message; returns itself.
 
-    The errors are those of `restart`.
+    It raises the errors of `restart`.
     """
     result, question = self.result(), {'role': 'user', 'content': text}
     answer = chat_template.answer(result.text[0], result.reasoning[0])
@@ -79,8 +79,8 @@ class Chat:
     What it has in common with the conversation so far is not read again.
 
     Raises:
-      ContextFull: the messages do not fit into the context. Nothing has changed
-        then, nor after other errors.
+      ContextFull: the messages do not fit into the context. After any error
+        nothing has changed.
       ValueError: see `Generator.chat`.
     """
     self._decoding.extend([messages], max_new_tokens=self._limit(messages))

@@ -49,7 +49,7 @@ def answer(text: str, reasoning: str) -> dict[str, str]:
 
 
 def _check_texts(name: str, value: Any) -> None:
-  """Refuses what is no Unicode in a message, however deep."""
+  """Refuses texts in a message, at any depth, that are not valid Unicode."""
   if isinstance(value, str):
     arguments_lib.check_text(name, value)
   elif isinstance(value, Mapping):
@@ -63,34 +63,34 @@ def _check_texts(name: str, value: Any) -> None:
 def _check(messages: Sequence[Message]) -> None:
   if not isinstance(messages, Sequence) or isinstance(messages, str):
     raise ValueError(f'messages must be a list of dicts, got {messages!r:.60}')
-  for number, message in enumerate(messages):
+  for index, message in enumerate(messages):
     names = ('role', 'content')
     if not isinstance(message, Mapping) or not all(
       isinstance(message.get(name), str) for name in names
     ):
       raise ValueError(
-        f'message {number} must be a dict with the texts role and content, got'
+        f'message {index} must be a dict with the texts role and content, got'
         f' {message!r:.200}'
       )
-    _check_texts(f'message {number}', message)
+    _check_texts(f'message {index}', message)
   if not messages:
     raise ValueError('messages is empty; give at least one')
 
 
 def _reasoning_of(message: Message) -> str:
   """The reasoning of a message, by whatever name; empty if it has none."""
-  found = (message.get(name) for name in _REASONING)
-  return next((text for text in found if isinstance(text, str)), '')
+  texts = (message.get(name) for name in _REASONING)
+  return next((text for text in texts if isinstance(text, str)), '')
 
 
 def _named(message: Message) -> dict[str, Any]:
-  """A message whose reasoning has all names, of which a template reads one."""
+  """A message with its reasoning by all names; a template reads one of them."""
   text = _reasoning_of(message)
   return dict(message) | (dict.fromkeys(_REASONING, text) if text else {})
 
 
 def _in_blocks(message: Message) -> dict[str, Any]:
-  """A message whose reasoning is a part of its content, as of Ministral 3."""
+  """A message with its reasoning in its content, as Ministral 3 wants it."""
   if not (text := _reasoning_of(message)):
     return dict(message)
   thinking = {'type': 'thinking', 'thinking': text}
@@ -104,9 +104,9 @@ def _rendered(
   *,
   with_head: bool,
 ) -> Any:
-  """The text of a conversation, with what begins its answer or without.
+  """The text of a conversation; `with_head`: also the beginning of its answer.
 
-  Its reasoning is a part of contents if the template puts tags around it there.
+  Reasoning is put into the contents if the template writes tags around it.
   """
   named = _rendered_as(tokenizer, map(_named, messages), with_head)
   texts = [*filter(None, map(_reasoning_of, messages))]
@@ -127,7 +127,7 @@ def _rendered_as(
   messages: Iterable[dict[str, Any]],
   with_head: bool,
 ) -> Any:
-  """The text of a conversation whose messages the template may know."""
+  """The text of a conversation, in a form that the template may not know."""
   render = functools.partial(
     tokenizer.apply_chat_template,
     [*messages],
@@ -138,7 +138,7 @@ def _rendered_as(
     return render()
   except TypeError:
     # Tools that are absent are None in transformers, and undefined in
-    # llama.cpp, for which some templates of GGUF files are written.
+    # llama.cpp. Some templates of GGUF files are written for llama.cpp.
     template = tokenizer.get_chat_template()
     return render(chat_template=f'{{% set tools = no_tools %}}{template}')
 
@@ -153,19 +153,19 @@ def _text_of(
   _check(messages)
   if not tokenizer.chat_template:
     raise ValueError(
-      'the tokenizer of the target has no chat template, like those of base'
-      ' models; choose an instruct model, copy its chat_template.jinja into the'
-      ' folder of the target, or give a text as the prompt, without a chat'
+      'the tokenizer of the target has no chat template: base models have none;'
+      ' choose an instruct model, copy its chat_template.jinja into the folder'
+      ' of the target, or give a text as the prompt, without a chat'
     )
   try:
     text = _rendered(tokenizer, messages, with_head=with_head)
   except Exception as error:  # A template is a program: it may raise anything.
     roles = ', '.join(message['role'] for message in messages)
     is_refusal = isinstance(error, jinja2.TemplateError)
-    kind = '' if is_refusal else f'{type(error).__name__}: '
+    error_type = '' if is_refusal else f'{type(error).__name__}: '
     raise ValueError(
       'the chat template of the target refuses a conversation with the roles'
-      f' {roles}: {kind}{error}'
+      f' {roles}: {error_type}{error}'
     ) from error
   text = text.removeprefix('\ufeff')  # A byte order mark of the template file.
   arguments_lib.check_text(
@@ -192,7 +192,7 @@ def conversation_ids(
 
   Raises:
     ValueError: the tokenizer has no template, the template refuses the
-      messages, or they are no messages; gives the reason.
+      messages, or a message is malformed; gives the reason.
   """
   text = _text_of(tokenizer, messages)
   return tokenizer(text, add_special_tokens=False, verbose=False)['input_ids']

@@ -28,15 +28,15 @@ def _draft_of_text(text: str) -> str | None:
 
 
 def _draft_vocab_of_text(text: str) -> int | list[int]:
-  number, _, path = text.partition(':')
-  if not number.isdecimal() or int(number) < 1:
+  count, _, path = text.partition(':')
+  if not count.isdecimal() or int(count) < 1:
     raise ValueError(
       f'draft_vocab={text} is neither N nor N:FILE, such as 32768'
     )
   if not path:
-    return int(number)
+    return int(count)
   try:
-    return draft_vocabulary.most_frequent(path, int(number))
+    return draft_vocabulary.most_frequent(path, int(count))
   except ValueError as error:
     raise ValueError(f'draft_vocab={text}: {error}') from error
 
@@ -90,17 +90,17 @@ class ModelChoice:
   )
   draft_dtype: jax.typing.DTypeLike | None = fields.described(
     None,
-    'the format of the draft, or of the matrices of the head; default: that of'
-    ' the target, but where the kernels for CPU are used four bits next to'
-    ' bfloat16 and fewer bits (eight if its files have less than 64 MiB); what'
-    ' is decoded does not depend on it',
+    'the format of the draft, or of the matrices of the head; default: the'
+    ' format of the target, but where the kernels for CPU are used four bits'
+    ' for a target of bfloat16 or fewer bits (eight if the files of the draft'
+    ' have less than 64 MiB); what is decoded does not depend on it',
     choices=matrices_lib.DTYPES,
   )
   draft_vocab: int | Sequence[int] | None = fields.described(
     None,
-    'how many tokens the draft or head computes and proposes: N, for those that'
-    ' the tokenizer learned first, or N:FILE, for those of the largest counts,'
-    ' an array [V] in a .npy file; what is decoded does not depend on it;'
+    'how many tokens the draft or head computes and proposes: N takes those'
+    ' that the tokenizer learned first, N:FILE those with the largest counts in'
+    ' an array [V] of a .npy file; what is decoded does not depend on it;'
     ' default: all',
     in_python='N or the ids of the tokens',
     parse=_draft_vocab_of_text,

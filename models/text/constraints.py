@@ -5,15 +5,16 @@ An expression is in the syntax of Python's `re`, and the texts are those that
 and atomic groups, possessive quantifiers, `\b` and `\B`, and anchors, except at
 the beginning and the end of a text, where they say nothing.
 
-A schema is one of JSON Schema 2020-12, and the texts are JSON that conforms to
+A schema follows JSON Schema 2020-12, and the texts are JSON that conforms to
 it. The keywords are `type`, `enum`, `const`, `anyOf`, `allOf` with one schema,
 `$ref` within the schema and without recursion, `properties`, `required`,
 `additionalProperties`, `prefixItems`, `items`, `minItems`, `maxItems`,
 `minLength`, `maxLength`, `pattern` and `format`, one of `date`, `time`,
 `date-time`, `email`, `uri` and `uuid`. Annotations such as a title are ignored,
 and so are names that begin with `x-`, `uniqueItems: false` and
-`minProperties: 0`. Every other keyword is refused, and so are keywords of one
-string, or beside `$ref` and others, that would have to hold together.
+`minProperties: 0`. Every other keyword is refused. So are two keywords for one
+string, except `minLength` with `maxLength`, and keywords next to `$ref`,
+`allOf`, `anyOf`, `const` or `enum`, except `type` next to the last two.
 
 Not all JSON that conforms is such a text. An object has the properties that its
 schema names, in their order and no others; if it names none, it has any, with
@@ -21,15 +22,15 @@ schema names, in their order and no others; if it names none, it has any, with
 keywords are about. Values that the schema does not describe have two levels of
 arrays and objects at most. An integer has no fraction and no exponent. Strings
 and constants are spelled as by `json.dumps`, other values with a space or none
-between their parts. A pattern is an expression of ECMA-262 that is found
-anywhere in a string; what of `regex` is refused is refused there, too, and so
-are flags in an expression and classes of Unicode, `\p`.
+between their parts. A pattern is an expression of ECMA-262 that matches
+anywhere in a string. Whatever is refused in `regex` is refused there, too, and
+so are flags in an expression and classes of Unicode, `\p`.
 
 Long repetitions are counted and need hardly any states: `maxLength`,
 `minLength`, `maxItems` and `minItems` up to 100,000, and `{m,n}`. The next byte
 of a text must say whether the repetition goes on, as in `\w{1,64}@` and not in
-`\w{1,64}foo`, and each byte must be a token. Otherwise each number of times has
-states of its own, and the message about what is too large names the longest.
+`\w{1,64}foo`, and each byte must be a token. Otherwise each number of times
+needs states. If they are too many, the message names the longest repetition.
 
 Both become trees (`models/text/expression`, `models/text/ecma_pattern`),
 automata over bytes (`models/text/byte_automaton`) and then over tokens
@@ -51,8 +52,8 @@ from specdec.models.text import json_schema
 from specdec.models.text import token_bytes as token_bytes_lib
 from specdec.text import automaton as automaton_lib
 
-# An expression of Python's `re`; a schema as JSON or as what JSON stands for.
-# One, or one per row, of which some may be None.
+# An expression of Python's `re`; a schema as JSON text or as a mapping. One, or
+# one per row; None: the row has no constraint.
 Regex = str | Sequence[str | None]
 Schema = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any] | None]
 
@@ -60,21 +61,24 @@ Schema = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any] | None]
 Constraint = tuple[str, str] | None
 
 
-def _text_of(kind: str, value: Any) -> str:
+def _text_of(name: str, value: Any) -> str:
   """The text of an expression or schema.
 
   Raises:
     ValueError: it is neither.
   """
-  if kind == 'json_schema' and isinstance(value, Mapping):
+  if name == 'json_schema' and isinstance(value, Mapping):
     try:
       return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-      raise ValueError(f'json_schema is no JSON: {error}') from error
+      raise ValueError(
+        f'json_schema cannot be written as JSON: {error}'
+      ) from error
   if not isinstance(value, str):
-    what = 'text' if kind == 'regex' else 'a JSON object, or the text of one'
-    raise ValueError(f'{kind} must be {what}, got {value!r}')
-  arguments_lib.check_text(kind, value)
+    is_regex = name == 'regex'
+    expected = 'text' if is_regex else 'a JSON object, or the text of one'
+    raise ValueError(f'{name} must be {expected}, got {value!r}')
+  arguments_lib.check_text(name, value)
   return value
 
 
@@ -98,7 +102,7 @@ def _short(text: str) -> str:
   return text if len(text) <= 60 else f'{text[:57]}...'
 
 
-# Building one takes a moment where the vocabulary is large.
+# Building an automaton takes a moment where the vocabulary is large.
 @functools.lru_cache(maxsize=64)
 def _automaton(
   constraint: tuple[str, str],
@@ -106,9 +110,9 @@ def _automaton(
   vocab_size: int,
   eos_ids: tuple[int, ...],
 ) -> automaton_lib.Automaton:
-  kind, text = constraint
-  parse = expression.parse if kind == 'regex' else json_schema.parse
-  named = f'{kind} {_short(text)!r}'
+  name, text = constraint
+  parse = expression.parse if name == 'regex' else json_schema.parse
+  named = f'{name} {_short(text)!r}'
   try:
     tree = parse(text)
     delta, accepting, counts = byte_automaton.counting(tree)
@@ -141,16 +145,17 @@ def automaton_of(
   """The automaton over tokens of a constraint; None if there is none.
 
   Raises:
-    ValueError: the constraint is invalid, too large, or none that the tokens
-      can spell; the tokens have no bytes of their own; or no token ends a text.
+    ValueError: the constraint is invalid or too large, or the tokens can spell
+      none of its texts; the tokens have no bytes of their own; or no token ends
+      a text.
   """
   if constraint is None:
     return None
   ids = arguments_lib.to_ids('eos_ids', eos_ids, vocab_size)
   if not ids:
     raise ValueError(
-      f'{constraint[0]} needs a token that ends the text; name one as eos_ids'
-      ' (the flag --eos)'
+      f'{constraint[0]} needs a token that ends the text, but there is none;'
+      ' give eos_ids=, the text or the id of one'
     )
   pieces = token_bytes_lib.token_bytes(tokenizer, vocab_size)
   return _automaton(constraint, pieces, vocab_size, tuple(ids))

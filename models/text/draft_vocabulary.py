@@ -49,12 +49,12 @@ def tokens_of(
   Args:
     draft_vocab: N, for the special tokens and those that the tokenizer learned
       first (ids are in the order of its merges), or the ids.
-    tokenizer: that of the draft.
+    tokenizer: the draft's.
     vocab_size: V, of the draft.
 
   Raises:
-    ValueError: an id is none of the draft, or N leaves no room for tokens that
-      are not special.
+    ValueError: an id is outside the draft's vocabulary, or N leaves no room for
+      tokens that are not special.
   """
   if draft_vocab is None:
     return None
@@ -69,7 +69,7 @@ def tokens_of(
   if draft_vocab <= len(special):
     raise ValueError(
       f'draft_vocab={draft_vocab} must be more than the {len(special)} special'
-      f' tokens of the draft, whose vocabulary has {vocab_size}'
+      f' tokens of the draft; its vocabulary has {vocab_size}'
     )
   others = (id_ for id_ in range(vocab_size) if id_ not in special)
   first = [next(others) for _ in range(draft_vocab - len(special))]

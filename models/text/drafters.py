@@ -39,8 +39,8 @@ def _load_ngram(
   if not fits:
     raise ValueError(
       f'the n-gram table {path} ({table.vocab_size} tokens) was built with'
-      f' another tokenizer than that of the target ({vocab_size} tokens); build'
-      ' one with scripts/build_ngram.py, or choose --inner=lookup'
+      f' another tokenizer than the target has ({vocab_size} tokens); build one'
+      ' with scripts/build_ngram.py, or choose inner=lookup'
     )
   table = jax.device_put(table, pair.layout.everywhere)
   return lookup.NGram(table.replace(vocab_size=vocab_size))
@@ -143,8 +143,8 @@ def make_drafter(
     if method in ('tree', 'staged') and inner != 'none':
       return _alone(inner, settings, pair)
     raise ValueError(
-      f'--method={method} with --inner={inner} needs a draft; give --draft or'
-      ' --head, or plain'
+      f'method={method} with inner={inner} needs a draft; give draft= or head=,'
+      ' or choose method=plain'
     )
   scorer = _model_scorer(pair, settings.draft_prompt)
   length = settings.num_draft_tokens
@@ -159,13 +159,13 @@ def make_drafter(
     return _one_stage(scorer, config, settings)
   if inner == 'none':
     raise ValueError(
-      f'--method={method} with --inner=none has nothing to stage; choose one of'
-      f' {settings_lib.INNERS[1:]}, or --method=tree'
+      f'method={method} with inner=none has nothing to stage; choose one of'
+      f' {settings_lib.INNERS[1:]}, or method=tree'
     )
   if settings.topology is not None:
     raise ValueError(
-      '--topology: a fixed topology leaves no room for the candidates of an'
-      ' inner stage; leave it out, or choose --method=tree'
+      f'method={method} with topology=: a fixed topology leaves no room for the'
+      ' candidates of an inner stage; leave it out, or choose method=tree'
     )
   if method == 'staged_chain':
     tree = dataclasses.replace(tree, num_nodes=length + 1, max_depth=length)
@@ -178,7 +178,7 @@ def make_drafter(
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-  """The drafters of all ways of a plan, of which a request takes one."""
+  """The drafters of all ways of a plan; a request takes one of them."""
 
   plan: plan_lib.Plan
   by_name: Mapping[str, drafter_lib.Drafter]
@@ -201,7 +201,7 @@ def make_planned(plan: plan_lib.Plan | None, pair: pair_lib.Pair) -> Planned:
     ValueError: there is no plan, or one of its methods does not fit the models.
   """
   if plan is None:
-    raise ValueError('the method plan needs one; give --plan=auto or a file')
+    raise ValueError('the method plan needs plan=, a specdec.Plan or its file')
   return Planned(
     plan,
     {

@@ -40,7 +40,7 @@ _CONTROLS = {'t': 9, 'n': 10, 'v': 11, 'f': 12, 'r': 13}
 _GROUP = re.compile(r'\((?:\?:|\?<[A-Za-z_$][\w$]*>)?(?!\?)')
 _LOOK_AROUND = re.compile(r'\(\?<?[=!]')
 _QUANTIFIER = re.compile(r'(?:([*+?])|\{([0-9]+)(?:(,)([0-9]*))?\})\??')
-_OF_PYTHON = re.compile(r'\{,[0-9]*\}')
+_PYTHON_QUANTIFIER = re.compile(r'\{,[0-9]*\}')
 _OTHER_GROUP = re.compile(r'\(\?[^:)]*[:)]?')
 # A pair of surrogates is one character.
 _CODE = re.compile(
@@ -52,11 +52,10 @@ _NUMBERS = {'*': (0, None), '+': (1, None), '?': (0, 1)}
 
 
 def parse(pattern: str) -> expression_lib.Tree:
-  """The tree of the texts in which a pattern is found anywhere.
+  """The tree of the texts that have a match of a pattern anywhere.
 
   Raises:
-    ValueError: the pattern is invalid, or has a part that is not supported;
-      says which.
+    ValueError: the pattern is invalid, or a part of it is not supported.
     RecursionError: its groups are nested too deeply.
   """
   reader = _Reader(pattern)
@@ -69,16 +68,16 @@ def parse(pattern: str) -> expression_lib.Tree:
 
 def _complement(ranges: Iterable[tuple[int, int]]) -> _Ranges:
   """All characters that are not in some ranges; in order, without overlaps."""
-  found, start = [], 0
+  gaps, start = [], 0
   for first, last in sorted(ranges):
     if first > start:
-      found.append((start, first - 1))
+      gaps.append((start, first - 1))
     start = max(start, last + 1)
-  return [*found, (start, _LAST)] if start <= _LAST else found
+  return [*gaps, (start, _LAST)] if start <= _LAST else gaps
 
 
 def _set(letter: str) -> _Ranges | None:
-  """The characters of an escape such as `d`, or None if it is none."""
+  """The characters of an escape such as `d`; None for other letters."""
   ranges = _SETS.get(letter.lower())
   return ranges if letter.islower() or not ranges else _complement(ranges)
 
@@ -127,13 +126,13 @@ class _Reader:
   def _atom(self) -> tuple[Any, Any]:
     if self._at('('):
       return self._group()
-    if found := self._match(_OF_PYTHON):
+    if match := self._match(_PYTHON_QUANTIFIER):
       self._refuse(
-        f'{found[0]} is no number of repetitions in ECMA-262; write'
-        f' {{0{found[0][1:]} or \\{found[0]}'
+        f'{match[0]} is not a number of repetitions in ECMA-262; write'
+        f' {{0{match[0][1:]} or \\{match[0]}'
       )
-    if found := self._match(_QUANTIFIER):
-      self._refuse(f'{found[0]} has nothing to repeat')
+    if match := self._match(_QUANTIFIER):
+      self._refuse(f'{match[0]} has nothing to repeat')
     letter = self._next()
     if letter == '^':
       return ops.AT, ops.AT_BEGINNING
@@ -151,36 +150,36 @@ class _Reader:
     if self._match(_LOOK_AROUND):
       self._refuse('look-around is not supported')
     if not self._match(_GROUP):
-      found = _OTHER_GROUP.match(self._pattern, self._position)
-      named = found[0] if found else '(?'
-      self._refuse(f'{named} is no group of ECMA-262, or has flags')
+      match = _OTHER_GROUP.match(self._pattern, self._position)
+      named = match[0] if match else '(?'
+      self._refuse(f'{named} is not a group of ECMA-262, or has flags')
     items = self.disjunction()
     if not self._take(')'):
       self._refuse('missing ), unterminated group')
     return ops.SUBPATTERN, (None, 0, 0, items)
 
   def _class(self) -> _Ranges:
-    is_negated, found = self._take('^'), list[tuple[int, int]]()
+    is_negated, ranges = self._take('^'), list[tuple[int, int]]()
     if not is_negated and self._at(']'):
       self._refuse('[] is an empty class in ECMA-262; write \\] in a class')
     while not self._take(']'):
       first = self._of_class()
       if not self._at('-') or self._at('-]'):
-        found += first
+        ranges += first
         continue
       self._next()
       last = self._of_class()
-      if any(len(one) > 1 or one[0][0] != one[0][1] for one in (first, last)):
-        found += [*first, (0x2D, 0x2D), *last]
+      if any(len(end) > 1 or end[0][0] != end[0][1] for end in (first, last)):
+        ranges += [*first, (0x2D, 0x2D), *last]
       elif first[0] > last[0]:
         self._refuse('a range of a class is out of order')
       else:
-        found.append((first[0][0], last[0][0]))
-    outside = _complement(found)
+        ranges.append((first[0][0], last[0][0]))
+    outside = _complement(ranges)
     return outside if is_negated else _complement(outside)
 
   def _of_class(self) -> _Ranges:
-    """One character, or a set of an escape."""
+    """A member of a class: one character, or the set of an escape."""
     if self.is_at_end:
       self._refuse('unterminated class ]')
     letter = self._next()
@@ -190,13 +189,13 @@ class _Reader:
 
   def _escape(self) -> _Ranges:
     """The characters of an escape, after its backslash."""
-    if found := self._match(_CODE):
-      high, low, *others = found.groups()
-      (code,) = [int(one, 16) for one in others if one] or [
+    if match := self._match(_CODE):
+      high, low, *others = match.groups()
+      (code,) = [int(digits, 16) for digits in others if digits] or [
         0x10000 + ((int(high, 16) & 0x3FF) << 10 | int(low, 16) & 0x3FF)
       ]
       if code > _LAST:
-        self._refuse(f'\\{found[0]} is no character')
+        self._refuse(f'\\{match[0]} is not a character')
       return [(code, code)]
     if self.is_at_end:
       self._refuse('bad escape \\ at the end')
@@ -215,7 +214,7 @@ class _Reader:
     elif letter in 'pP':
       self._refuse(f'classes of Unicode, \\{letter}, are not supported')
     elif letter not in _CONTROLS and letter.isascii() and letter.isalnum():
-      self._refuse(f'\\{letter} is no escape of ECMA-262')
+      self._refuse(f'\\{letter} is not an escape of ECMA-262')
     return [(code, code)]
 
   def _characters(self, ranges: _Ranges) -> tuple[Any, Any]:
@@ -228,7 +227,7 @@ class _Reader:
     return self._pattern.startswith(text, self._position)
 
   def _take(self, text: str) -> bool:
-    """Whether `text` is next, which is read then."""
+    """Whether `text` is next; if so, reads it."""
     is_next = self._at(text)
     self._position += len(text) if is_next else 0
     return is_next
@@ -238,9 +237,9 @@ class _Reader:
     return self._pattern[self._position - 1]
 
   def _match(self, what: re.Pattern[str]) -> re.Match[str] | None:
-    found = what.match(self._pattern, self._position)
-    self._position = found.end() if found else self._position
-    return found
+    match = what.match(self._pattern, self._position)
+    self._position = match.end() if match else self._position
+    return match
 
   def _refuse(self, message: str) -> NoReturn:
     raise ValueError(f'{message} (before position {self._position})')

@@ -16,7 +16,7 @@ from specdec.text import stop_strings
 # One stop string, several, or a list of them per row.
 Stops = str | Sequence[str] | Sequence[Sequence[str]]
 StopsOfRows = tuple[tuple[str, ...], ...]
-# Ids of tokens, or their texts; one text alone stands for itself.
+# Ids of tokens, or their texts; a single text is one token.
 EosIds = str | Sequence[int | str]
 
 
@@ -24,7 +24,7 @@ def stops_of_rows(stop: Any, batch_size: int) -> StopsOfRows:
   """`Stops` as the stop strings of each row.
 
   Raises:
-    ValueError: there are other than B lists, or a stop string is empty or not
+    ValueError: the number of lists is not B, or a stop string is empty or not
       Unicode.
   """
   are_texts = lambda values: (
@@ -88,7 +88,7 @@ def stop_table(
 def _ids_of_text(
   text: str, tokenizer: transformers.PreTrainedTokenizerBase, vocab_size: int
 ) -> list[int]:
-  """The ids of the tokens with a text, of which there may be several."""
+  """The ids of all tokens with a text."""
   arguments_lib.check_text('eos_ids', text)
   special = token_bytes_lib.special_tokens(tokenizer, vocab_size).get(
     text.encode()
@@ -99,9 +99,8 @@ def _ids_of_text(
   ids = [id_ for id_, piece in enumerate(pieces) if piece == text.encode()]
   if not ids:
     raise ValueError(
-      f'eos_ids (the flag --eos) has the text {text!r}, but no token of the'
-      ' target has this text; give the text of one token, or its id; a text of'
-      ' several tokens can be a stop string'
+      f'eos_ids={text!r}: no token of the target has this text; give the text'
+      ' of one token, or its id; a text of several tokens can be a stop string'
     )
   return ids
 
@@ -109,11 +108,11 @@ def _ids_of_text(
 def eos_ids_of(
   given: Any, tokenizer: transformers.PreTrainedTokenizerBase, vocab_size: int
 ) -> Any:
-  """`EosIds` as ids, which are checked where they are used.
+  """`EosIds` as ids; they are checked where they are used.
 
   Raises:
-    ValueError: a text is that of no token, or the tokens of the tokenizer have
-      no bytes of their own.
+    ValueError: no token has one of the texts, or the tokens of the tokenizer
+      have no bytes of their own.
   """
   if isinstance(given, str):
     given = [given]

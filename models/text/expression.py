@@ -1,9 +1,9 @@
 r"""Expressions in the syntax of Python's `re`, as trees.
 
-`re` itself reads an expression, and the characters that a part of it stands for
-are found by matching that part with all of Unicode. So classes, escapes and
-flags mean what they mean in `re`, and a tree stands for the texts that
-`re.fullmatch` accepts. Parts that no such tree can express are refused by name.
+`re` itself parses an expression. The characters that a part of it matches are
+found by trying all of Unicode. So classes, escapes and flags mean what they
+mean in `re`, and a tree describes the texts that `re.fullmatch` accepts. Parts
+that no such tree can express are refused by name.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tree:
-  """Base of what stands for a set of texts."""
+  """Base of the trees; a tree describes a set of texts."""
 
   parts: tuple['Tree', ...] = ()
 
@@ -94,15 +94,15 @@ def character(ranges: Iterable[tuple[int, int]]) -> Character:
     for first, last in ranges
     for low, high in ANY.ranges
   ]
-  return Character(ranges=tuple(one for one in cut if one[0] <= one[1]))
+  ordered = tuple((first, last) for first, last in cut if first <= last)
+  return Character(ranges=ordered)
 
 
 def parse(expression: str) -> Tree:
   """The tree of an expression in the syntax of `re`.
 
   Raises:
-    ValueError: the expression is invalid, or has a part that is not supported;
-      says which.
+    ValueError: the expression is invalid, or a part of it is not supported.
     RecursionError: its groups are nested too deeply.
   """
   # `\z` is what Python 3.14 calls `\Z`.
@@ -110,10 +110,10 @@ def parse(expression: str) -> Tree:
     r'\\.', lambda escape: escape[0].replace('z', 'Z'), expression, flags=re.S
   )
   try:
-    found = _parser.parse(expression)
+    parsed = _parser.parse(expression)
   except (re.error, OverflowError) as error:
     raise ValueError(str(error)) from error
-  return sequence(found, found.state.flags, _EMPTY, _EMPTY)
+  return sequence(parsed, parsed.state.flags, _EMPTY, _EMPTY)
 
 
 def sequence(
@@ -164,8 +164,8 @@ def _part(
     return sequence(items, (flags | added) & ~removed, before, after)
   if op is ops.BRANCH:
     _, branches = argument
-    each = (sequence(items, flags, before, after) for items in branches)
-    return Alternation(tuple(each))
+    trees = (sequence(items, flags, before, after) for items in branches)
+    return Alternation(tuple(trees))
   part: Tree
   if op in (ops.MAX_REPEAT, ops.MIN_REPEAT):
     least, most, items = argument
@@ -188,16 +188,16 @@ def _part(
 
 @functools.lru_cache(maxsize=256)
 def _matched(op: Any, argument: Any, flags: int) -> Character:
-  """The characters that a part matches, each of which is tried."""
+  """The characters that a part matches; all of Unicode is tried."""
   state = _parser.State()
   state.flags = flags
-  one = _parser.SubPattern(state, [(op, argument)])
-  run = (ops.MAX_REPEAT, (1, ops.MAXREPEAT, one))
+  part = _parser.SubPattern(state, [(op, argument)])
+  run = (ops.MAX_REPEAT, (1, ops.MAXREPEAT, part))
   compiled = _compiler.compile(_parser.SubPattern(state, [run]), flags)
   runs = [
-    (found.start(), found.end() - 1)
+    (match.start(), match.end() - 1)
     for bounds in _SCALARS
-    for found in compiled.finditer(_every_character(), *bounds)
+    for match in compiled.finditer(_every_character(), *bounds)
   ]
   return Character(ranges=tuple(runs))
 

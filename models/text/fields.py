@@ -40,13 +40,13 @@ def described(
 
   Args:
     default: its default.
-    help_text: what it is, and what its default stands for if that is None.
-    in_python: what a value is in Python, if that is not what a flag has.
-    choices: the texts that a flag may have, with the values that they stand for
-      if these are others. Empty: any text.
+    help_text: what it is, and what None means if None is the default.
+    in_python: what a value is in Python, if flags have something else.
+    choices: the texts that a flag may have, mapped to values if the values are
+      others. Empty: any text.
     parse: a function from the text of a flag to the value, or from a list of
       texts if it `repeats`. None: the type of the field.
-    flag: the name of the flag. None: that of the field.
+    flag: the name of the flag. None: the name of the field.
     repeats: whether the flag may be given several times.
   """
   if not isinstance(choices, Mapping):
@@ -63,7 +63,7 @@ def described(
 
 
 def record(default: Any, prefix: str) -> Any:
-  """A field that holds a record, whose flags have a prefix."""
+  """A field that holds a record; the flags of that record have a prefix."""
   return dataclasses.field(default=default, metadata={'prefix': prefix})
 
 
@@ -89,7 +89,7 @@ class Option:
 
   @property
   def choices(self) -> Mapping[str, Any]:
-    """The values that a text may stand for; empty: any."""
+    """The values by the texts that a flag may have; empty: any text."""
     if get_origin(self.kind) is Literal:
       return {text: text for text in get_args(self.kind)}
     return self.field.metadata.get('choices', {})
@@ -105,17 +105,17 @@ class Option:
     return getattr(record, self.field.name)
 
   def text_of(self, value: Any) -> Any:
-    """The text of a value that has `choices`; other values as they are."""
+    """The text of a value among the `choices`; other values are returned."""
     meanings = self.choices.items()
     return next((text for text, meaning in meanings if meaning == value), value)
 
   def parse(self, text: Any) -> Any:
     """Its value from the text of a flag, or the texts if it `repeats`.
 
-    Other values, such as None and those of a flag of numbers, are returned.
+    Other values, such as None and numbers, are returned.
 
     Raises:
-      ValueError: the text stands for no value.
+      ValueError: the text is not one of the choices, or cannot be parsed.
     """
     if not isinstance(text, list if self.repeats else str):
       return text
@@ -128,16 +128,16 @@ class Option:
 
 
 def options_of(record: Any) -> dict[str, Option]:
-  """The described fields of a record and of those in it, by flag."""
-  found = dict[str, Option]()
+  """The described fields of a record and of the records in it, by flag."""
+  options = dict[str, Option]()
   for field in dataclasses.fields(record):
     if 'help' in field.metadata:
-      found[field.metadata.get('flag') or field.name] = Option(field)
+      options[field.metadata.get('flag') or field.name] = Option(field)
     elif 'prefix' in field.metadata:
       for name, option in options_of(field.default).items():
         name = field.metadata['prefix'] + name
-        found[name] = dataclasses.replace(option, record=field.name)
-  return found
+        options[name] = dataclasses.replace(option, record=field.name)
+  return options
 
 
 def unescaped(texts: Sequence[str]) -> list[str]:
@@ -146,7 +146,7 @@ def unescaped(texts: Sequence[str]) -> list[str]:
 
 
 def documented(symbol: _Symbol) -> _Symbol:
-  """Has the `help` of a record list its described fields."""
+  """Makes the `help` of a record list its described fields."""
   _add_help(symbol, symbol, 'Attributes:')
   return symbol
 
@@ -154,7 +154,7 @@ def documented(symbol: _Symbol) -> _Symbol:
 def takes_fields(
   record: Callable[_Fields, _Record],
 ) -> Callable[[Callable[[_Record], _Result]], Callable[_Fields, _Result]]:
-  """Has a function of a record take the fields of the record as arguments.
+  """Makes a function of a record take the fields of the record as arguments.
 
   Type checkers, `help` and editors see the arguments of the record, which
   therefore are listed once::

@@ -6,8 +6,8 @@ print(result.text[0], result.stats.block_efficiency)
 for new in lm.stream('import ', max_new_tokens=64):
   print(new[0], end='', flush=True)
 
-A prompt is a text, token ids, or the messages of a conversation, to which
-`Generator.chat` adds one turn after the other.
+A prompt is a text, token ids, or the messages of a conversation.
+`Generator.chat` adds one turn after the other to a conversation.
 """
 
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def as_list(prompts: Any) -> list[Any]:
   """`Prompts` as a list of prompts.
 
   Raises:
-    ValueError: the prompts are none.
+    ValueError: the value is neither a prompt nor several prompts.
   """
   if isinstance(prompts, str) or chat_template.is_conversation(prompts):
     return [prompts]
@@ -71,7 +71,7 @@ def as_list(prompts: Any) -> list[Any]:
 class Generator:
   """A target, a drafter and a tokenizer: text in, text out.
 
-  The drafter changes the speed, never the text; that of plain decoding is
+  The drafter changes the speed, never the text; for plain decoding it is
   `specdec.PLAIN`. Of the drafters of a plan, `stream` and `generate` choose one
   for each batch, by its longest prompt, and `chat` one for a whole
   conversation, by its beginning. `generate_many` takes the one for
@@ -111,10 +111,10 @@ class Generator:
   ) -> text_decoding.TextDecoding:
     """Continues prompts, and lets the text be shown while it grows.
 
-    The arguments are those of `generate`. Iterating over what is returned
-    yields the new text of each row, block by block, and iterating over its
-    `said()` also the new reasoning. To cancel, stop iterating; its `result` has
-    the text so far, and its `trace` every step.
+    It takes the arguments of `generate`. Iterating over what is returned yields
+    the new text of each row, block by block; iterating over its `said()` yields
+    the new reasoning, too. To cancel, stop iterating; its `result` has the text
+    so far, and its `trace` every step.
     """
     decode_options.check_names(options, text_options.TextOptions)
     given = as_list(prompts)
@@ -190,11 +190,11 @@ class Generator:
   ) -> many_lib.ManyDecoding:
     """Continues any number of prompts, some at a time.
 
-    When a prompt ends, the next takes its place in the batch. The tokens of a
-    prompt are those of `generate` for it alone, with the same seed. Iterating
-    over what is returned yields a `specdec.Completion` for each prompt; to
-    cancel, stop iterating; another loop goes on from there. A prompt that
-    cannot be decoded is a completion with an error, and the others go on.
+    When a prompt ends, the next takes its place in the batch. A prompt gets the
+    same tokens as from `generate` for it alone with the same seed. Iterating
+    over what is returned yields a `specdec.Completion` for each prompt. To
+    cancel, stop iterating; another loop continues from there. A prompt that
+    cannot be decoded gives a completion with an error, and the others go on.
 
     The options are the same for all prompts, unless one is a `specdec.Job` with
     others. Prompt i has `seed` + i.
@@ -220,12 +220,12 @@ class Generator:
     decode_options.check_names(options, text_options.TextOptions)
     arguments_lib.check_count('batch_size', batch_size)
     (stops,) = ends_lib.stops_of_rows(options.get('stop', ()), 1)
-    own: dict[str, Any] = {'seed': 0, 'max_new_tokens': max_new_tokens}
-    own |= text_options.of_texts(options)
+    defaults: dict[str, Any] = {'seed': 0, 'max_new_tokens': max_new_tokens}
+    defaults |= text_options.of_texts(options)
     return many_lib.ManyDecoding(
       self.pair,
       prompts,
-      many_lib.Job(prompt='', **own),
+      many_lib.Job(prompt='', **defaults),
       batch_size=batch_size,
       context=context,
       in_order=in_order,
@@ -246,9 +246,9 @@ class Generator:
   ) -> chat_lib.Chat:
     """Answers the last message of a conversation, and those that follow.
 
-    Every answer is that of `generate` for all messages up to then and the same
-    seed: token for token if `verify` is `match`, and otherwise tokens of the
-    same distribution. But only what is new is read.
+    Every answer equals what `generate` answers to all messages so far with the
+    same seed: token for token if `verify` is `match`, otherwise in
+    distribution. But only what is new is read.
 
     Args:
       messages: as of transformers: dicts with `role` and `content`.
@@ -279,8 +279,8 @@ class GeneratorChoice(choice_lib.ModelChoice):
   )
   drafting: settings_lib.DraftSettings | None = fields.described(
     None,
-    'the settings of the method; default: those of DraftSettings, but on CPU'
-    ' trees of 8 nodes',
+    'the settings of the method; default: DraftSettings(), but on CPU trees of'
+    ' 8 nodes',
   )
   plan: plan_lib.Plan | str | os.PathLike[str] | None = fields.described(
     None, 'a specdec.Plan or its file, in place of method and drafting'

@@ -30,7 +30,7 @@ _ANNOTATIONS = {
   'title',
   'writeOnly',
 }
-_OF_TYPE = {
+_KEYWORDS_BY_TYPE = {
   'string': {'format', 'maxLength', 'minLength', 'pattern'},
   'array': {'items', 'maxItems', 'minItems', 'prefixItems'},
   'object': {'additionalProperties', 'properties', 'required'},
@@ -39,12 +39,12 @@ _OF_TYPE = {
 _SAYS_NOTHING = {'uniqueItems': False, 'minProperties': 0}
 # The largest number that keywords may have, such as `maxLength`.
 _LARGEST = 100_000
-# No other keyword may stand beside one of these, except `type` in two cases.
-_ALONE = ('$ref', 'allOf', 'anyOf', 'const', 'enum')
+# No other keyword may be next to one of these, except `type` in two cases.
+_EXCLUSIVE = ('$ref', 'allOf', 'anyOf', 'const', 'enum')
 _WITH_TYPE = ('const', 'enum')
-_OBEYED = {'type', *_ALONE}.union(*_OF_TYPE.values())
+_OBEYED = {'type', *_EXCLUSIVE}.union(*_KEYWORDS_BY_TYPE.values())
 
-_IS_OF: dict[str, Callable[[Any], bool]] = {
+_TYPE_CHECKS: dict[str, Callable[[Any], bool]] = {
   'null': lambda value: value is None,
   'boolean': lambda value: isinstance(value, bool),
   'integer': lambda value: _is_number(value) and value == value // 1,
@@ -61,29 +61,29 @@ def parse(text: str) -> expression_lib.Tree:
   """The tree of a schema.
 
   Args:
-    text: a schema, which is JSON.
+    text: a schema as JSON.
 
   Raises:
-    ValueError: it is no JSON, or has what is not supported; says what and
-      where.
+    ValueError: it is not valid JSON, or something in it is not supported; names
+      the place.
     RecursionError: it is nested too deeply.
   """
   schema = json.loads(text, parse_constant=_refuse_constant)
-  if isinstance(schema, dict):  # Its own name says nothing of its texts.
+  if isinstance(schema, dict):  # The name of a schema does not limit its texts.
     schema.pop('$id', None)
   return _Reader(schema).tree(schema, '#')
 
 
 def _refuse_constant(name: str) -> NoReturn:
-  raise ValueError(f'{name} is no JSON')
+  raise ValueError(f'{name} is not valid JSON')
 
 
 def _refuse(place: str, message: str) -> NoReturn:
   raise ValueError(f'{place} {message}')
 
 
-def _refuse_name(place: str, name: Any, known: Iterable[str]) -> NoReturn:
-  _refuse(place, f'must be one of {", ".join(known)}, got {name!r:.40}')
+def _refuse_name(place: str, name: Any, names: Iterable[str]) -> NoReturn:
+  _refuse(place, f'must be one of {", ".join(names)}, got {name!r:.40}')
 
 
 def _is_number(value: Any) -> bool:
@@ -101,8 +101,8 @@ def _says_nothing(key: str, value: Any) -> bool:
 def _checked(value: Any, kind: Any, place: str) -> Any:
   """A value that must be of a type of Python."""
   if not isinstance(value, kind):
-    what = {dict: 'an object', list: 'a list'}.get(kind, 'a string')
-    _refuse(place, f'must be {what}, got {value!r:.40}')
+    expected = {dict: 'an object', list: 'a list'}.get(kind, 'a string')
+    _refuse(place, f'must be {expected}, got {value!r:.40}')
   return value
 
 
@@ -122,33 +122,34 @@ def _bounds(
 
 
 def _types(given: dict[str, Any], place: str) -> list[str]:
-  """The types that values may have; without `type`, those of other keywords."""
+  """The types that values may have; without `type`, by the other keywords."""
   if 'type' not in given:
-    return [one for one, keys in _OF_TYPE.items() if keys & given.keys()]
+    keywords = _KEYWORDS_BY_TYPE.items()
+    return [name for name, keys in keywords if keys & given.keys()]
   types = given['type']
   types = [types] if isinstance(types, str) else types
-  for one in _checked(types, list, f'{place}/type'):
-    if not isinstance(one, str) or one not in _IS_OF:
-      _refuse_name(f'{place}/type', one, _IS_OF)
+  for name in _checked(types, list, f'{place}/type'):
+    if not isinstance(name, str) or name not in _TYPE_CHECKS:
+      _refuse_name(f'{place}/type', name, _TYPE_CHECKS)
   return types
 
 
 def _string(given: dict[str, Any], place: str) -> expression_lib.Tree:
-  keys = [key for key in given if key in _OF_TYPE['string']]
+  keys = [key for key in given if key in _KEYWORDS_BY_TYPE['string']]
   if len(keys) > 1 and {*keys} != {'minLength', 'maxLength'}:
-    _refuse(f'{place}/{keys[1]}', f'is not supported beside {keys[0]}')
+    _refuse(f'{place}/{keys[1]}', f'is not supported next to {keys[0]}')
   if 'format' in given:
     inner = json_texts.parse(json_texts.FORMATS[given['format']])
     return json_texts.string_of(inner)
   if 'pattern' not in given:
     bounds = _bounds(given, 'minLength', 'maxLength', place)
     return json_texts.string(*bounds, place)
-  own = f'{place}/pattern'
-  pattern = _checked(given['pattern'], str, own)
+  pattern_place = f'{place}/pattern'
+  pattern = _checked(given['pattern'], str, pattern_place)
   try:
-    return json_texts.string_of(ecma_pattern.parse(pattern), own)
+    return json_texts.string_of(ecma_pattern.parse(pattern), pattern_place)
   except ValueError as error:
-    _refuse(own, f'{pattern!r} cannot be used: {error}')
+    _refuse(pattern_place, f'{pattern!r} cannot be used: {error}')
 
 
 class _Reader:
@@ -173,52 +174,53 @@ class _Reader:
         _refuse(f'{place}/{key}', 'is a keyword that is not supported')
     if 'format' in given and given['format'] not in [*json_texts.FORMATS]:
       _refuse_name(f'{place}/format', given['format'], json_texts.FORMATS)
-    for one in _ALONE:
-      others = [key for key in given if key != one]
-      if one in _WITH_TYPE:
+    for name in _EXCLUSIVE:
+      others = [key for key in given if key != name]
+      if name in _WITH_TYPE:
         others = [key for key in others if key != 'type']
-      if one in given and others:
-        _refuse(f'{place}/{others[0]}', f'is not supported beside {one}')
-      if one in given:
-        return self._alone(one, given, place)
+      if name in given and others:
+        _refuse(f'{place}/{others[0]}', f'is not supported next to {name}')
+      if name in given:
+        return self._exclusive(name, given, place)
     if not given:
       return json_texts.anything(_LEVELS)
     types = _types(given, place)
     return expression_lib.Alternation(
-      tuple(self._of_type(one, given, place) for one in types)
+      tuple(self._of_type(name, given, place) for name in types)
     )
 
-  def _alone(
+  def _exclusive(
     self, key: str, given: dict[str, Any], place: str
   ) -> expression_lib.Tree:
-    value, own = given[key], f'{place}/{key}'
+    value, key_place = given[key], f'{place}/{key}'
     if key == '$ref':
-      return self._reference(_checked(value, str, own), own)
-    values = [value] if key == 'const' else _checked(value, list, own)
+      return self._reference(_checked(value, str, key_place), key_place)
+    values = [value] if key == 'const' else _checked(value, list, key_place)
     if key in _WITH_TYPE:
-      types = _types(given, place) if 'type' in given else [*_IS_OF]
-      found = [
-        json_texts.constant(one)
-        for one in values
-        if any(_IS_OF[kind](one) for kind in types)
+      types = _types(given, place) if 'type' in given else [*_TYPE_CHECKS]
+      trees = [
+        json_texts.constant(entry)
+        for entry in values
+        if any(_TYPE_CHECKS[name](entry) for name in types)
       ]
     else:
       if key == 'allOf' and len(values) > 1:
-        _refuse(own, 'of more than one schema is not supported')
-      found = self._each(values, own)
-    return expression_lib.Alternation(tuple(found))
+        _refuse(key_place, 'of more than one schema is not supported')
+      trees = self._each(values, key_place)
+    return expression_lib.Alternation(tuple(trees))
 
   def _each(
     self, schemas: Sequence[Any], place: str
   ) -> list[expression_lib.Tree]:
     return [
-      self.tree(one, f'{place}/{index}') for index, one in enumerate(schemas)
+      self.tree(schema, f'{place}/{index}')
+      for index, schema in enumerate(schemas)
     ]
 
   def _of_type(
-    self, kind: str, given: dict[str, Any], place: str
+    self, name: str, given: dict[str, Any], place: str
   ) -> expression_lib.Tree:
-    if kind == 'array':
+    if name == 'array':
       first = _checked(given.get('prefixItems', []), list, place)
       return json_texts.array(
         self._each(first, f'{place}/prefixItems'),
@@ -226,18 +228,18 @@ class _Reader:
         *_bounds(given, 'minItems', 'maxItems', place),
         place,
       )
-    if kind == 'object':
+    if name == 'object':
       return self._object(given, place)
-    if kind == 'string':
+    if name == 'string':
       return _string(given, place)
-    return json_texts.parse(json_texts.SCALARS[kind])
+    return json_texts.parse(json_texts.SCALARS[name])
 
   def _object(self, given: dict[str, Any], place: str) -> expression_lib.Tree:
     required = _checked(given.get('required', []), list, f'{place}/required')
     for name in required:
       _checked(name, str, f'{place}/required')
-    own = f'{place}/properties'
-    properties = _checked(given.get('properties', {}), dict, own)
+    names_place = f'{place}/properties'
+    properties = _checked(given.get('properties', {}), dict, names_place)
     others = self.tree(
       given.get('additionalProperties', True), f'{place}/additionalProperties'
     )
@@ -245,8 +247,8 @@ class _Reader:
       return json_texts.object_with(others)
     escaped = lambda name: name.replace('~', '~0').replace('/', '~1')
     values = {
-      name: self.tree(one, f'{own}/{escaped(name)}')
-      for name, one in properties.items()
+      name: self.tree(schema, f'{names_place}/{escaped(name)}')
+      for name, schema in properties.items()
     }
     values = values | {name: others for name in required if name not in values}
     return json_texts.object_of(
@@ -255,20 +257,20 @@ class _Reader:
 
   def _reference(self, reference: str, place: str) -> expression_lib.Tree:
     """The tree of another place of the schema."""
-    pointer, found = urllib.parse.unquote(reference[1:]), self._root
+    pointer, node = urllib.parse.unquote(reference[1:]), self._root
     if reference[:1] != '#' or pointer[:1] not in ('', '/'):
       _refuse(place, f'must be like #/$defs/name, got {reference!r}')
     for part in pointer.split('/')[1:]:
-      if isinstance(found, list):
-        found = {str(index): one for index, one in enumerate(found)}
+      if isinstance(node, list):
+        node = {str(index): entry for index, entry in enumerate(node)}
       key = part.replace('~1', '/').replace('~0', '~')
       # Within another `$id`, references would be to places there.
-      if not isinstance(found, dict) or key not in found or '$id' in found:
+      if not isinstance(node, dict) or key not in node or '$id' in node:
         _refuse(place, f'must be a place of this schema, got {reference!r}')
-      found = found[key]
+      node = node[key]
     if pointer not in self._referred:
       self._referred[pointer] = None
-      self._referred[pointer] = self.tree(found, f'#{pointer}')
+      self._referred[pointer] = self.tree(node, f'#{pointer}')
     tree = self._referred[pointer]
     if tree is None:
       _refuse(place, f'{reference!r} contains itself, which is not supported')

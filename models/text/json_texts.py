@@ -1,7 +1,7 @@
 """Trees of the texts of JSON values.
 
-Of each string and each constant there is one spelling, that of `json.dumps`;
-between other parts of a value there may be a space.
+Strings and constants are spelled as `json.dumps` spells them. Between other
+parts of a value there may be a space.
 """
 
 from collections.abc import Iterable
@@ -50,7 +50,7 @@ FORMATS = {
 leap seconds; mailboxes of RFC 5321 without quotes and address literals; URIs of
 RFC 3986 with a host, without a user; UUIDs of RFC 9562."""
 
-# The characters that stand for themselves in a string, and all others.
+# The characters that a string has as such, and those that it has escaped.
 _PLAIN = (0x20, 0x21), (0x23, 0x5B), (0x5D, 0x10FFFF)
 _ESCAPED = (*range(0x20), 0x22, 0x5C)
 _CHARACTER = r'[^"\\\0-\x1f]|\\(["\\bfnrt]|u00(0[0-7be-f]|1[0-9a-f]))'
@@ -62,7 +62,7 @@ parse = functools.cache(expression_lib.parse)
 def join(*parts: expression_lib.Tree | str) -> expression_lib.Tree:
   """Trees, and expressions, that follow each other."""
   return expression_lib.Concatenation(
-    tuple(parse(one) if isinstance(one, str) else one for one in parts)
+    tuple(parse(part) if isinstance(part, str) else part for part in parts)
   )
 
 
@@ -156,20 +156,20 @@ def object_of(
   members: Iterable[tuple[str, expression_lib.Tree, bool]],
 ) -> expression_lib.Tree:
   """An object of names and values in their order; some are required."""
-  # The separators before there is a member, and after one.
-  none = some = parse(r' ?\}')
+  # The rest of the object: where no member precedes it, and where one does.
+  as_first = as_later = parse(r' ?\}')
   for name, value, is_required in reversed([*members]):
-    here = join(' ?', constant(name), ' ?: ?', value, some)
+    here = join(' ?', constant(name), ' ?: ?', value, as_later)
     later = join(' ?,', here)
     if not is_required:
-      here = expression_lib.Alternation((here, none))
-      later = expression_lib.Alternation((later, some))
-    none, some = here, later
-  return join(r'\{', none)
+      here = expression_lib.Alternation((here, as_first))
+      later = expression_lib.Alternation((later, as_later))
+    as_first, as_later = here, later
+  return join(r'\{', as_first)
 
 
 def object_with(value: expression_lib.Tree) -> expression_lib.Tree:
-  """An object of any names, all of whose values are of one tree."""
+  """An object with any names; all its values are texts of one tree."""
   member = join(' ?', string(), ' ?: ?', value)
   more = expression_lib.Repetition((join(' ?,', member),))
   return join(r'\{', _optional(join(member, more)), r' ?\}')
@@ -177,9 +177,9 @@ def object_with(value: expression_lib.Tree) -> expression_lib.Tree:
 
 @functools.cache
 def anything(levels: int) -> expression_lib.Tree:
-  """Any value, with at most so many levels of arrays and objects."""
-  found = [*map(parse, SCALARS.values()), string()]
+  """Any value with at most `levels` levels of arrays and objects."""
+  trees = [*map(parse, SCALARS.values()), string()]
   if levels:
     inner = anything(levels - 1)
-    found += [array((), inner), object_with(inner)]
-  return expression_lib.Alternation(tuple(found))
+    trees += [array((), inner), object_with(inner)]
+  return expression_lib.Alternation(tuple(trees))

@@ -25,7 +25,7 @@ from specdec.models.text import text_options
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-  """A prompt with options of its own; None stands for that of all prompts."""
+  """A prompt with options of its own; None: the common option."""
 
   prompt: chat_template.Prompt
   max_new_tokens: int | None = None
@@ -47,16 +47,16 @@ class Completion:
   error: str | None  #: Why it is refused, or what went wrong in decoding it.
 
 
-# A prompt in a slot: its number, the prompt, its ids, and the section in which
-# its text begins.
+# A prompt in a slot: its index, the prompt, its ids, and the first section of
+# its text.
 _Waiting = tuple[int, chat_template.Prompt, list[int], int]
 
 
 class ManyDecoding(Iterator[Completion]):
   """The decode of many prompts: an iterator over a `Completion` for each.
 
-  `Generator.generate_many` makes it. `default` has what prompts take that have
-  no options of their own; `options` are those of `specdec.Slots`.
+  `Generator.generate_many` makes it. `default` has the options of prompts that
+  have none of their own; `specdec.Slots` takes the `options`.
   """
 
   def __init__(
@@ -131,7 +131,7 @@ class ManyDecoding(Iterator[Completion]):
 
   @property
   def num_steps(self) -> int:
-    """Batched target forwards so far, those that read prompts apart."""
+    """Batched target forwards so far, without those that only read prompts."""
     return self._slots.num_steps
 
   def _automaton(self, job: Job, eos_ids: Any) -> Any:

@@ -36,8 +36,8 @@ from specdec.text import sections as sections_lib
 class Pair:
   """A target, what drafts for it, and the target's tokenizer.
 
-  `eos_ids` are the tokens that end a text, `layout` is that of the target. It
-  has a draft model, a drafting head or neither.
+  `eos_ids` are the tokens that end a text, `layout` is the target's. A draft
+  model drafts, a drafting head, or neither.
   """
 
   target: model_lib.LanguageModel
@@ -59,7 +59,7 @@ class Pair:
     return self.tokenizer(text, verbose=False)['input_ids']
 
   def ids_of(self, prompts: Sequence[chat_template.Prompt]) -> list[Any]:
-    """The token ids of texts and conversations; ids stay as they are.
+    """The token ids of texts and conversations; ids are returned.
 
     Raises:
       ValueError: a text is empty, or a conversation cannot be used.
@@ -122,7 +122,7 @@ class Pair:
   ) -> token_bytes_lib.TextStream:
     """A stream of what follows a prompt, from the section where it begins.
 
-    The last of `sections`, of a text that is no answer, is the default.
+    By default it is the last of `sections`, for a text that is not an answer.
 
     Raises:
       ValueError: the tokens of the tokenizer have no bytes of their own.
@@ -187,7 +187,7 @@ def load_weights(vocabulary: vocabulary_lib.Vocabulary) -> Pair:
   """
   sources, draft, head = vocabulary.sources, None, None
   packed, layout = sources.packed, sources.layout
-  of_draft: dict[str, Any] = {
+  draft_format: dict[str, Any] = {
     'dtype': sources.draft_dtype,
     'packed': packed,
     'layout': sources.draft_layout,
@@ -197,7 +197,9 @@ def load_weights(vocabulary: vocabulary_lib.Vocabulary) -> Pair:
   )
   outputs = vocabulary.draft_outputs
   if sources.draft is not None:
-    draft_module = hub.read_module(sources.draft, outputs=outputs, **of_draft)
+    draft_module = hub.read_module(
+      sources.draft, outputs=outputs, **draft_format
+    )
     draft = _with_target_tokens(draft_module, vocabulary)
   target = adapter.as_model(module, layout, sources.hidden)
   if draft and draft.spec.weight_bytes > target.spec.weight_bytes:
@@ -208,7 +210,7 @@ def load_weights(vocabulary: vocabulary_lib.Vocabulary) -> Pair:
       sources.choice.target,
     )
   if sources.head is not None:
-    head = heads.load(sources.head, target, outputs=outputs, **of_draft)
+    head = heads.load(sources.head, target, outputs=outputs, **draft_format)
   return Pair(
     target, draft, vocabulary.tokenizer, vocabulary.eos_ids, layout, head
   )
@@ -245,19 +247,20 @@ def load_pair(choice: choice_lib.ModelChoice) -> Pair:
 
 
 def drawn_pair(choice: choice_lib.ModelChoice) -> Pair:
-  """A pair of random weights, of which each `config.json` is enough.
+  """A pair of random weights; it needs only the `config.json` of each model.
 
-  It has no tokenizer, and no draft but a block drafter. Its forwards take as
-  long as those of trained models of these shapes.
+  It has no tokenizer, and only a block drafter can draft. Its forwards take as
+  long as with trained weights.
 
   Raises:
-    ValueError: a shape cannot be read, or the head is no block drafter.
+    ValueError: a shape cannot be read, or the head is not a block drafter.
   """
   checkpoint, stored, head = hub.locate(choice.target), None, None
   if checkpoint.path.is_file():
     raise ValueError(
-      f'--target={choice.target}: --random_weights takes the shape from the'
-      ' config.json of a folder; leave it out to measure the weights of a file'
+      f'target={choice.target} is a file, but random weights take their shape'
+      ' from the config.json of a folder; give a folder, or load the weights of'
+      ' the file'
     )
   packed = choice.cpu_kernels and build.is_available()
   if choice.head is not None:
@@ -270,13 +273,13 @@ def drawn_pair(choice: choice_lib.ModelChoice) -> Pair:
   hidden = () if stored is None else stored.config.reads
   target = adapter.as_model(module, hidden=hidden)
   if stored is not None:
-    number = draft_vocabulary.size_of(choice.draft_vocab)
+    num_outputs = draft_vocabulary.size_of(choice.draft_vocab)
     head = heads.load(
       stored,
       target,
       dtype=choice.draft_dtype or choice.dtype,
       packed=packed,
-      outputs=None if number is None else np.arange(number),
+      outputs=None if num_outputs is None else np.arange(num_outputs),
     )
   tokenizer: Any = None
   return Pair(target, None, tokenizer, (), head=head)

@@ -7,11 +7,11 @@ Models mark their reasoning in several ways:
     <|channel|>analysis<|message|>...<|end|>
       <|start|>assistant<|channel|>final<|message|>answer    gpt-oss
 
-Each way is a list of sections (`specdec.text.sections`), in which the text that
-ends a section says which one follows. A stream, a whole result and the table of
-stop strings on the device all read these. The sections follow from the chat
-template and the tokens of a tokenizer, and the section in which an answer
-begins from what the template writes before it, such as `<think>`.
+Each way is a list of sections (`specdec.text.sections`). The text that ends a
+section says which one follows. A stream, a whole result and the table of stop
+strings on the device all read these. The chat template and the tokens of a
+tokenizer decide on the sections. What the template writes before an answer,
+such as `<think>`, decides on the first section of the answer.
 """
 
 import re
@@ -33,7 +33,7 @@ _END_TAG = re.compile(r'[<\[]/(?:\w+:)?think(?:ing)?[>\]]', re.IGNORECASE)
 _TEXT, _REASONING = sections_lib.TEXT, sections_lib.REASONING
 _HIDDEN, _Section = sections_lib.HIDDEN, sections_lib.Section
 
-# By a text that only such templates or tokenizers have.
+# Sections by a text that only such templates or tokenizers have.
 _CHANNELS: dict[str, sections_lib.Sections] = {
   # Gemma 4: a name in the first line of a channel, and no name for the answer.
   '<channel|>': (
@@ -79,22 +79,22 @@ def sections_of(
 ) -> sections_lib.Sections:
   """The sections of what a model says, by its template and its tokens.
 
-  The last of them is never left. A text that is no answer in a conversation is
-  all in this section. The result is cached as long as the tokenizer exists.
+  The last of them is never left. A text outside a conversation is all in this
+  section. The result is cached as long as the tokenizer exists.
   """
-  known = _cache.setdefault(tokenizer, {})
+  by_template = _cache.setdefault(tokenizer, {})
   key = str(tokenizer.chat_template), len(tokenizer)
-  if key not in known:
-    known[key] = _sections(tokenizer)
-  return known[key]
+  if key not in by_template:
+    by_template[key] = _sections(tokenizer)
+  return by_template[key]
 
 
 def _sections(
   tokenizer: transformers.PreTrainedTokenizerBase,
 ) -> sections_lib.Sections:
-  marks, found = _marks(tokenizer), sections_lib.PLAIN
-  channels = [ways for mark, ways in _CHANNELS.items() if mark in marks]
-  if channels:
-    return channels[0] + found
+  marks, plain = _marks(tokenizer), sections_lib.PLAIN
+  for mark, sections in _CHANNELS.items():
+    if mark in marks:
+      return sections + plain
   tags = tags_of(tokenizer)
-  return found if tags is None else _between_tags(*tags) + found
+  return plain if tags is None else _between_tags(*tags) + plain

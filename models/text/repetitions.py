@@ -13,32 +13,32 @@ _EMPTY = expression_lib.Concatenation()
 
 
 def top_of(tree: expression_lib.Repetition) -> int:
-  """The largest number of times that must be told from more."""
+  """The number up to which the times must be counted."""
   return tree.least if tree.most is None else tree.most
 
 
 def without_impossible(tree: expression_lib.Tree) -> expression_lib.Tree:
-  """A tree of the same texts, each part of which has a text.
+  """A tree of the same texts, without parts that match no text.
 
-  `NOTHING` if there is no text.
+  `NOTHING` if the tree itself matches none.
   """
 
   @functools.cache
   def clean(tree: expression_lib.Tree) -> expression_lib.Tree | None:
     parts = [clean(part) for part in tree.parts]
-    some = tuple(part for part in parts if part is not None)
+    possible = tuple(part for part in parts if part is not None)
     if isinstance(tree, expression_lib.Character):
       return tree if tree.ranges else None
     if isinstance(tree, expression_lib.Alternation):
-      return dataclasses.replace(tree, parts=some) if some else None
+      return dataclasses.replace(tree, parts=possible) if possible else None
     if isinstance(tree, expression_lib.Repetition):
-      if len(some) < len(parts) or tree.most == 0:
+      if len(possible) < len(parts) or tree.most == 0:
         return None if tree.least else _EMPTY
       if tree.most is not None and tree.most < tree.least:
         return None
-    return (
-      None if len(some) < len(parts) else dataclasses.replace(tree, parts=some)
-    )
+    if len(possible) < len(parts):
+      return None
+    return dataclasses.replace(tree, parts=possible)
 
   return clean(tree) or expression_lib.NOTHING
 
@@ -50,7 +50,7 @@ def long_ones(
 
   The states are estimated. A part that may be empty is never counted.
   """
-  found = set[expression_lib.Repetition]()
+  repetitions = set[expression_lib.Repetition]()
 
   @functools.cache
   def size(tree: expression_lib.Tree) -> int:
@@ -64,7 +64,7 @@ def long_ones(
       times * total <= limit or times == 1 or all(map(may_be_empty, tree.parts))
     ):
       return times * total
-    found.add(tree)
+    repetitions.add(tree)
     return total
 
   @functools.cache
@@ -78,19 +78,19 @@ def long_ones(
     return all(map(may_be_empty, tree.parts))
 
   size(tree)
-  return found
+  return repetitions
 
 
 def longest(tree: expression_lib.Tree, counted: _Repetitions) -> str:
   """The name of the longest repetition that is not counted, or nothing."""
-  known, found = {tree}, [tree]
-  for one in found:
-    found += dict.fromkeys(part for part in one.parts if part not in known)
-    known.update(one.parts)
+  seen, trees = {tree}, [tree]
+  for node in trees:
+    trees += dict.fromkeys(part for part in node.parts if part not in seen)
+    seen.update(node.parts)
   others = [
-    one
-    for one in found
-    if isinstance(one, expression_lib.Repetition) and one not in counted
+    node
+    for node in trees
+    if isinstance(node, expression_lib.Repetition) and node not in counted
   ]
   most = max(others, key=top_of, default=None)
   return most.name if most and top_of(most) > 1 else ''
@@ -101,20 +101,20 @@ def levels(
 ) -> dict[expression_lib.Repetition, int]:
   """The level of each repetition that is counted.
 
-  It is above the levels of all that are inside, from 0 on.
+  Levels begin at 0, and a repetition is above all that are inside it.
   """
-  found: dict[expression_lib.Repetition, int] = {}
+  by_repetition: dict[expression_lib.Repetition, int] = {}
 
   @functools.cache
   def height(tree: expression_lib.Tree) -> int:
     level = max(map(height, tree.parts), default=0)
     if not isinstance(tree, expression_lib.Repetition) or tree not in counted:
       return level
-    found[tree] = level
+    by_repetition[tree] = level
     return level + 1
 
   height(tree)
-  return found
+  return by_repetition
 
 
 def sizes(
@@ -122,6 +122,6 @@ def sizes(
 ) -> tuple[int, ...]:
   """How many counts each level has, from 0 on."""
   largest = dict[int, int]()
-  for one, level in levels.items():
-    largest[level] = max(largest.get(level, 0), top_of(one))
+  for repetition, level in levels.items():
+    largest[level] = max(largest.get(level, 0), top_of(repetition))
   return tuple(1 + largest[level] for level in sorted(largest))

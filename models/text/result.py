@@ -17,7 +17,7 @@ from specdec.tracing import svg
 class TextGeneration:
   """Prompts, their continuations and the statistics of a decode.
 
-  The fields that are not listed are those of `specdec.Generation`.
+  For the fields that are not listed see `specdec.Generation`.
 
   Attributes:
     prompts: B texts.
@@ -98,7 +98,7 @@ class TextGeneration:
     return '  '.join(['proposed by', *sources])
 
   def table(self) -> str:
-    """The statistics, without those that the JSON is for."""
+    """The statistics, minus the fields that only the JSON has."""
     shown: dict[str, Any] = {
       'finish_reasons': ', '.join(dict.fromkeys(self.finish_reasons))
     }
@@ -130,10 +130,10 @@ def labelled(parts: Iterable[tuple[str, str]]) -> Iterator[str]:
   label = ''
   for text, reasoning in parts:
     shown = ''
-    for kind, new in (('reasoning', reasoning), ('answer', text)):
-      if new and kind != label:
-        shown += f'\n[{kind}] ' if label or reasoning else ''
-        label = kind
+    for heading, new in (('reasoning', reasoning), ('answer', text)):
+      if new and heading != label:
+        shown += f'\n[{heading}] ' if label or reasoning else ''
+        label = heading
       shown += new
     yield shown
 

@@ -37,13 +37,13 @@ def parse_topology(text: str) -> topology_lib.Topology:
   """Reads `chain:4`, `k_ary:2x3` (2 children, 3 levels) or a topology file.
 
   Raises:
-    ValueError: the text is none of these.
+    ValueError: the text is something else, or its numbers are out of range.
   """
-  kind, _, size = text.partition(':')
+  name, _, size = text.partition(':')
   try:
-    if kind == 'chain':
+    if name == 'chain':
       return topology_lib.chain(int(size))
-    if kind == 'k_ary':
+    if name == 'k_ary':
       branching, depth = size.split('x')
       return topology_lib.k_ary(int(branching), int(depth))
   except ValueError as error:
@@ -56,7 +56,7 @@ def parse_topology(text: str) -> topology_lib.Topology:
 @fields.documented
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftSettings:
-  """How to draft, for every method; the defaults are those of the flags.
+  """How to draft, for every method; the flags have the same defaults.
 
   `tree` limits a tree that grows best first, `stage` and `inner_stage` are for
   the draft model and the inner drafter, and `plan` is the `specdec.Plan` of the
@@ -93,9 +93,9 @@ class DraftSettings:
   )
   inner: Inner | None = fields.described(
     None,
-    'what drafts for the draft model (--method=staged), or in its place'
-    ' (--draft=none); default: ngram+lookup if the n-gram has the vocabulary of'
-    ' the target, else lookup',
+    'what drafts for the draft model (method staged), or in its place if there'
+    ' is none; default: ngram+lookup if the n-gram has the vocabulary of the'
+    ' target, else lookup',
   )
   # The forwards of tables cost next to nothing.
   inner_stage: drafter_lib.StageConfig = fields.record(
@@ -104,7 +104,7 @@ class DraftSettings:
   )
   inner_rounds_alone: int = topology_lib.setting(
     8,
-    'levels that --inner drafts without a draft model',
+    'levels that the inner drafter drafts without a draft model',
     high=topology_lib.LARGEST_DEPTH,
   )
   ngram: str = fields.described(

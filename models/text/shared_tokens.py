@@ -13,7 +13,7 @@ import numpy as np
 from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.text import token_bytes as token_bytes_lib
 
-# Parts of a token; of more, the last are read.
+# The most draft tokens in place of one token; of more, only the last are read.
 _MOST_PARTS = 2
 # With a smaller share a draft would be of no use.
 _LEAST_SHARE = 0.1
@@ -21,15 +21,15 @@ _LEAST_SHARE = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class SharedTokens:
-  """The tokens of a target in those of a draft.
+  """The tokens of a target, expressed in tokens of a draft.
 
   Attributes:
     same: `[V]` int, the draft token with the same bytes, or -1.
-    parts: `[V, R]` int, the draft tokens that stand for each token in a text,
-      the last of them in the last place; -1 before the first.
-    share: of the target's tokens in a text, those that the draft has, as an
-      estimate: by Zipf's law the frequency of a token falls with its rank, and
-      ids are in the order of the merges.
+    parts: `[V, R]` int, the draft tokens that the draft reads in place of each
+      token, aligned at the end; -1 before the first.
+    share: how many of the target's tokens in a text the draft has, from 0 to 1.
+      It is an estimate: by Zipf's law the frequency of a token falls with its
+      rank, and ids are in the order of the merges.
   """
 
   same: np.ndarray
@@ -51,14 +51,14 @@ def _longest_matches(
   data: bytes, ids: dict[bytes, int], longest: int
 ) -> list[int]:
   """The longest tokens from the left; bytes without a token are left out."""
-  found, start = list[int](), 0
+  matches, start = list[int](), 0
   while start < len(data):
     ends = range(min(start + longest, len(data)), start, -1)
     end = next((end for end in ends if data[start:end] in ids), None)
     if end is not None:
-      found.append(ids[data[start:end]])
+      matches.append(ids[data[start:end]])
     start = end or start + 1
-  return found
+  return matches
 
 
 def _spelled(
@@ -77,19 +77,19 @@ def _spelled(
   )
   spelled = []
   for text, encoding in zip(texts, encoded, strict=True):
-    found = [id_ for id_ in encoding.ids if id_ < len(pieces) and pieces[id_]]
-    if b''.join(pieces[id_] for id_ in found) != text:
-      found = _longest_matches(text, ids, longest)
-    spelled.append(found)
+    tokens = [id_ for id_ in encoding.ids if id_ < len(pieces) and pieces[id_]]
+    if b''.join(pieces[id_] for id_ in tokens) != text:
+      tokens = _longest_matches(text, ids, longest)
+    spelled.append(tokens)
   return spelled
 
 
 def _same_special(
   target: Any, draft: Any, sizes: tuple[int, int], ends: tuple[Any, Any]
 ) -> dict[int, int]:
-  """Draft tokens of the target's special tokens: of the same text, or of EOS.
+  """The draft tokens for special tokens: with the same text, or EOS for EOS.
 
-  A draft token stands for one of them.
+  Each draft token is used once.
   """
   of_target = token_bytes_lib.special_tokens(target, sizes[0])
   of_draft = token_bytes_lib.special_tokens(draft, sizes[1])
@@ -104,7 +104,8 @@ def _same_special(
 def _expected_share(same: np.ndarray, pieces: Sequence[bytes]) -> float:
   """See `SharedTokens.share`.
 
-  Single bytes are no merges: they have the first ids, and most are rare.
+  Single bytes are left out: they have the first ids without being merges, and
+  most are rare.
   """
   size = np.array([len(piece) for piece in pieces])
   merged = size > min(1, size.max() - 1)
@@ -119,7 +120,7 @@ def find(
   sizes: tuple[int, int],
   ends: tuple[Sequence[int], Sequence[int]],
 ) -> SharedTokens:
-  """The tokens of a target in those of a draft.
+  """The tokens of a target, expressed in tokens of a draft.
 
   Args:
     target: a tokenizer.
@@ -141,11 +142,11 @@ def find(
   end = [*ends[1], 0][:1]
   spelled = [[id_] if id_ >= 0 else end for id_ in same.tolist()]
   missing = [id_ for id_ in np.flatnonzero(same < 0).tolist() if pieces[id_]]
-  found = _spelled([pieces[id_] for id_ in missing], draft, draft_pieces)
-  for id_, tokens in zip(missing, found, strict=True):
+  spellings = _spelled([pieces[id_] for id_ in missing], draft, draft_pieces)
+  for id_, tokens in zip(missing, spellings, strict=True):
     spelled[id_] = tokens[-_MOST_PARTS:] or end
-  number = max(map(len, spelled))
-  parts = [[-1] * (number - len(tokens)) + tokens for tokens in spelled]
+  num_parts = max(map(len, spelled))
+  parts = [[-1] * (num_parts - len(tokens)) + tokens for tokens in spelled]
   share = _expected_share(same, pieces)
   return SharedTokens(same, np.array(parts, np.int32), share)
 
@@ -155,7 +156,7 @@ def of_checkpoints(
 ) -> SharedTokens | None:
   """The tokens that two models share if their tokenizers differ; logs them.
 
-  None if the tokenizers are equal, or that of the draft is not known.
+  None if the tokenizers are equal, or the draft has none.
 
   Raises:
     ValueError: they share too little for the draft to be of use; the tokens of
@@ -196,19 +197,18 @@ def of_checkpoints(
       ' of one have no bytes of their own; choose a draft with the same'
       ' tokenizer'
     ) from error
-  number, share = int(np.sum(shared.same >= 0)), round(100 * shared.share)
+  num_shared, share = int(np.sum(shared.same >= 0)), round(100 * shared.share)
   if shared.share < _LEAST_SHARE:
     raise ValueError(
-      f'{names} share {number} tokens, of which a text has about {share} %; a'
-      ' draft can propose only these, so choose one with a more similar'
-      ' tokenizer'
+      f'{names} share {num_shared} tokens, about {share} % of a text; a draft'
+      ' can propose only these, so choose one with a more similar tokenizer'
     )
   logging.warning(
-    '%s differ: they share %d tokens, of which a text has about %d %%; the'
-    ' draft proposes these, and reads others as up to %d of its own. A draft of'
-    ' the same family would share all',
+    '%s differ: they share %d tokens, about %d %% of a text; the draft proposes'
+    ' these, and reads others as up to %d of its own. A draft of the same'
+    ' family would share all',
     names,
-    number,
+    num_shared,
     share,
     shared.parts.shape[1],
   )

@@ -1,6 +1,6 @@
 """The opened files of a choice of models, and how their weights are loaded.
 
-The first of three steps, each of which takes what the one before it returns:
+This is the first of three steps. Each takes what the step before it returns:
 `open_sources`, `vocabulary.read_vocabulary` and `pair.load_weights`.
 """
 
@@ -26,10 +26,10 @@ class Sources:
   Attributes:
     choice: what was chosen.
     target: the checkpoint of the target.
-    draft: that of the draft model, if there is one.
+    draft: the checkpoint of the draft model, if there is one.
     head: the files of the drafting head, if there is one.
-    layout: where the target lies.
-    draft_layout: where the draft or the head lies.
+    layout: the devices of the target.
+    draft_layout: the devices of the draft or the head.
     packed: whether the kernels of `models/nn/cpu` are used.
     dtype: the format of the target.
     draft_dtype: the format of the draft or the head, if there is one.
@@ -50,7 +50,8 @@ class Sources:
     """The target's tokenizer; ValueError if it has none that can be used."""
     if self.target.tokenizer is None:
       raise ValueError(
-        f'{self.target.path} has no tokenizer; copy that of the model there'
+        f'{self.target.path} has no tokenizer; copy the files of the tokenizer'
+        ' there'
       )
     return self.target.tokenizer
 
@@ -61,7 +62,7 @@ class Sources:
 
   @property
   def is_exact(self) -> bool:
-    """Whether drafted tokens are those of plain decoding without exceptions."""
+    """Whether drafted tokens always equal the tokens of plain decoding."""
     exact = matrices_lib.KERNEL_DTYPES if self.packed else ('float32',)
     return self.dtype in ('float32', *exact)
 

@@ -140,7 +140,7 @@ def first_sections(
 ) -> list[int]:
   """The section of `Pair.sections` in which the text of each row begins.
 
-  A constraint is for all that a row says, so that nothing is reasoning then.
+  A constraint applies to all that a row says, so nothing is reasoning then.
   """
   plain = len(pair.sections) - 1
   return [

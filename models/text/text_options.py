@@ -21,17 +21,17 @@ class TextOptions(decode_options.CommonOptions, total=False):
 
   Keyword Args:
     seed: of the sampling. One seed per row gives a row the same tokens in any
-      batch; row 0 of a single seed has those of that seed alone.
+      batch. With a single seed, row 0 gets the tokens of a batch of one row.
     stop: stop strings: one, several, or a list of them per row. The text ends
       before the first of them. They may name special tokens, which are looked
       for as such: `<|im_end|>` ends the text at this token.
     eos_ids: tokens that end a row, as ids or as texts of one token each. None:
-      those of `specdec.load`; `()`: none.
+      as given to `specdec.load`; `()`: none.
     regex: an expression of Python's `re` that all of a text must match, or one
-      per row, of which some may be None, see `models/text/constraints`. The
-      text ends where it matches and the target ends it; `max_new_tokens` may
-      end it before.
-    json_schema: in place of it a JSON schema, as a dict or as its text.
+      per row (None: no constraint), see `models/text/constraints`. The text
+      ends where it matches and the target ends it; `max_new_tokens` may end it
+      before.
+    json_schema: a JSON schema in place of `regex`, as a dict or as its text.
   """
 
   seed: int | Sequence[int]
@@ -41,12 +41,12 @@ class TextOptions(decode_options.CommonOptions, total=False):
   json_schema: constraints_lib.Schema | None
 
 
-_OF_TEXTS = 'seed', 'regex', 'json_schema'
+_TEXT_ONLY = 'seed', 'regex', 'json_schema'
 
 
 def of_texts(options: TextOptions) -> Any:
   """The options that a decode of token ids does not have."""
-  return {name: value for name, value in options.items() if name in _OF_TEXTS}
+  return {name: value for name, value in options.items() if name in _TEXT_ONLY}
 
 
 def _eos_ids(pair: pair_lib.Pair, options: TextOptions) -> Any:
@@ -66,12 +66,12 @@ def with_ids(
 ) -> Any:
   """The options with ids for texts; without seeds and constraints.
 
-  `stops` are the stop strings by row, and `sections` those in which the texts
-  begin; None: that is said later.
+  `stops` are the stop strings of each row, `sections` the sections in which
+  their texts begin; None: they are given later.
   """
   vocab_size = pair.target.spec.vocab_size
   others = {
-    name: value for name, value in options.items() if name not in _OF_TEXTS
+    name: value for name, value in options.items() if name not in _TEXT_ONLY
   }
   table = ends_lib.stop_table(stops, pair.tokenizer, vocab_size, pair.sections)
   if table is not None and sections is not None:
@@ -96,7 +96,7 @@ def constraints_of_rows(
   """`regex` or `json_schema` of each row.
 
   Raises:
-    ValueError: there are other than B, or both.
+    ValueError: the number of values is not B, or a row has both.
   """
   given = (
     _per_row(options, name, batch_size) for name in ('regex', 'json_schema')
@@ -112,17 +112,20 @@ def automata_of_rows(
   """The constraint of a batch; None if no row has one.
 
   Raises:
-    ValueError: one cannot be used.
+    ValueError: a constraint cannot be used.
   """
   vocab_size, eos_ids = pair.target.spec.vocab_size, _eos_ids(pair, options)
   if not any(rows):
     return None
   automata = {
-    one: constraints_lib.automaton_of(one, pair.tokenizer, vocab_size, eos_ids)
-    for one in rows
+    constraint: constraints_lib.automaton_of(
+      constraint, pair.tokenizer, vocab_size, eos_ids
+    )
+    for constraint in rows
   }
-  # One set of tables serves rows that all have the same.
-  per_row = [automata[one] for one in (rows if len(automata) > 1 else rows[:1])]
+  # One set of tables serves rows that all have the same constraint.
+  distinct = rows if len(automata) > 1 else rows[:1]
+  per_row = [automata[constraint] for constraint in distinct]
   return automaton_lib.stack(per_row, vocab_size)
 
 
@@ -130,7 +133,7 @@ def keys_of_seeds(seed: int | Sequence[int], batch_size: int) -> jax.Array:
   """The keys of each row, `[B]`, from one seed or one per row.
 
   Raises:
-    ValueError: there are other than B seeds, or a seed is no integer.
+    ValueError: the number of seeds is not B, or a seed is not an integer.
   """
   seeds = seed if isinstance(seed, Sequence) else [seed]
   for value in seeds:

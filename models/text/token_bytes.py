@@ -48,7 +48,7 @@ _BYTE_ALPHABET = _byte_alphabet()
 
 
 def _byte_level(token: str) -> bytes:
-  # As in the tokenizers library, other characters stand for themselves.
+  # As in the tokenizers library, a token with other characters is its own text.
   try:
     return bytes(_BYTE_ALPHABET[character] for character in token)
   except KeyError:
@@ -72,15 +72,17 @@ def _steps(
 ) -> list[Any]:
   """The steps of a part, as entries of tokenizer.json; [] without it."""
   backend = getattr(tokenizer, 'backend_tokenizer', None)
-  found = getattr(backend, part, None)
-  return [] if found is None else _flat(json.loads(found.__getstate__()))
+  component = getattr(backend, part, None)
+  if component is None:
+    return []
+  return _flat(json.loads(component.__getstate__()))
 
 
 def is_byte_level(tokenizer: transformers.PreTrainedTokenizerBase) -> bool:
   """Whether the vocabulary is written in the byte alphabet, such as GPT-2's.
 
   The part that writes a text in this alphabet decides. A converter may have put
-  the decoder of SentencePiece beside it, which leaves the letters as they are.
+  the decoder of SentencePiece next to it, which does not change the letters.
   """
   types = lambda part: [step['type'] for step in _steps(tokenizer, part)]
   writes = [*types('normalizer'), *types('pre_tokenizer')]
@@ -152,9 +154,9 @@ def token_bytes(
     )
   added = added_tokens(tokenizer).values()
   special = frozenset(token.content for token in added if token.special)
-  known = _cache.setdefault(tokenizer, {})
+  tables = _cache.setdefault(tokenizer, {})
   key = (vocab_size, len(tokenizer), special)
-  if key not in known:
+  if key not in tables:
     byte_level = is_byte_level(tokenizer)
     decoding = _steps(tokenizer, 'decoder')
     read = _byte_level if byte_level else _sentencepiece(decoding)
@@ -167,10 +169,10 @@ def token_bytes(
         " or a sequence of Replace, ByteFallback, Fuse and Strip, as Llama's;"
         f' this one has the decoder {stated.decode()}'
       )
-    # They are matched in texts as they are, not spelled in the byte alphabet.
+    # They are searched for in texts before these are spelled in the alphabet.
     plain = {token.content for token in added} if byte_level else set()
     tokens = map(backend.id_to_token, range(vocab_size))
-    known[key] = tuple(
+    tables[key] = tuple(
       b''
       if token is None or token in special
       else token.encode()
@@ -178,7 +180,7 @@ def token_bytes(
       else read(token)
       for token in tokens
     )
-  return known[key]
+  return tables[key]
 
 
 def special_tokens(
@@ -196,7 +198,7 @@ class Said(NamedTuple):
   """The text and the reasoning of a row, or the new part of both."""
 
   text: str
-  reasoning: str = ''  #: It says this before its answer.
+  reasoning: str = ''  #: The model says this before its answer.
 
 
 class _Part:
@@ -213,7 +215,7 @@ class _Part:
     self._gap = ''  # Shown if something follows.
 
   def add(self, data: bytes, *, ends: bool) -> str:
-    """The text that can be shown after more bytes; `ends`: of the section."""
+    """The text that can be shown after more bytes; `ends`: the section ends."""
     text, shown = self._decoder.decode(data, ends), ''
     if text:
       text = self._gap + text
@@ -255,7 +257,7 @@ class TextStream:
 
   @property
   def section(self) -> int:
-    """The section that goes on."""
+    """The index of the current section."""
     return self._matcher.section
 
   @property
@@ -265,12 +267,12 @@ class TextStream:
 
   def feed(self, ids: Iterable[int]) -> Said:
     """Adds tokens; returns what can no longer change."""
-    known, symbols = len(self._token_bytes), self._matcher.symbols
+    num_known, symbols = len(self._token_bytes), self._matcher.symbols
     new = ''
     for token in ids:
       if token in symbols:
         new += symbols[token]
-      elif token < known:
+      elif token < num_known:
         new += self._token_bytes[token].decode('latin-1')
     # The end of a section begins with a character, so the text before it is
     # complete.
@@ -289,7 +291,7 @@ class TextStream:
     return Said(new.text + rest.text, new.reasoning + rest.reasoning)
 
   def _said(self, runs: Iterable[tuple[tuple[int, bytes], bool]]) -> Said:
-    """New text: bytes by section, and whether they end it."""
+    """The new text of runs: a section, its bytes, and whether they end it."""
     shown = dict.fromkeys(self._parts, '')
     for (section, data), ends in runs:
       kind = self._kinds[section]
@@ -305,7 +307,7 @@ def text_of(
 ) -> str:
   """The text of a finished row, up to the first stop string.
 
-  The arguments and errors are those of `TextStream`. Without stop strings and
-  with a byte-level tokenizer the text is that of `Pair.decode`.
+  For arguments and errors see `TextStream`. Without stop strings and with a
+  byte-level tokenizer `Pair.decode` gives the same text.
   """
   return TextStream(token_bytes, stops, special).finish(ids).text

@@ -33,7 +33,10 @@ class Vocabulary:
 
   @property
   def proposed(self) -> np.ndarray | None:
-    """`[N]` int32, ascending: the target's tokens among them; None: all."""
+    """`[N]` int32, ascending: the target's tokens that the draft can propose.
+
+    None: all.
+    """
     outputs, shared = self.draft_outputs, self.shared
     if outputs is None and shared is None:
       return None

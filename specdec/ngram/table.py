@@ -126,8 +126,8 @@ def _find_child(
 
   looped = lambda start: lax.fori_loop(0, table.num_probes, halve, start)
   child = lax.platform_dependent(start, cpu=looped, default=unrolled)
-  found = jnp.take(table.edge_token, child, mode='clip') == token
-  return child, found & (start < end)
+  is_child = jnp.take(table.edge_token, child, mode='clip') == token
+  return child, is_child & (start < end)
 
 
 def find_context(table: NGramTable, history: jax.Array) -> jax.Array:
@@ -147,11 +147,11 @@ def find_context(table: NGramTable, history: jax.Array) -> jax.Array:
   # The root has the most children, so they are not searched.
   context = jnp.take(table.of_token, history[..., 0], mode='clip')
   context = jnp.where(history[..., 0] >= 0, context, 0)
-  known = context > 0
+  is_known = context > 0
   for depth in range(1, table.order - 1):
-    child, found = _find_child(table, context, history[..., depth])
-    known &= found
-    context = jnp.where(known, child, context)
+    child, exists = _find_child(table, context, history[..., depth])
+    is_known &= exists
+    context = jnp.where(is_known, child, context)
   return context
 
 

@@ -2,9 +2,9 @@
 
 An expression describes a text, byte by byte, and a token is a few bytes. So the
 state after a token is found by reading its bytes, for all tokens at once along
-their trie (as stop strings are, `specdec.text.stop_strings`). Tokens that do
-the same in every state are of one kind, so the table is of states by kinds; of
-152,000 tokens there are some hundred kinds.
+their trie (`specdec.text.stop_strings` does the same). Tokens that do the same
+in every state are of one kind, and the table has a row for each state and a
+column for each kind; 152,000 tokens have some hundred kinds.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ _LEAST_STATES = 256
 _LEAST_KINDS = 256
 _LEAST_EFFECTS = 256
 
-# Automata over bytes are read in blocks of so many states.
+# The states of an automaton over bytes that are read at once.
 _BLOCK = 16
 
 
@@ -80,10 +80,10 @@ def _padded(size: int, least: int) -> int:
 def _check_size(
   num_states: int, num_kinds: int, vocab_size: int, *, counts: bool
 ) -> None:
-  """Refuses what is too large; what counts has a second table of kinds.
+  """Refuses an automaton that is too large; `counts`: it has a second table.
 
   Raises:
-    TooLarge: says how large it is, and what is allowed.
+    TooLarge: the message has its size, and the sizes that are possible.
   """
   states = _padded(num_states, _LEAST_STATES)
   kinds = _padded(num_kinds, _LEAST_KINDS)
@@ -91,8 +91,8 @@ def _check_size(
   size = states * ((4 if counts else 2) * kinds + 4 * words) + 4 * vocab_size
   if num_states > MAX_STATES or size > MAX_BYTES:
     raise TooLarge(
-      f'{num_states:,} states, whose tables take {size / 2**20:,.0f} MiB; at'
-      f' most {MAX_STATES:,} states and {MAX_BYTES >> 20} MiB are possible'
+      f'{num_states:,} states with tables of {size / 2**20:,.0f} MiB; at most'
+      f' {MAX_STATES:,} states and {MAX_BYTES >> 20} MiB are possible'
     )
 
 
@@ -104,11 +104,11 @@ def of_bytes(
   eos_ids: Sequence[int],
   counts: effects_lib.OfBytes | None = None,
 ) -> Automaton:
-  """The automaton over tokens of one over bytes.
+  """The automaton over tokens that allows what one over bytes allows.
 
-  Tokens without bytes are forbidden. Those that end a text are allowed where
-  the text may end, and where it cannot go on nothing else is. A token after
-  which no text could be completed is forbidden.
+  Tokens that end a text are allowed where the text may end; where it cannot go
+  on, only they are. Other tokens without bytes are forbidden, and so are tokens
+  after which no text could be completed.
 
   Args:
     delta: `[S, 256]` int32, the state after a byte, or `FORBIDDEN`. The first
@@ -131,7 +131,7 @@ def of_bytes(
   # The last state is the one after forbidden bytes.
   delta = np.where(delta < 0, num_states, delta).astype(np.int32)
   delta = np.pad(delta, ((0, 1), (0, 0)), constant_values=num_states)
-  # Their bytes are not read, as those of no text.
+  # The bytes of tokens that end a text are not part of the text.
   pieces = list(token_bytes)
   for token in eos_ids:
     pieces[token : token + 1] = [b''] if token < len(pieces) else []
@@ -157,7 +157,7 @@ def _with_counts(
   ends = counts.at_end[kept].tolist()
   table = np.full(automaton.after.shape, effects_lib.NOTHING, np.int32)
   table[1:, :-2] = effects
-  table[1:, -2] = [counts.effects.forgetting(one) for one in ends]
+  table[1:, -2] = [counts.effects.forgetting(end) for end in ends]
   table[automaton.after < 0] = effects_lib.NOTHING
   counted = effects_lib.of_tokens(counts, table)
   _check_counts(counted, len(table))
@@ -191,7 +191,7 @@ def can_spell(
 def _token_trie(
   token_bytes: Sequence[bytes], vocab_size: int
 ) -> tuple[list[tuple[np.ndarray, np.ndarray]], np.ndarray]:
-  """The trie of all tokens, in which each distinct prefix is read once.
+  """The trie of all tokens; each distinct prefix is read once.
 
   Returns:
     A list with, for each prefix length from 1, `[nodes]` parents and `[nodes]`
@@ -256,10 +256,10 @@ def _kinds(
       effects = np.zeros_like(above)
       above[:, alive], effects[:, alive] = after, changed
       above_start, start = start, start + len(parents)
-  found, examples, kinds = np.unique(
+  distinct, examples, kinds = np.unique(
     sums[node], return_index=True, return_inverse=True
   )
-  if found[0] == 0:
+  if distinct[0] == 0:
     return examples[1:], kinds - 1
   return examples, kinds
 
@@ -290,16 +290,16 @@ def _read(
 
 
 def _order(edges: np.ndarray, size: int, first: np.ndarray) -> np.ndarray:
-  """The nodes that are reached by `edges [2, n]`, those of `first` in front."""
+  """The nodes that `edges [2, n]` reach from the nodes `first`; these first."""
   # One more node leads to all of them.
   extra = np.stack([np.full_like(first, size), first])
   rows, columns = np.concatenate([edges, extra], axis=1)
   ones = np.ones(len(rows), np.int8)
   graph = sparse.csr_array((ones, (rows, columns)), (size + 1, size + 1))
-  found = csgraph.breadth_first_order(
+  order = csgraph.breadth_first_order(
     graph, size, directed=True, return_predecessors=False
   )
-  return found[1:]
+  return order[1:]
 
 
 def _trimmed(
@@ -310,7 +310,7 @@ def _trimmed(
   Also `[Q - 1]`, these states.
 
   Raises:
-    Unspeakable: there is no such way.
+    Unspeakable: no end can be reached.
   """
   num_states = len(after)
   targets = [np.unique(row) for row in after]
@@ -324,10 +324,10 @@ def _trimmed(
     raise Unspeakable('no sequence of tokens is allowed')
   edges = edges[:, np.all(leads[edges], axis=0)]
   kept = _order(edges, num_states, np.zeros(1, edges.dtype))
-  # Entry -1 is that of `FORBIDDEN`.
+  # Entry -1 belongs to `FORBIDDEN`.
   renamed = np.full(num_states + 1, constraint_lib.FORBIDDEN)
   renamed[kept] = 1 + np.arange(len(kept))
-  # One kind more for ends of texts, and one for what is always forbidden.
+  # One kind more for ends of texts, and one for tokens that are never allowed.
   last = after.shape[1]
   table = np.full((1 + len(kept), last + 2), constraint_lib.FORBIDDEN, np.int16)
   table[0] = 0
@@ -351,14 +351,14 @@ def _dense(
   effects = np.tile(same, (num_effects, num_levels, 1))
   bases = np.array([constraint_lib.LARGEST] + [1] * num_levels, np.int32)
   if automaton is not None:
-    states, own = automaton.after.shape
-    after[:states, :own] = automaton.after
+    states, used_kinds = automaton.after.shape
+    after[:states, :used_kinds] = automaton.after
     kinds[:], masks[:states] = automaton.kinds, automaton.masks
-    if own_counts := automaton.counts:
-      used, levels, _ = own_counts.effects.shape
-      changes[:states, :own] = own_counts.after
-      effects[:used, :levels] = own_counts.effects
-      bases[: 1 + levels] = states, *own_counts.sizes
+    if automaton_counts := automaton.counts:
+      used_effects, levels, _ = automaton_counts.effects.shape
+      changes[:states, :used_kinds] = automaton_counts.after
+      effects[:used_effects, :levels] = automaton_counts.effects
+      bases[: 1 + levels] = states, *automaton_counts.sizes
   counts: list[Any] = [changes, effects, bases]
   counting = constraint_lib.Counting(*counts) if num_levels else None
   return constraint_lib.Tables(after, kinds, masks, counting)
@@ -368,10 +368,11 @@ def _sizes(
   automata: Sequence[Automaton | None], sizes: tuple[int, ...]
 ) -> tuple[int, ...]:
   """The sizes of tables for some automata, at least `sizes`."""
-  for one in automata:
-    if one is not None:
-      effects = one.counts.effects.shape[:2] if one.counts else (0, 0)
-      sizes = tuple(map(max, sizes, (*one.after.shape, *effects)))
+  for automaton in automata:
+    if automaton is not None:
+      counts = automaton.counts
+      effects = counts.effects.shape[:2] if counts else (0, 0)
+      sizes = tuple(map(max, sizes, (*automaton.after.shape, *effects)))
   least = _LEAST_STATES, _LEAST_KINDS, _LEAST_EFFECTS if sizes[3] else 0
   return (*map(_padded, sizes[:3], least), sizes[3])
 
@@ -393,8 +394,8 @@ def with_row(
 ) -> constraint_lib.Tables:
   """The tables of B rows with another automaton in a row.
 
-  They grow if it is larger than all before; the states of texts stay as they
-  are, since no padded state is ever reached.
+  They grow if it is larger than all before. The states of texts stay valid,
+  since no padded state is ever reached.
   """
   sizes, vocab_size = _sizes([automaton], tables.sizes), tables.kinds.shape[1]
   if sizes != tables.sizes:
@@ -423,8 +424,10 @@ def _no_counts(tables: constraint_lib.Tables) -> constraint_lib.Counting:
 
 @jax.jit
 def _replaced(
-  tables: constraint_lib.Tables, row: jax.Array, own: constraint_lib.Tables
+  tables: constraint_lib.Tables,
+  row: jax.Array,
+  row_tables: constraint_lib.Tables,
 ) -> constraint_lib.Tables:
   return jax.tree.map(
-    lambda all_rows, one: all_rows.at[row].set(one), tables, own
+    lambda all_rows, values: all_rows.at[row].set(values), tables, row_tables
   )

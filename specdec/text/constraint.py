@@ -1,9 +1,9 @@
 """Constraints: which tokens may follow a text, such as one of a grammar.
 
 A constraint is an automaton that reads tokens. Its state is an integer, so
-every node of a tree has one: that of its parent, taken on by its token. What is
-forbidden gets no probability, from the target and from the drafts alike, so a
-drafted text is that of plain decoding under the same constraint.
+every node of a tree has one: the state after its token, from the state of its
+parent. Target and drafts give no probability to forbidden tokens, so drafted
+tokens equal the tokens of plain decoding under the same constraint.
 """
 
 from typing import Any
@@ -103,8 +103,8 @@ def exclude(
 ) -> jax.Array:
   """`logits [..., V]` with `EXCLUDED` for tokens that must not follow.
 
-  Where `state [...]` is `FORBIDDEN`, they stay as they are: nothing there is
-  ever chosen.
+  Where `state [...]` is `FORBIDDEN`, the logits do not change: nothing there
+  is ever chosen.
   """
   allowed = constraint.allowed(jnp.maximum(state, 0), logits.shape[-1])
   allowed |= (state < 0)[..., None]
@@ -123,7 +123,7 @@ def condition(
   Args:
     constraint: the constraint.
     log_probs: `[..., C]` float32, of distinct tokens, adding up to at most 1;
-      `EXCLUDED` for entries that are no candidates.
+      `EXCLUDED` for entries without a candidate.
     state: `[...]` int32.
     tokens: `[..., C]` int32.
 
@@ -180,16 +180,16 @@ def _are_possible(effects: jax.Array, counts: jax.Array) -> jax.Array:
 class Tables(flax.struct.PyTreeNode, Constraint):
   """Automata over tokens: one that all rows follow, or one for each row.
 
-  State 0 allows everything and is never left: it is that of texts that have
-  ended. A text begins in state 1, which leads to state 0 in rows without a
-  constraint. `automaton.stack` makes the tables.
+  State 0 allows everything and is never left; texts that have ended are in it.
+  A text begins in state 1. In rows without a constraint it leads to state 0.
+  `automaton.stack` makes the tables.
   """
 
   #: `[G, Q, C]` int16, the state after a token of each kind; G is 1 or B.
   following: jax.Array
   kinds: jax.Array  #: `[G, V]` int32, the kind of each token.
   #: `[G, Q, ceil(V / 32)]` uint32, the tokens that may follow: bit i of word j
-  #: is that of token `i * ceil(V / 32) + j`.
+  #: belongs to token `i * ceil(V / 32) + j`.
   masks: jax.Array
   counting: Counting | None = None  #: None: the automata do not count.
 
@@ -243,7 +243,7 @@ class Tables(flax.struct.PyTreeNode, Constraint):
     """`[B, ..., V]`, the entry of each token's kind in `[B, ..., C]`."""
     if self.kinds.shape[0] == 1:
       return jnp.take(of_kinds, self.kinds[0], axis=-1)
-    return jax.vmap(lambda one, kinds: jnp.take(one, kinds, axis=-1))(
+    return jax.vmap(lambda entries, kinds: jnp.take(entries, kinds, axis=-1))(
       of_kinds, self.kinds
     )
 

@@ -1,9 +1,9 @@
 """Counts of repetitions, for automata that count instead of having more states.
 
 A text may be in several repetitions, one inside another, and has a count for
-each of these levels. What a byte or a token does to the counts is its *effect*:
-for each level from which counts it is possible, at least `low` and at most
-`high`, and the count after it, `keep * count + more`, where `keep` is 0 or 1.
+each of these levels. What a byte or a token does to the counts is its *effect*.
+For each level it is possible from counts of at least `low` and at most `high`,
+and the next count is `keep * count + more`; `keep` is 0 or 1.
 """
 
 from collections.abc import Collection
@@ -16,7 +16,7 @@ UNLIMITED = 2**30
 IMPOSSIBLE = -1
 """The number of an effect that is possible from no count."""
 NOTHING = 0
-"""The number of the effect that changes and asks nothing."""
+"""The number of the effect that is always possible and changes nothing."""
 
 # `low`, `high`, `keep` and `more` at each level.
 _AtLevel = tuple[int, int, int, int]
@@ -70,7 +70,7 @@ class Effects:
     keep: int = 1,
     more: int = 0,
   ) -> int:
-    """The effect that is on one level alone."""
+    """An effect on a single level."""
     before, after = self._same[:level], self._same[level + 1 :]
     return self._number((*before, (low, high, keep, more), *after))
 
@@ -87,26 +87,28 @@ class Effects:
     key = first, second
     if key not in self._then:
       levels = [*map(_then, self._effects[first], self._effects[second])]
-      possible = tuple(one for one in levels if one is not None)
+      possible = tuple(level for level in levels if level is not None)
       is_possible = len(possible) == len(levels)
       self._then[key] = self._number(possible) if is_possible else IMPOSSIBLE
     return self._then[key]
 
   def together(self, steps: Collection[tuple[int, Collection[int]]]) -> int:
-    """The effect of several that happen at once, in one text.
+    """The effect of several effects that happen at once, in one text.
 
     Args:
-      steps: effects, and the levels that the text is in after each. A count of
-        another level says nothing.
+      steps: effects, and the levels that the text is in after each. Counts of
+        other levels do not matter.
 
     Returns:
       `IMPOSSIBLE` if they differ.
     """
     levels: list[_AtLevel] = []
     for level in range(len(self._same)):
-      own = [(self._effects[one][level], inside) for one, inside in steps]
-      bounds = {one[:2] for one, _ in own}
-      changes = {one[2:] for one, inside in own if level in inside}
+      pairs = [
+        (self._effects[number][level], inside) for number, inside in steps
+      ]
+      bounds = {effect[:2] for effect, _ in pairs}
+      changes = {effect[2:] for effect, inside in pairs if level in inside}
       changes = changes or {SAME[2:]}
       if len(bounds) > 1 or len(changes) > 1:
         return IMPOSSIBLE
@@ -119,8 +121,8 @@ class OfBytes:
   """Effects of the bytes of an automaton on counts."""
 
   effects: Effects
-  #: How many counts each level has, from 0 on. The last one stands for all that
-  #: are larger.
+  #: How many counts each level has, from 0 on. The last one includes all larger
+  #: counts.
   sizes: tuple[int, ...]
   after: np.ndarray  #: `[S, 256]` int32, the effect of each byte.
   #: `[S]` int32, the effect of the end of the text, where it is possible.
@@ -184,7 +186,7 @@ class Reader:
 
 
 def of_tokens(counts: OfBytes, after: np.ndarray) -> OfTokens:
-  """The counts of tokens, whose effects are only those that are used.
+  """The counts of tokens, with only the effects that are used.
 
   Args:
     counts: the counts of bytes.

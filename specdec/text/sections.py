@@ -1,7 +1,7 @@
 """Sections of a text, such as what a model says before it answers.
 
-A section goes on until a text that ends it, which is not shown. This text says
-which section follows. The newlines between the two are not shown either.
+A section goes on until a text that ends it, and this text says which section
+follows. Neither the text nor the newlines after it are shown.
 """
 
 import dataclasses

@@ -7,7 +7,8 @@ within a token. The device reads whole tokens with `StopTable`; the host reads
 bytes with `StopMatcher`, to know which text can be shown already.
 
 A special token, such as <|im_end|>, has no bytes, because it is not shown, but
-a stop string may name it. There it is one symbol beyond the bytes.
+a stop string may name it. The automaton reads it as one symbol after the 256
+bytes.
 
 A text may have sections (`specdec.text.sections`), each with an automaton of
 its own. The texts that end a section are found like stop strings, and lead to
@@ -50,9 +51,10 @@ class StopTable(flax.struct.PyTreeNode):
   # `[Q, V]` int16, or int32 if Q is large: the state after a token; `STOPPED`
   # if a stop string ends within the token or at its end.
   next_state: jax.Array
-  # `[B]` int32, the first state of section 0; those of the others follow it.
+  # `[B]` int32, the first state of section 0; the first states of the other
+  # sections follow it.
   base: jax.Array
-  section: jax.Array  # `[B]` int32, in which the new text of each row begins.
+  section: jax.Array  # `[B]` int32, the first section of each row's new text.
 
   @property
   def start(self) -> jax.Array:
@@ -85,13 +87,13 @@ class StopTable(flax.struct.PyTreeNode):
 def _named(
   texts: Iterable[bytes], special: Mapping[bytes, int]
 ) -> dict[bytes, int]:
-  """The special tokens that some texts name, by their own; longest first.
+  """The ids of the special tokens that some texts name; longest first.
 
   A token's symbol is its index, from `_NUM_BYTES` on.
   """
-  found = [token for token in special if any(token in text for text in texts)]
+  tokens = [token for token in special if any(token in text for text in texts)]
   return {
-    token: special[token] for token in sorted(found, key=len, reverse=True)
+    token: special[token] for token in sorted(tokens, key=len, reverse=True)
   }
 
 
@@ -103,13 +105,13 @@ def _texts(
 
 
 def _symbols(text: bytes, named: Iterable[bytes]) -> str:
-  """The symbols of a text in which special tokens are named.
+  """The symbols of a text, which may name special tokens.
 
   A symbol is the character of its number.
   """
   texts = [token.decode('latin-1') for token in named]
   words = re.compile('|'.join(map(re.escape, texts)) or '(?!)')
-  symbol = lambda found: chr(_NUM_BYTES + texts.index(found[0]))
+  symbol = lambda match: chr(_NUM_BYTES + texts.index(match[0]))
   return words.sub(symbol, text.decode('latin-1'))
 
 
@@ -120,9 +122,9 @@ def _ends(
 ) -> dict[str, int]:
   """The ends of a section, in symbols, and where they lead; longest first.
 
-  A stop string is spelled in all bytes, or with special tokens as such. In
-  sections that are not of the text it is searched for only if it names a
-  special token or what ends this section: it is meant for these.
+  A stop string is spelled in bytes alone, or with symbols for special tokens.
+  Outside the text itself it is searched for only if it names a special token or
+  an end of this section: such a stop string is meant for these sections.
   """
   ends = {_symbols(text, named): follower for text, follower in section.ends}
   marks = [*named, *(text for text, _ in section.ends)]
@@ -140,14 +142,14 @@ def _automaton(
 
   Returns:
     `[states, symbols]` int32, the state after a symbol; state 0 is the empty
-    prefix. `[states]` int32, where the text leads that ends there, or
-    `_GOES_ON`.
+    prefix. `[states]` int32, the section that follows the end that is complete
+    in a state, or `STOPPED`, or `_GOES_ON` if no end is.
   """
   prefixes = {text[:size] for text in ends for size in range(len(text))}
   prefixes |= {'', *ends}
   # In an order that all hosts share.
   ordered = sorted(prefixes, key=lambda prefix: (len(prefix), prefix))
-  states = {one: state for state, one in enumerate(ordered)}
+  states = {prefix: state for state, prefix in enumerate(ordered)}
   children = collections.defaultdict[str, list[str]](list)
   for prefix in [*states][1:]:
     children[prefix[:-1]].append(prefix)
@@ -161,8 +163,8 @@ def _automaton(
     for child in children[prefix]:
       fail[child] = delta[state, ord(child[-1])]
       delta[state, ord(child[-1])] = states[child]
-  # A special token with which no stop string goes on is as if it was not there,
-  # like those that none names: the text that is shown goes on.
+  # A special token that continues no stop string does not change the state, nor
+  # does one that no stop string names.
   tokens = delta[:, _NUM_BYTES:]
   tokens[...] = np.where(tokens, tokens, np.arange(len(delta))[:, None])
   return delta, leads
@@ -192,7 +194,7 @@ def _joined(
     number, kept = numbers[index], leads == _GOES_ON
     joined[number[kept] - base] = number[delta[kept]]
     if sections[index].strips:
-      # A state of its own, in which newlines and tokens change nothing.
+      # The first state differs: newlines and tokens do not change it.
       row = number[delta[0]]
       row[_NUM_BYTES:][delta[0, _NUM_BYTES:] == 0] = base + index
       row[_NEWLINE] = base + index
@@ -213,13 +215,13 @@ def build_stop_table(
   set of stop strings has its own automaton in a common state space.
 
   Args:
-    stops: those of each row.
+    stops: the stop strings of each row.
     token_bytes: of each token; ends before the tokens at the end of the
       vocabulary that have no bytes.
     vocab_size: V.
     special: the ids of tokens without bytes that stop strings may name, by
       their texts.
-    sections: those of all texts, which begin in section 0, see
+    sections: the sections of all texts; they begin in section 0, see
       `StopTable.in_sections`.
 
   Raises:
@@ -242,7 +244,7 @@ def build_stop_table(
     blocks.append(_joined(automata, sections, num_states))
     num_states += len(blocks[-1])
   padded = -(-num_states // _STATE_BLOCK) * _STATE_BLOCK
-  # The last row (index -1) is that of `STOPPED`, which is never left.
+  # The last row (index -1) belongs to `STOPPED`, which is never left.
   rest = np.full((padded + 1 - num_states, num_symbols), STOPPED, np.int32)
   delta = np.concatenate([*blocks, rest])
   pieces = [*token_bytes[:vocab_size]]
@@ -263,14 +265,14 @@ def build_stop_table(
 class StopMatcher:
   """Cuts a text that arrives in pieces before its first stop string.
 
-  The first stop string is that which ends first; of those that end at the same
-  byte, the longest. Once it was found (`stopped`), nothing more is returned.
-  What ends a section is found alike.
+  The first stop string is the one that ends first; of several that end at the
+  same byte it is the longest. Once it was found (`stopped`), nothing more is
+  returned. Ends of sections are found in the same way.
 
   Attributes:
-    symbols: of the special tokens that are searched for, by their ids.
+    symbols: the symbols of special tokens that are searched for, by their ids.
     stopped: whether a stop string was found.
-    section: the section that goes on.
+    section: the index of the current section.
   """
 
   def __init__(
@@ -280,7 +282,7 @@ class StopMatcher:
     sections: sections_lib.Sections = sections_lib.PLAIN,
     first: int = 0,
   ):
-    """The arguments are those of `build_stop_table`, for one row.
+    """Takes the arguments of `build_stop_table`, for one row.
 
     Raises:
       ValueError: a stop string is empty.
@@ -303,7 +305,7 @@ class StopMatcher:
     self._held = ''  # The longest end of the text that is such a beginning.
 
   def feed(self, text: str) -> list[tuple[int, bytes]]:
-    """Reads symbols; returns the bytes that are in nothing that was found.
+    """Reads symbols; returns the bytes that are in no stop string and no end.
 
     The symbol of a byte is the character of its number, as in Latin-1.
 

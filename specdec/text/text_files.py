@@ -75,7 +75,7 @@ def lines(
 
 
 def read(name: str | os.PathLike[str]) -> str:
-  """The text of a file; the errors are those of `lines`."""
+  """The text of a file; raises the errors of `lines`."""
   return ''.join(line for _, line in lines(name))
 
 
@@ -107,19 +107,20 @@ def refuse_stand_in(name: str | os.PathLike[str]) -> None:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
   """The object of JSON pairs; ValueError if a key is there twice."""
-  found: dict[str, Any] = {}
+  record: dict[str, Any] = {}
   for key, value in pairs:
-    if key in found:
+    if key in record:
       raise ValueError(f'key {key!r} is there twice')
-    found[key] = value
-  return found
+    record[key] = value
+  return record
 
 
 def read_object(name: str | os.PathLike[str]) -> dict[str, Any]:
-  """The JSON object of a file; errors, besides those of `lines`, name it too.
+  """The JSON object of a file.
 
   Raises:
-    ValueError: the text is not valid JSON, or its value is no object.
+    ValueError: see `lines`; or the text is not valid JSON, or its value is not
+      an object. The message names the file.
   """
   text = read(name)
   try:
@@ -147,31 +148,33 @@ _UNIONS = types.UnionType, Union
 
 def described(kind: Any, several: bool = False) -> str:
   """A type of `check_types` in words."""
-  parts, outer = get_args(kind), get_origin(kind)
+  arguments, outer = get_args(kind), get_origin(kind)
   if outer in (list, dict):
-    own = _WORDS[outer][several]
-    return own if parts[-1] is Any else f'{own} of {described(parts[-1], True)}'
+    word = _WORDS[outer][several]
+    if arguments[-1] is Any:
+      return word
+    return f'{word} of {described(arguments[-1], True)}'
   if outer is Literal:
-    return ' or '.join(map(repr, parts))
+    return ' or '.join(map(repr, arguments))
   if outer in _UNIONS:
-    words = [described(part, several) for part in parts]
+    words = [described(part, several) for part in arguments]
     return ' or '.join(dict.fromkeys(words))
   return _WORDS.get(kind, _WORDS[dict])[several]
 
 
 def fits(value: Any, kind: Any) -> bool:
   """Whether a value has a type of `check_types`."""
-  parts, outer = get_args(kind), get_origin(kind)
+  arguments, outer = get_args(kind), get_origin(kind)
   if kind is Any:
     return True
   if outer in _UNIONS:
-    return any(fits(value, part) for part in parts)
+    return any(fits(value, part) for part in arguments)
   if outer is Literal:
-    return value in parts
+    return value in arguments
   if outer in (list, dict):
     within = value.values() if isinstance(value, dict) else value
     return isinstance(value, outer) and all(
-      fits(one, parts[-1]) for one in within
+      fits(entry, arguments[-1]) for entry in within
     )
   if kind is float:
     return type(value) is int or (
@@ -190,7 +193,7 @@ def check_types(
     kinds: types by key: `str`, `int`, `float` (any finite number), `bool`,
       `Any`, and lists, objects, unions and literals of them, such as
       `dict[str, int] | None`. Other keys are not checked.
-    place: what the names of keys are preceded by in messages.
+    place: precedes the names of keys in messages.
 
   Raises:
     ValueError: names the key and its value.
@@ -203,7 +206,7 @@ def check_types(
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-  """A value as JSON, which has no NaN and no infinities: they become null."""
+  """A value as JSON; NaN and infinities become null."""
   return json.dumps(_finite(value), allow_nan=False, indent=indent)
 
 

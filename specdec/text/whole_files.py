@@ -43,7 +43,7 @@ _MALFORMED = (
 
 @contextlib.contextmanager
 def reading(path: str | os.PathLike[str], remedy: str = '') -> Iterator[None]:
-  """Makes a ValueError that names the file of whatever its readers raise.
+  """Turns what readers of a file raise into a ValueError that names the file.
 
   Args:
     path: of the file or folder.
@@ -80,9 +80,9 @@ def write(
   """Writes a file or folder completely or not at all; folders are made.
 
   Args:
-    path: of the file, or of a folder that does not exist. What is no regular
-      file, such as a device, is written as it is.
-    save: called with a path beside it, with the same suffix, to write to.
+    path: of the file, or of a folder that does not exist. A device or a pipe is
+      written directly.
+    save: called with a path next to it, with the same suffix, to write to.
 
   Raises:
     OSError: it cannot be written; what was there before is kept.

@@ -251,7 +251,7 @@ def _converse(monkeypatch, lines, *flags):
   monkeypatch.setattr('sys.stdin', stdin)
   output = _output('chat.py', '--context=64', *flags)
   first, *answers = output.split('> ')
-  assert 'begin anew' in first
+  assert 'start over' in first
   return answers
 
 
@@ -276,7 +276,7 @@ def test_a_conversation(instruct, monkeypatch):
   assert 0 < int(counts[1][0]) < int(counts[1][2]) - length
   assert 'has room for 64; begin another one' in refused
   assert refused.count('\n') == 1
-  assert refused.endswith('your message is left out, /new begins anew\n')
+  assert refused.endswith('your message is left out, /new starts over\n')
 
 
 def test_an_interrupt_ends_an_answer_and_not_the_conversation(
@@ -348,7 +348,7 @@ def test_no_message_ends_a_conversation(
   )
   for text in (broken, again):
     assert 'message 0, content has the lone surrogate' in text
-    assert text.endswith('your message is left out, /new begins anew\n')
+    assert text.endswith('your message is left out, /new starts over\n')
   cut = ' [cut by --max_new_tokens or --context]\n'
   assert (first, new, anew) == (cut, '', cut)
   assert left_out.startswith('[your last message, without an answer, is left')
@@ -361,7 +361,7 @@ def test_no_message_ends_a_conversation(
   assert ['the target gave NaN]' in one for one in answers] == [True, True]
 
 
-_NO_TEMPLATE = 'has no chat template, like those of base models; choose'
+_NO_TEMPLATE = 'has no chat template: base models have none; choose'
 
 
 # The tests of its parts list what the library refuses: here is how
@@ -378,9 +378,10 @@ _NO_TEMPLATE = 'has no chat template, like those of base models; choose'
         '--show_origin': 'give one of --stream, --show_origin and --json',
         '--nojson --stream --batch_size=2': '--stream shows one prompt',
         '--system=x': '--system is the system message of a chat',
-        '--eos=xy': "--eos) has the text 'xy', but no token of",
+        '--eos=xy': "--eos='xy': no token of the target",
         '--eos=999': 'eos_ids has token 999, outside',
         '--eos=none --eos=1': '--eos=none ends no text',
+        '--eos=none --regex=a': '--eos=none: --regex needs a token that ends',
         '--draft_vocab=x': '--draft_vocab=x is neither N nor N:FILE',
         '--draft_vocab=5:/no': '--draft_vocab=5:/no: /no cannot be read',
       },
@@ -566,7 +567,7 @@ def test_a_decode_is_shown_and_shown_again(pair, tmp_path):
   assert '<b>add' not in page.read_text('utf-8')
   (tmp_path / 'other.json').write_text('{"format": "else"}')
   for flag, message in (
-    ('--trace=other.json', "no JSON object of format 'specdec trace 1'"),
+    ('--trace=other.json', "not a JSON object of format 'specdec trace 1'"),
     ('--trace=none.json', 'none.json cannot be read'),
     ('--output=one.txt', 'one.txt must end in .html'),
   ):

@@ -126,7 +126,7 @@ def test_drafts_of_other_vocabularies_are_refused(target, tokenizer, tmp_path):
   other = _train(_TEXT.upper())
   assert len(other) == len(tokenizer)
   draft = save(SIZE, other)
-  message = r'share \d+ tokens, of which a text has about \d %'
+  message = r'share \d+ tokens, about \d % of a text'
   with pytest.raises(ValueError, match=message) as error:
     pair_lib.load_pair(choice_lib.ModelChoice(target, draft))
   assert all(path in str(error.value) for path in (target, draft))

@@ -37,7 +37,7 @@ _FLAGS = [
   ('--width=1e3', 'invalid literal'),
   ('--capacity=1', 'at least num_nodes=64'),
   ('--batch_size=1000000000', '1024'),
-  ('--compilation_cache=/dev/null', 'is no folder'),
+  ('--compilation_cache=/dev/null', 'is not a folder'),
   ('--logit_bias=5', 'expected token:number'),
   ('--lookup_confidence=1', 'below 1'),
   ('--lookup_confidence=' + ','.join(['0.1'] * 99), 'at most 32'),
@@ -67,7 +67,7 @@ def test_flags():
 
 
 def test_nothing_heavy_is_imported_before_flags_are_checked():
-  """transformers and torch take seconds, in which a user would wait."""
+  """transformers and torch take seconds, and a user would wait."""
   program = (
     f'import sys; sys.path.insert(0, {str(_TESTS)!r}); import command_lines\n'
     f'runs = [(one, "--no_such_flag") for one in {_SCRIPTS!r}]\n'

@@ -1,4 +1,4 @@
-"""Automata that count allow what those with a state for each number allow."""
+"""Automata that count allow what automata with a state per number allow."""
 
 import collections
 import random
@@ -42,12 +42,12 @@ _allowed = jax.jit(constraint_lib.Tables.allowed, static_argnums=2)
 
 def _tokens(rng):
   """All bytes that are needed, and tokens of several, an end in front."""
-  some = [
+  longer = [
     b''.join(rng.choices(_LETTERS[: rng.choice((1, 2, 3, 6))], k=length))
     for length in range(2, 8)
     for _ in range(6)
   ]
-  return [b'', *_LETTERS, *some]
+  return [b'', *_LETTERS, *longer]
 
 
 def _random(rng, letters, depth):
@@ -55,13 +55,13 @@ def _random(rng, letters, depth):
   if not depth or len(letters) < 2:
     return f'[{letters}]' if rng.random() < 0.5 else rng.choice(letters)
   cut = rng.randrange(1, len(letters))
-  one = _random(rng, letters[:cut], depth - 1)
-  other = _random(rng, letters[cut:], depth - 1)
+  first = _random(rng, letters[:cut], depth - 1)
+  second = _random(rng, letters[cut:], depth - 1)
   least = rng.randrange(3)
   most = rng.choice(('', least + rng.randrange(1, 4)))
   if rng.random() < 0.3:
-    return f'(?:{one}|{other})'
-  return f'(?:{one}){{{least},{most}}}{other}'
+    return f'(?:{first}|{second})'
+  return f'(?:{first}){{{least},{most}}}{second}'
 
 
 def _cases():
@@ -77,26 +77,26 @@ def _tables(automaton, tokens):
 def _same_ways(counted, plain, size):
   """Follows all tokens in both tables; the number of states."""
   every = np.arange(size, dtype=np.int32)
-  known, waiting = {(1, 1)}, [(1, 1)]
+  seen, waiting = {(1, 1)}, [(1, 1)]
   while waiting:
     # Few shapes are compiled.
     states = np.ones((2, 1, 64), np.int32)
     states[:, 0, : len(waiting[:64])] = np.array(waiting[:64]).T
     del waiting[:64]
-    found = []
-    for tables, own in zip((counted, plain), states, strict=True):
+    after_both = []
+    for tables, own_states in zip((counted, plain), states, strict=True):
       tokens = np.broadcast_to(every, (1, 64, size))
-      wide = np.broadcast_to(own[..., None], tokens.shape)
+      wide = np.broadcast_to(own_states[..., None], tokens.shape)
       after = np.asarray(_follow(tables, wide, tokens))
-      assert np.array_equal(_allowed(tables, own, size), after >= 0)
-      found.append(after.ravel())
-    assert np.array_equal(found[0] > 0, found[1] > 0)
-    assert np.array_equal(found[0] == 0, found[1] == 0)
-    both = {*zip(*(one.tolist() for one in found), strict=True)}
-    new = [pair for pair in sorted(both) if pair[0] > 0 and pair not in known]
+      assert np.array_equal(_allowed(tables, own_states, size), after >= 0)
+      after_both.append(after.ravel())
+    assert np.array_equal(after_both[0] > 0, after_both[1] > 0)
+    assert np.array_equal(after_both[0] == 0, after_both[1] == 0)
+    both = {*zip(*map(np.ndarray.tolist, after_both), strict=True)}
+    new = [pair for pair in sorted(both) if pair[0] > 0 and pair not in seen]
     waiting += new
-    known.update(new)
-  return len(known)
+    seen.update(new)
+  return len(seen)
 
 
 def check_counts():
@@ -107,20 +107,20 @@ def check_counts():
     for pattern in _cases():
       tokens, tree = _tokens(rng), expression.parse(pattern)
       delta, accepting, counts = byte_automaton.counting(tree)
-      wanted = _EXPRESSIONS.get(pattern)
+      expected = _EXPRESSIONS.get(pattern)
       sizes = counts.sizes if counts else ()
-      assert wanted is None or sizes == wanted, pattern
+      assert expected is None or sizes == expected, pattern
       counted[len(sizes)] += 1
       if counts is None:
         continue
       assert automaton_lib.can_spell(delta, tokens, (0,))
       arguments = tokens, len(tokens) + 1, (0,)
-      found = _tables(
+      counting_tables = _tables(
         automaton_lib.of_bytes(delta, accepting, *arguments, counts), tokens
       )
       plain = byte_automaton.of_tree(tree)
       plain = _tables(automaton_lib.of_bytes(*plain, *arguments), tokens)
-      _same_ways(found, plain, len(tokens) + 1)
+      _same_ways(counting_tables, plain, len(tokens) + 1)
   finally:
     byte_automaton._UNROLLED = unrolled
   assert counted[1] > 10

@@ -33,7 +33,7 @@ _TEMPLATE = (
 _FORGETFUL = _TEMPLATE.replace(
   "['content']", "['content'][:1 if message['role'] == 'assistant' else None]"
 )
-# In transformers, tools that are absent are None, of which there is no loop.
+# In transformers, tools that are absent are None, and no loop is over None.
 _WITH_TOOLS = '{% if tools is defined %}{% for one in tools %}<a>{% endfor %}'
 _WITH_TOOLS += '{% endif %}' + _TEMPLATE
 _STRICT = "{{ raise_exception('roles must alternate') }}"
@@ -65,7 +65,7 @@ def _user(text='ab'):
 
 
 def _sampling(temperature=0.0, bias=2.0):
-  """Ends of turns are likelier than in the model, and do occur."""
+  """Ends of turns are more probable than in the model, and do occur."""
   ends = dict.fromkeys(_EOS_IDS, bias)
   return specdec.Sampling(temperature=temperature, logit_bias=ends)
 
@@ -80,33 +80,33 @@ def _chat(lm, **options):
   return lm.chat([system, _user(_SAID[0])], **_OPTIONS | options)
 
 
-def _anew(messages, template=_TEMPLATE, sampling=_sampling()):
+def _again(messages, template=_TEMPLATE, sampling=_sampling()):
   """The answer of plain decoding of the whole conversation."""
   options = _WHOLE | {'sampling': sampling}
   return _generator(template=template).generate([messages], **options)
 
 
 _num_programs = lambda: [
-  one._cache_size() for one in (loop.start, loop.extend, loop.advance)
+  program._cache_size() for program in (loop.start, loop.extend, loop.advance)
 ]
 
 
 @pytest.mark.parametrize('temperature', [0.0, 1.0])
 @pytest.mark.parametrize('kind', ['plain', 'staged'])
-def test_five_turns_are_those_of_decoding_everything_anew(kind, temperature):
+def test_five_turns_equal_decoding_everything_again(kind, temperature):
   sampling = _sampling(temperature)
   chat = _chat(_generator(kind), sampling=sampling)
-  shown, known, ends = ''.join(chat), 0, set()
+  shown, num_known, ends = ''.join(chat), 0, set()
   for turn, said in enumerate(_SAID[1:], 1):
     result = chat.result()
-    assert result.tokens == _anew(chat.messages, sampling=sampling).tokens
+    assert result.tokens == _again(chat.messages, sampling=sampling).tokens
     assert shown == result.text[0]
     ends.add(result.tokens[0][-1])
     length = len(result.prompt_tokens[0])
-    assert chat.num_read == length - known
+    assert chat.num_read == length - num_known
     # All that was decoded, but for the last token, and an end that is not that
     # of the template.
-    known = length + len(result.tokens[0]) - 1
+    num_known = length + len(result.tokens[0]) - 1
     programs = _num_programs()
     assert chat.reply(said) is chat
     shown = ''.join(chat)
@@ -122,14 +122,14 @@ def test_a_template_may_change_earlier_turns():
   chat = _chat(_generator('staged', _FORGETFUL))
   for said in _SAID[1:]:
     result = chat.run()
-    assert result.tokens == _anew(chat.messages, _FORGETFUL).tokens
+    assert result.tokens == _again(chat.messages, _FORGETFUL).tokens
     before = len(result.prompt_tokens[0])
     has_more = len(result.text[0]) > 1
     chat.reply(said)
     ids = chat.result().prompt_tokens[0]
     # The prompt and, of the answer, one letter.
     assert chat.num_read == len(ids) - before - has_more
-  assert chat.run().tokens == _anew(chat.messages, _FORGETFUL).tokens
+  assert chat.run().tokens == _again(chat.messages, _FORGETFUL).tokens
 
 
 def test_an_answer_that_was_stopped_is_part_of_what_follows():
@@ -138,7 +138,7 @@ def test_an_answer_that_was_stopped_is_part_of_what_follows():
   assert chat.result().finish_reasons == ['cancelled']
   chat.reply('c')
   assert chat.messages[-2] == {'role': 'assistant', 'content': first}
-  assert chat.run().tokens == _anew(chat.messages, **_ENDLESS).tokens
+  assert chat.run().tokens == _again(chat.messages, **_ENDLESS).tokens
 
 
 def test_a_full_context_is_refused_and_nothing_changes():
@@ -162,9 +162,9 @@ def test_conversations_are_prompts():
   text = ''.join(new[0] for new in stream)
   assert stream.prompts == ['ab']  # without special tokens
   assert stream.result().text == [text]
-  for found in (call('generate'), stream.result()):
-    assert found.tokens == _anew(messages).tokens
-    assert found.prompt_tokens == [prompt]
+  for result in (call('generate'), stream.result()):
+    assert result.tokens == _again(messages).tokens
+    assert result.prompt_tokens == [prompt]
   assert call('stream').trace()[0].prompt_tokens == tuple(prompt)
   assert _generator(template=_WITH_TOOLS).pair.ids_of([messages]) == [prompt]
   mixed = [[_user()], 'ab', [0, 1], [_user('c'), _user('d')]]
@@ -174,7 +174,7 @@ def test_conversations_are_prompts():
 
 def test_what_is_no_conversation_is_refused():
   for messages, template, words in (
-    ([_user()], None, 'has no chat template, .* choose an instruct model'),
+    ([_user()], None, 'has no chat template: .* choose an instruct model'),
     ([_user()], _STRICT, 'with the roles user: roles must alternate'),
     ([_user()], "{{ 'a' + 1 }}", 'the chat template .*: TypeError: '),
     ([_user()], _RECURSIVE, 'the chat template .*: RecursionError: '),

@@ -62,9 +62,9 @@ def test_special_tokens_and_the_first_ones(folder, tmp_path):
   ids = draft_vocabulary.tokens_of(_N, tokenizer, _V + 9)
   assert len(ids) == _N
   assert {*ids.tolist()} == {_V, *range(_N - 1)}
-  every = (None, _V + 9, 10**6)
+  sizes = (None, _V + 9, 10**6)
   assert [
-    draft_vocabulary.tokens_of(one, tokenizer, _V + 9) for one in every
+    draft_vocabulary.tokens_of(size, tokenizer, _V + 9) for size in sizes
   ] == [None] * 3
   given = draft_vocabulary.tokens_of([7, 3, 7], tokenizer, _V)
   assert given.tolist() == [3, 7]

@@ -40,20 +40,20 @@ def _accepts(states, accepting, text):
 def check_patterns():
   """All that are not refused; those are too large, or have no such tree."""
   read = refused = 0
-  for one in _patterns():
-    pattern = one['pattern']
+  for case in _patterns():
+    pattern = case['pattern']
     try:
       tree = ecma_pattern.parse(pattern)
     except ValueError:
       refused += 1
       continue
-    assert one['flag'] != 'invalid', pattern
+    assert case['flag'] != 'invalid', pattern
     read += 1
     delta, accepting = byte_automaton.of_tree(tree)
-    states, texts = delta.tolist(), _texts(one['letters'])
-    for text, match in zip(texts, one['matches'], strict=True):
-      found = _accepts(states, accepting, text)
-      assert found == (match == '1'), (pattern, text)
+    states, texts = delta.tolist(), _texts(case['letters'])
+    for text, match in zip(texts, case['matches'], strict=True):
+      accepted = _accepts(states, accepting, text)
+      assert accepted == (match == '1'), (pattern, text)
   assert (read, refused) == (332, 77)
 
 
@@ -65,12 +65,12 @@ def test_texts_are_those_that_match():
   ('pattern', 'message'),
   [
     ('[]a]', r'\[\] is an empty class in ECMA-262; write \\\]'),
-    (r'\Aa', r'\\A is no escape of ECMA-262 \(before position 2\)'),
-    (r'a\Z', r'\\Z is no escape'),
-    ('(?i)a', r'\(\?i\) is no group of ECMA-262, or has flags'),
-    ('(?i:a)', r'\(\?i: is no group'),
-    ('(?P<x>a)', 'is no group'),
-    ('a{,2}', r'\{,2\} is no number of repetitions .* write \{0,2\} or'),
+    (r'\Aa', r'\\A is not an escape of ECMA-262 \(before position 2\)'),
+    (r'a\Z', r'\\Z is not an escape'),
+    ('(?i)a', r'\(\?i\) is not a group of ECMA-262, or has flags'),
+    ('(?i:a)', r'\(\?i: is not a group'),
+    ('(?P<x>a)', 'is not a group'),
+    ('a{,2}', r'\{,2\} is not a number of repetitions .* write \{0,2\} or'),
     ('a++', r'\+ has nothing to repeat'),
     ('a{2,1}', 'numbers out of order'),
     ('a(?=b)', 'look-around is not supported'),
@@ -83,7 +83,7 @@ def test_texts_are_those_that_match():
     ('[a', r'unterminated class \]'),
     ('a\\', 'bad escape'),
     ('[b-a]', 'a range of a class is out of order'),
-    (r'\u{110000}', 'is no character'),
+    (r'\u{110000}', 'is not a character'),
   ],
 )
 def test_what_is_not_read_is_refused_by_name(pattern, message):

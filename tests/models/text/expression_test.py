@@ -142,17 +142,17 @@ def _random_expression(rng, depth):
   kind = rng.choice(('part', 'many', 'either', 'both', 'both'))
   if not depth or kind == 'part':
     return rng.choice(('a', 'b', '[ab]', '.', 'ab', '(?:)', '[^a]'))
-  one, other = (_random_expression(rng, depth - 1) for _ in range(2))
+  first, second = (_random_expression(rng, depth - 1) for _ in range(2))
   if kind == 'many':
-    return f'(?:{one}){rng.choice(("*", "+", "??", "{2}", "{0,2}", "{1,}"))}'
-  return f'(?:{one}|{other})' if kind == 'either' else one + other
+    return f'(?:{first}){rng.choice(("*", "+", "??", "{2}", "{0,2}", "{1,}"))}'
+  return f'(?:{first}|{second})' if kind == 'either' else first + second
 
 
 def _cases():
   rng = random.Random(0)
   drawn = [_random_expression(rng, 4) for _ in range(40)]
   table = _EXPRESSIONS | {'ab': _EXPRESSIONS['ab'] + drawn}
-  return [(letters, one) for letters in table for one in table[letters]]
+  return [(letters, pattern) for letters in table for pattern in table[letters]]
 
 
 def _automaton(pattern):
@@ -177,8 +177,8 @@ def check_texts():
     states, ends = delta.tolist(), [*accepting.tolist(), False]
     for length in range(6 if len(letters) < 3 else 3):
       for text in map(''.join, itertools.product(letters, repeat=length)):
-        found = ends[_read(states, 0, text.encode())]
-        assert found == _matches(pattern, text), (pattern, text)
+        accepted = ends[_read(states, 0, text.encode())]
+        assert accepted == _matches(pattern, text), (pattern, text)
 
 
 def test_the_texts_are_those_of_fullmatch():
@@ -187,11 +187,11 @@ def test_the_texts_are_those_of_fullmatch():
 
 
 def _ways(states, accepting, length):
-  """How many texts of so many bytes are accepted."""
-  number = accepting.astype(np.int64)
+  """How many texts of `length` bytes are accepted."""
+  num_ways = accepting.astype(np.int64)
   for _ in range(length):
-    number = np.where(states >= 0, number[states], 0).sum(axis=1)
-  return number[0]
+    num_ways = np.where(states >= 0, num_ways[states], 0).sum(axis=1)
+  return num_ways[0]
 
 
 @pytest.mark.parametrize(
@@ -211,10 +211,10 @@ def test_of_all_characters_those_that_match_are_accepted(pattern):
     state = np.zeros(len(letters), np.int64)
     for byte in data.reshape(-1, length).T:
       state = np.where(state < 0, -1, states[state, byte])
-    found = (state >= 0) & accepting[state]
-    wanted = [compiled.fullmatch(letter) is not None for letter in letters]
-    assert found.tolist() == wanted
-    assert _ways(states, accepting, length) == sum(wanted)
+    accepted = (state >= 0) & accepting[state]
+    matches = [compiled.fullmatch(letter) is not None for letter in letters]
+    assert accepted.tolist() == matches
+    assert _ways(states, accepting, length) == sum(matches)
 
 
 _REFUSED = [

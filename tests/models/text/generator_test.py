@@ -64,7 +64,7 @@ def test_eos_ids_may_be_texts():
   assert run(eos_ids='<end>').tokens == _plain().tokens
   for text in ('', 'b a', '<end><end>', '<en'):
     with pytest.raises(
-      ValueError, match=rf'the text {text!r}, but no token of'
+      ValueError, match=rf'eos_ids={text!r}: no token of the target'
     ):
       run(eos_ids=['<end>', text])
   with pytest.raises(ValueError, match='eos_ids has the lone surrogate'):
@@ -101,8 +101,8 @@ def test_prompts_in_every_notation():
     shown = json.loads(result.to_json())
     assert shown['prompt_tokens'] == ids
     assert shown['text'] == expected.text
-  for one in (texts[0], a, [a], np.array(a)):
-    assert run(one).tokens == expected.tokens[:1]
+  for prompt in (texts[0], a, [a], np.array(a)):
+    assert run(prompt).tokens == expected.tokens[:1]
 
 
 def test_an_option_that_does_not_exist_is_refused_by_name():
@@ -133,8 +133,8 @@ def test_an_option_that_does_not_exist_is_refused_by_name():
 def test_what_drafts_by_default(target, draft, labels, num_nodes):
   assert choice_lib.ModelChoice(target).draft == draft
   lm = generator_lib.load(target, dtype='float32')
-  found = lm.drafter.labels, lm.drafter.shape.num_nodes
-  assert found == (labels, num_nodes)
+  drafter = lm.drafter.labels, lm.drafter.shape.num_nodes
+  assert drafter == (labels, num_nodes)
 
 
 def test_help_shows_every_option():

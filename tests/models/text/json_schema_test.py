@@ -71,7 +71,7 @@ def _conforms(schema, text):
     return False
 
 
-def _samples(automaton, number, rng):
+def _samples(automaton, num_texts, rng):
   """Texts, all ways through the automaton of one length equally likely.
 
   Bytes after which the same states follow are one way, so that letters beyond
@@ -81,7 +81,7 @@ def _samples(automaton, number, rng):
   kinds = collections.defaultdict(list)
   for byte, column in enumerate(delta.T):
     kinds[column.tobytes()].append(byte)
-  columns = np.stack([delta[:, one[0]] for one in kinds.values()], axis=1)
+  columns = np.stack([delta[:, bytes_[0]] for bytes_ in kinds.values()], axis=1)
   num_ways = [accepting.astype(float)]  # By the number of bytes that are left.
   lengths = []
   while len(num_ways) < 400 and len(lengths) < 60:
@@ -89,7 +89,7 @@ def _samples(automaton, number, rng):
       lengths.append(len(num_ways) - 1)
     ways = np.where(columns >= 0, num_ways[-1][columns], 0)
     num_ways.append(ways.sum(axis=1) / max(ways.max(), 1))
-  for _ in range(number if lengths else 0):
+  for _ in range(num_texts if lengths else 0):
     state, text = 0, b''
     for left in range(rng.choice(lengths) - 1, -1, -1):
       after = columns[state]
@@ -114,14 +114,14 @@ def test_a_schema_is_obeyed_or_refused():
 
 def test_values_of_the_suite():
   """Those that are accepted conform."""
-  found = []
+  verdicts = []
   for schema, values in _suite():
     automaton = _automaton(schema)
     for value, conforms in values if automaton else ():
-      found.append((_accepts(automaton, value), conforms))
-      assert found[-1] != (True, False), (schema, value)
-  assert found.count((True, True)) > 180
-  assert found.count((False, False)) > 260
+      verdicts.append((_accepts(automaton, value), conforms))
+      assert verdicts[-1] != (True, False), (schema, value)
+  assert verdicts.count((True, True)) > 180
+  assert verdicts.count((False, False)) > 260
 
 
 # Small schemas: all values, in the layout that `docs/api.md` promises.
@@ -130,13 +130,13 @@ def test_values_of_the_suite():
 def _arrays():
   bounds = [{}, *({'minItems': n} for n in (1, 3))]
   limits = [{}, *({'maxItems': n} for n in (0, 2))]
-  others = [{}, *({'items': one} for one in (False, {'const': 3}))]
+  others = [{}, *({'items': items} for items in (False, {'const': 3}))]
   first = [{}, {'prefixItems': [{'const': 1}, {'enum': [1, 2]}]}]
   first += [{'prefixItems': [{'const': 2}]}]
   values = [
-    list(one)
+    list(entries)
     for length in range(4)
-    for one in itertools.product((1, 2, 3), repeat=length)
+    for entries in itertools.product((1, 2, 3), repeat=length)
   ]
   for parts in itertools.product(bounds, limits, others, first):
     schema = {'type': 'array'}
@@ -147,7 +147,9 @@ def _arrays():
 
 def _subsets(names):
   sizes = range(len(names) + 1)
-  return [one for size in sizes for one in itertools.combinations(names, size)]
+  return [
+    subset for size in sizes for subset in itertools.combinations(names, size)
+  ]
 
 
 def _objects():
@@ -160,12 +162,12 @@ def _objects():
     if others != {}:
       schema['additionalProperties'] = others
     # The properties in their order, then those that are required besides.
-    known = dict.fromkeys((*names, *required)) or 'abc'
+    names_of_values = dict.fromkeys((*names, *required)) or 'abc'
     yield (
       schema,
       [
         dict(zip(chosen, values, strict=True))
-        for chosen in _subsets([*known])
+        for chosen in _subsets([*names_of_values])
         for values in itertools.product((1, 2), repeat=len(chosen))
       ],
     )
@@ -205,8 +207,10 @@ def _strings():
     r'^[\s\S]{2}$',
   ):
     # At a line end, `$` of `re` is not what the standard says.
-    own = [text for text in texts if '$' not in pattern or text[-1:] != '\n']
-    yield {'type': 'string', 'pattern': pattern}, own
+    compared = [
+      text for text in texts if '$' not in pattern or text[-1:] != '\n'
+    ]
+    yield {'type': 'string', 'pattern': pattern}, compared
   for least, most in ((0, 1), (1, 2), (2, 2), (3, 1)):
     yield {'type': 'string', 'minLength': least, 'maxLength': most}, texts
   # Half a character cannot be spelled.
@@ -265,11 +269,14 @@ _ELSEWHERE = {'x': {'$id': 'z:', 'y': {}}}
     ({'max_length': 3}, '#/max_length is a keyword that is not supported'),
     ({'anyOf': [{}, {'oneOf': []}]}, '#/anyOf/1/oneOf is a keyword'),
     ({'allOf': [{}, {}]}, '#/allOf of more than one schema'),
-    ({'anyOf': [{}], 'type': 'object'}, '#/type is not supported beside anyOf'),
-    ({'$ref': '#/$defs/a', 'items': {}}, r'#/items .* beside \$ref'),
-    ({'enum': [1], 'minLength': 1}, '#/minLength .* beside enum'),
-    ({'pattern': 'a', 'maxLength': 3}, '#/maxLength .* beside pattern'),
-    ({'minLength': 3, 'format': 'date'}, '#/format .* beside minLength'),
+    (
+      {'anyOf': [{}], 'type': 'object'},
+      '#/type is not supported next to anyOf',
+    ),
+    ({'$ref': '#/$defs/a', 'items': {}}, r'#/items .* next to \$ref'),
+    ({'enum': [1], 'minLength': 1}, '#/minLength .* next to enum'),
+    ({'pattern': 'a', 'maxLength': 3}, '#/maxLength .* next to pattern'),
+    ({'minLength': 3, 'format': 'date'}, '#/format .* next to minLength'),
     ({'pattern': 'a(?=b)'}, "#/pattern 'a.*look-around is not supported"),
     ({'type': 'integer', 'format': 'int64'}, "#/format must .* 'int64'"),
     ({'type': [{}]}, '#/type must be one of null, .*, got {}'),
@@ -286,7 +293,7 @@ _ELSEWHERE = {'x': {'$id': 'z:', 'y': {}}}
     ),
     ({'uniqueItems': True}, '#/uniqueItems is a keyword that is not supported'),
     ({'minProperties': False}, '#/minProperties is a keyword'),
-    ({'pattern': r'\Aa'}, r'\\A is no escape of ECMA-262'),
+    ({'pattern': r'\Aa'}, r'\\A is not an escape of ECMA-262'),
     ({'items': {'$ref': '#'}}, "'#' contains itself, which is not supported"),
     ([], r'# must be an object, got \[\]'),
   ],
@@ -305,8 +312,8 @@ def test_what_says_nothing_is_ignored():
     'title': 'A title',
   }
   for schema in ({'enum': ['a', 'b']}, {'type': 'integer'}, {'maxItems': 2}):
-    found, wanted = _automaton(schema | nothing), _automaton(schema)
-    assert np.array_equal(found[0], wanted[0]), schema
+    annotated, alone = _automaton(schema | nothing), _automaton(schema)
+    assert np.array_equal(annotated[0], alone[0]), schema
 
 
 @pytest.mark.parametrize(

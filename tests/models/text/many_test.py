@@ -42,8 +42,8 @@ def test_every_prompt_is_completed_as_alone(lm):
   taken = []
 
   def prompts():
-    for number, prompt in enumerate(_PROMPTS):
-      taken.append(number)
+    for index, prompt in enumerate(_PROMPTS):
+      taken.append(index)
       yield prompt
     yield specdec.Job(prompt='import ', seed=0, max_new_tokens=3)
 
@@ -51,18 +51,22 @@ def test_every_prompt_is_completed_as_alone(lm):
   options['sampling'] = specdec.Sampling(temperature=1.0)
   many = lm.generate_many(prompts(), **options)
   assert not taken
-  found = {completion.index: completion for completion in many}
-  assert sorted(found) == list(range(8))
-  errors = {index: one.error for index, one in found.items() if one.error}
+  completions = {completion.index: completion for completion in many}
+  assert sorted(completions) == list(range(8))
+  errors = {
+    index: completion.error
+    for index, completion in completions.items()
+    if completion.error
+  }
   assert errors.keys() == {2, 3, 6}
   assert 'must be a list of token ids, got [1.5, 2]' in errors[6]
   assert 'the prompt is empty' in errors[2]
   assert 'exceed the context of 128 tokens' in errors[3]
   for index in (0, 1, 4, 5):
     alone = _alone(lm, _PROMPTS[index], 5 + index, sampling=sampling)
-    assert found[index].result == alone
-  own = _alone(lm, 'import ', 0, sampling=sampling, max_new_tokens=3)
-  assert found[7].result == own
+    assert completions[index].result == alone
+  expected = _alone(lm, 'import ', 0, sampling=sampling, max_new_tokens=3)
+  assert completions[7].result == expected
   assert many.num_steps > 0
 
 
@@ -71,11 +75,12 @@ def test_completions_may_come_in_order_and_prompts_are_taken_when_needed(lm):
   prompts = ([next(taken)] for _ in range(100))
   options = {'batch_size': 2, 'context': 128, 'in_order': True} | _OPTIONS
   many = lm.generate_many(prompts, **options)
-  found = [one.index for one in itertools.islice(many, 5)]
-  assert found == [0, 1, 2, 3, 4]
+  indices = [completion.index for completion in itertools.islice(many, 5)]
+  assert indices == [0, 1, 2, 3, 4]
   assert next(taken) <= 12
   # Another loop goes on where that one stopped.
-  assert [one.index for one in itertools.islice(many, 3)] == [5, 6, 7]
+  indices = [completion.index for completion in itertools.islice(many, 3)]
+  assert indices == [5, 6, 7]
   # For a list, the buffers are as large as it needs.
   for prompt in ([1] * 150, np.ones(150, np.int32)):
     many = lm.generate_many([prompt], batch_size=2, **_OPTIONS)
@@ -142,7 +147,7 @@ def test_the_script_completes_a_file_and_goes_on_where_it_was(
     4: 'line 5: expected a JSON object with keys of prompt',
     5: 'sets other options',
     6: 'has no chat template',
-    9: "the text 'no token', but no token of",
+    9: "eos_ids='no token': no token of",
     10: 'line 11: ',
   }.items():
     assert words in rows[index]['error']
@@ -177,9 +182,9 @@ def test_the_script_completes_a_file_and_goes_on_where_it_was(
   _pipe(monkeypatch, b'{"prompt": "x"}')
   arguments = _arguments('-', tmp_path / 'piped.jsonl')
   assert command_lines.run(*arguments).code == 0
-  words = 'others than those of standard input'
+  words = 'differ from those of standard input'
   assert words in command_lines.refusal(*arguments)
-  # A file that is not called so has no JSON.
+  # A file with another suffix has no JSON.
   texts = tmp_path / 'in.txt'
   texts.write_text('\nimport \n\nx = \n')
   ended = command_lines.run(*_arguments(texts, '-', '--in_order'))
@@ -224,7 +229,9 @@ def test_a_value_of_a_wrong_type_is_an_error_that_names_its_key(monkeypatch):
     {key: value} if key == 'messages' else {'prompt': 'x', key: value}
     for key, value in wrong + unusable
   ]
-  errors = _of_lines(monkeypatch, [json.dumps(one).encode() for one in lines])
+  errors = _of_lines(
+    monkeypatch, [json.dumps(record).encode() for record in lines]
+  )
   for index, (key, _) in enumerate(wrong):
     assert errors[index].startswith(f'line {index + 1}: {key} must be ')
   for (key, _), error in zip(unusable, errors[len(wrong) :], strict=True):

@@ -25,8 +25,8 @@ _VOCAB_SIZE, _CONTEXT = 272, 512
 _USER = [{'role': 'user', 'content': 'Hello'}]
 _LOOP = '{% for one in messages %}'
 
-# Each family has a template, its tokens, of which the first ends a text, and
-# those tokens that have a text.
+# Each family has a template, its tokens (the first ends a text), and the tokens
+# that have a text.
 _QWEN = (
   _LOOP + '<|im_start|>{{ one.role }}\n{% if one.reasoning_content %}<think>\n'
   '{{ one.reasoning_content }}\n</think>\n\n{% endif %}{{ one.content }}'
@@ -141,12 +141,12 @@ def test_reasoning_is_a_field_of_its_own(name):
   family, said = _FAMILIES[name]
   lm = _generator(family, said)
   stream = lm.stream(_USER, **_OPTIONS)
-  steps = [one for (one,) in stream.said()]
+  steps = [part for (part,) in stream.said()]
   result = stream.result()
   assert result.tokens == [_ids(lm.pair.tokenizer, said)]
   assert (result.reasoning, result.text) == (['Hm.\n\nm'], ['Hi!'])
-  assert ''.join(one.text for one in steps) == 'Hi!'
-  assert ''.join(one.reasoning for one in steps) == 'Hm.\n\nm'
+  assert ''.join(part.text for part in steps) == 'Hi!'
+  assert ''.join(part.reasoning for part in steps) == 'Hm.\n\nm'
   # A token alone, as here, or several, as of a draft that guesses right.
   pair, (ids,) = lm.pair, result.tokens
   section = pair.section_after(_USER)
@@ -157,8 +157,8 @@ def test_reasoning_is_a_field_of_its_own(name):
       for start in range(0, len(ids), size)
     ]
     parts.append(several.flush())
-    assert ''.join(one.text for one in parts) == 'Hi!'
-    assert ''.join(one.reasoning for one in parts) == 'Hm.\n\nm'
+    assert ''.join(part.text for part in parts) == 'Hi!'
+    assert ''.join(part.reasoning for part in parts) == 'Hm.\n\nm'
   assert ''.join(result.pieces[0]) == 'Hm.\n\nmHi!'
   assert ''.join(result_lib.labelled(steps)) == (
     '\n[reasoning] Hm.\n\nm\n[answer] Hi!'
@@ -261,17 +261,17 @@ def test_stop_strings_are_looked_for_in_the_answer(name):
     (end, 'Hm.\n\nm', '', 'stop'),  # It is meant for the reasoning.
   ):
     stream = lm.stream(_USER, stop=stop, **_OPTIONS)
-    steps = [one for (one,) in stream.said()]
+    steps = [part for (part,) in stream.said()]
     result = stream.result()
     assert result.finish_reasons == [reason], stop
     assert (result.reasoning, result.text) == ([reasoning], [text]), stop
-    assert ''.join(one.text for one in steps) == text
-    assert ''.join(one.reasoning for one in steps) == reasoning
+    assert ''.join(part.text for part in steps) == text
+    assert ''.join(part.reasoning for part in steps) == reasoning
     assert ''.join(result.pieces[0]) == reasoning + text
 
 
 def test_prompts_of_one_batch_begin_in_sections_of_their_own():
-  """Stop strings count from the first token of a text that is no answer."""
+  """Stop strings count from the first token of a text without an answer."""
   family, said = _FAMILIES['qwen']
   lm = _generator(family, said)
   (ids,) = lm.pair.ids_of([_USER])
@@ -279,8 +279,9 @@ def test_prompts_of_one_batch_begin_in_sections_of_their_own():
   options = {'stop': 'm', 'max_new_tokens': 128}
   expected = [('Hi!', 'Hm.\n\nm'), ('H', ''), ('Hi!', 'Hm.\n\nm'), ('H', '')]
   many = lm.generate_many(prompts, batch_size=2, in_order=True, **options)
-  found = [one.result for one in many]
-  assert [(one.text[0], one.reasoning[0]) for one in found] == expected
+  results = [completion.result for completion in many]
+  found = [(result.text[0], result.reasoning[0]) for result in results]
+  assert found == expected
   batch = lm.generate(prompts, **options)
   assert [*zip(batch.text, batch.reasoning, strict=True)] == expected
   # The next prompts of a batch may be of another kind.
@@ -297,8 +298,8 @@ def test_a_constraint_is_for_all_that_is_said():
   result = lm.generate(_USER, **options)
   assert (result.text, result.reasoning) == (['{"a":1}'], [''])
   job = many_lib.Job(prompt=_USER, regex=options['regex'])
-  (found,) = lm.generate_many([job], max_new_tokens=32)
-  assert found.result.text == ['{"a":1}']
+  (completion,) = lm.generate_many([job], max_new_tokens=32)
+  assert completion.result.text == ['{"a":1}']
 
 
 def test_models_without_reasoning_have_one_section():

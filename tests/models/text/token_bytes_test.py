@@ -52,15 +52,15 @@ def _pair_of(tokenizer):
 
 def test_every_token_of_the_embedded_pair(pair, table):
   texts = [data.decode(errors='replace') for data in table]
-  assert texts == [pair.decode([one]) for one in range(len(texts))]
+  assert texts == [pair.decode([token]) for token in range(len(texts))]
   assert len(table) == pair.target.spec.vocab_size
   assert {bytes([byte]) for byte in range(256)} <= set(table)
 
 
 def _cut(text, stops):
-  found = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops]
-  found = [(end, at) for end, at in found if at >= 0]
-  return text[: min(found)[1]] if found else text
+  matches = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops]
+  matches = [(end, at) for end, at in matches if at >= 0]
+  return text[: min(matches)[1]] if matches else text
 
 
 def _streamed(stream, ids, sizes):
@@ -126,12 +126,12 @@ def test_added_tokens_of_a_byte_level_tokenizer():
   tokenizer.add_special_tokens({'pad_token': '<pad>'})
   table = token_bytes_lib.token_bytes(tokenizer, len(tokenizer))
   ids = tokenizer.convert_tokens_to_ids(['<tool> Ġ', 'né', 'čaj', '<pad>'])
-  # Texts are searched for them as they are: no letter stands for a byte.
+  # Texts are searched for them literally: no letter is a byte.
   plain = ['<tool> Ġ'.encode(), 'né'.encode(), 'čaj'.encode(), b'']
   assert [table[token] for token in ids] == plain
   pair = _pair_of(tokenizer)
-  for some in (ids, [0, *ids, 0, *ids[:2]]):
-    assert token_bytes_lib.text_of(table, some) == pair.decode(some)
+  for text_ids in (ids, [0, *ids, 0, *ids[:2]]):
+    assert token_bytes_lib.text_of(table, text_ids) == pair.decode(text_ids)
   text = 'a b čaj né c'
   assert pair.decode(pair.encode(text)) == text
   assert token_bytes_lib.text_of(table, pair.encode(text), ['čaj']) == 'a b '
@@ -177,12 +177,12 @@ def test_sentencepiece_text_is_what_the_pair_decodes(decoder):
   pair, size = _pair_of(tokenizer), len(tokenizer) + 1
   table = token_bytes_lib.token_bytes(tokenizer, size)
   # Malformed bytes are left out: `tokenizers` writes U+FFFD for each of them.
-  single = [[one] for one in range(131)]
-  pieces = [[one] for one in range(259, size)]
-  some = st.sampled_from(pieces) | st.sampled_from(single)
-  some |= st.sampled_from('aé€😀▁\n ').map(_spell)
+  single = [[token] for token in range(131)]
+  pieces = [[token] for token in range(259, size)]
+  parts_of_text = st.sampled_from(pieces) | st.sampled_from(single)
+  parts_of_text |= st.sampled_from('aé€😀▁\n ').map(_spell)
 
-  @hypothesis.given(st.lists(some, max_size=8), _SIZES)
+  @hypothesis.given(st.lists(parts_of_text, max_size=8), _SIZES)
   @hypothesis.example(pieces * 2, [1, 2])
   @hypothesis.example(single, [3])
   def check(parts, sizes):

@@ -1,6 +1,6 @@
 """Constraints: drafted text is plain text under the same constraint.
 
-Plain text is that of a slow loop, which knows the rule of the constraint and no
+A slow loop makes the plain text; it knows the rule of the constraint and no
 automaton. Tables are compared with reading the bytes of every token.
 """
 
@@ -83,7 +83,7 @@ def _generate(kind, **options):
 
 
 def check_tokens(kind, verify):
-  """All rows are those of the loop; if not `match`, only the greedy one.
+  """All rows equal the loop's; without `match`, only the greedy row does.
 
   Drafts that know the target and the constraint are accepted altogether.
   """
@@ -196,14 +196,14 @@ def _slowly(delta, accepting, tokens, eos):
     ]
     for state in range(len(delta))
   ]
-  leads = [bool(one) for one in accepting]
+  leads = accepting.tolist()
   for _ in delta:
     leads = [
-      lead or any(one >= 0 and leads[one] for one in row)
+      lead or any(state >= 0 and leads[state] for state in row)
       for lead, row in zip(leads, after, strict=True)
     ]
-  keep = lambda one: one if one >= 0 and leads[one] else None
-  return [[keep(one) for one in row] for row in after], leads
+  keep = lambda state: state if state >= 0 and leads[state] else None
+  return [[keep(state) for state in row] for row in after], leads
 
 
 def check_tables(seeds):
@@ -232,21 +232,23 @@ def check_tables(seeds):
   forbidden = same(constraint_lib.FORBIDDEN)
   assert np.array_equal(_follow(tables, forbidden, every), forbidden)
   for index, (_, slow, accepting) in enumerate(stacked, 1):
-    waiting, known = [(start[index], 0)], set()
+    waiting, seen = [(start[index], 0)], set()
     while waiting:
       fast, state = waiting.pop()
-      if fast in known:
+      if fast in seen:
         continue
-      known.add(fast)
+      seen.add(fast)
       after = _follow(tables, same(fast), every)[index].tolist()
       may_follow = _allowed(tables, same(fast)[:, 0])[index].tolist()
-      for token, (new, one) in enumerate(zip(after, may_follow, strict=True)):
-        wanted = slow[state][token]
+      for token, (new, allowed) in enumerate(
+        zip(after, may_follow, strict=True)
+      ):
+        expected = slow[state][token]
         if token in eos:
-          assert (new >= 0) == one == bool(accepting[state])
+          assert (new >= 0) == allowed == bool(accepting[state])
         else:
-          assert (new >= 0) == one == (wanted is not None), (state, token)
-          waiting += [(new, wanted)] if one else []
+          assert (new >= 0) == allowed == (expected is not None), (state, token)
+          waiting += [(new, expected)] if allowed else []
 
 
 def test_tables_against_reading_bytes():
@@ -255,7 +257,7 @@ def test_tables_against_reading_bytes():
 
 
 def check_kinds():
-  """Hundreds of tokens, of which hardly any two do the same everywhere."""
+  """Hundreds of tokens; hardly any two do the same everywhere."""
   rng = np.random.default_rng(0)
   delta = np.full((12, 256), -1)
   letters = range(97, 123)
@@ -265,16 +267,16 @@ def check_kinds():
   accepting = np.ones(12, bool)
   made = automaton_lib.of_bytes(delta, accepting, tokens, len(tokens), (0,))
   assert made.after.shape[1] > 500
-  number = {1: 0}  # By those of tokens.
+  slow_state = {1: 0}  # By the states of the automaton over tokens.
   waiting = [1]
   for state in waiting:
     for token, fast in enumerate(made.after[state, made.kinds].tolist()[1:], 1):
-      slow = _read(delta, number[state], tokens[token])
+      slow = _read(delta, slow_state[state], tokens[token])
       assert (fast < 0) == (slow < 0)
       if fast >= 0:
-        waiting += [fast] if fast not in number else []
-        assert number.setdefault(fast, slow) == slow
-  assert len(number) == 12
+        waiting += [fast] if fast not in slow_state else []
+        assert slow_state.setdefault(fast, slow) == slow
+  assert len(slow_state) == 12
 
 
 def test_tokens_that_do_not_do_the_same_are_of_several_kinds():
@@ -324,5 +326,7 @@ def test_an_automaton_may_not_be_larger_than_is_said():
 def test_candidates_are_conditioned_on_what_may_follow():
   log_probs = jnp.log(jnp.array([[0.5, 0.2, 0.1]]))
   tokens = jnp.array([[3, 4, 5]])
-  found = constraint_lib.condition(Turns(), log_probs, jnp.array([1]), tokens)
-  np.testing.assert_allclose(jnp.exp(found), [[0.0, 0.5, 0.0]], rtol=1e-5)
+  conditioned = constraint_lib.condition(
+    Turns(), log_probs, jnp.array([1]), tokens
+  )
+  np.testing.assert_allclose(jnp.exp(conditioned), [[0.0, 0.5, 0.0]], rtol=1e-5)

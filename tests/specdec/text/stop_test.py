@@ -18,11 +18,11 @@ _TOKENS = {b'<a>': 3, b'<a><b>': 5, b'<b>': 4}
 
 def _symbols(text, special):
   """A stop string with special tokens as ~id, the longest first."""
-  found = [one for one in special if text.startswith(one)]
+  tokens = [token for token in special if text.startswith(token)]
   if not text:
     return []
-  if found:
-    longest = max(found, key=len)
+  if tokens:
+    longest = max(tokens, key=len)
     return [~special[longest], *_symbols(text[len(longest) :], special)]
   return [text[0], *_symbols(text[1:], special)]
 
@@ -34,13 +34,13 @@ def _slow(stops, special, token_bytes, tokens):
   """
   spelled = [[*stop] for stop in stops]
   spelled += [_symbols(stop, special) for stop in stops]
-  shown = lambda symbols: bytes(one for one in symbols if one >= 0)
+  shown = lambda symbols: bytes(symbol for symbol in symbols if symbol >= 0)
   begun = lambda text: max(
     (
       size
-      for one in spelled
-      for size in range(1, len(one) + 1)
-      if one[:size] == text[-size:]
+      for end in spelled
+      for size in range(1, len(end) + 1)
+      if end[:size] == text[-size:]
     ),
     default=0,
   )
@@ -51,7 +51,7 @@ def _slow(stops, special, token_bytes, tokens):
       if symbol < 0 and not begun([*text, symbol]):
         continue
       text.append(symbol)
-      ends = [len(one) for one in spelled if one == text[-len(one) :]]
+      ends = [len(end) for end in spelled if end == text[-len(end) :]]
       if ends:
         yield shown(text[: -max(ends)]), None
         return
@@ -132,16 +132,17 @@ def test_states_come_in_blocks_and_lead_to_states():
     )
     # One state for every proper beginning of the stop string.
     assert table.next_state.shape == (-(-longest // 16) * 16, 64)
-    own = np.asarray(table.next_state)[:longest]
-    assert {*own.ravel().tolist()} == {0, *range(longest), stop_strings.STOPPED}
+    following = np.asarray(table.next_state)[:longest]
+    states = {0, *range(longest), stop_strings.STOPPED}
+    assert {*following.ravel().tolist()} == states
 
 
 def test_all_hosts_number_states_alike():
   """By length and bytes, not as a set of strings happens to be ordered."""
   letters = 'abcdefgh'
-  ends = {2 * one: stop_strings.STOPPED for one in letters}
+  ends = {2 * letter: stop_strings.STOPPED for letter in letters}
   delta, _ = stop_strings._automaton(ends, 256)
-  after = [int(delta[0, ord(one)]) for one in letters]
+  after = [int(delta[0, ord(letter)]) for letter in letters]
   assert after == [*range(1, 9)]
 
 
@@ -169,16 +170,16 @@ def _slow_in_sections(stops, special, sections, first, token_bytes, tokens):
   What may be a part of an end is said, too; the section is None after a stop.
   """
   section, text, runs = first, [], []
-  shown = lambda symbols: bytes(one for one in symbols if one >= 0)
+  shown = lambda symbols: bytes(symbol for symbol in symbols if symbol >= 0)
   for token in tokens:
     for symbol in token_bytes[token] or [~token]:
-      found = sections[section]
-      if symbol == 10 and not text and found.strips:
+      current = sections[section]
+      if symbol == 10 and not text and current.strips:
         continue
-      ends = [(_symbols(end, special), then) for end, then in found.ends]
-      marks = [*special, *(end for end, _ in found.ends)]
+      ends = [(_symbols(end, special), then) for end, then in current.ends]
+      marks = [*special, *(end for end, _ in current.ends)]
       for stop in stops:
-        if found.kind == 'text' or any(mark in stop for mark in marks):
+        if current.kind == 'text' or any(mark in stop for mark in marks):
           ends += [([*stop], None), (_symbols(stop, special), None)]
       begun = lambda text, ends=ends: any(
         end[:size] == text[-size:]
@@ -188,10 +189,10 @@ def _slow_in_sections(stops, special, sections, first, token_bytes, tokens):
       if symbol < 0 and not begun([*text, symbol]):
         continue
       text.append(symbol)
-      done = [one for one in ends if one[0] == text[-len(one[0]) :]]
+      done = [pair for pair in ends if pair[0] == text[-len(pair[0]) :]]
       if done:
         # If two are equal, the stop string counts.
-        end, then = max(done, key=lambda one: (len(one[0]), one[1] is None))
+        end, then = max(done, key=lambda pair: (len(pair[0]), pair[1] is None))
         runs.append((section, shown(text[: -len(end)])))
         section, text = then, []
         if then is None:
@@ -242,8 +243,8 @@ def test_sections_are_what_a_slow_search_finds():
       arguments = (stops[row], special, sections, first)
       matcher, runs = stop_strings.StopMatcher(*arguments), []
       next_state, state = np.asarray(table.next_state), starts[row]
-      found = [*_slow_in_sections(*arguments, token_bytes, tokens)]
-      for token, (expected, section) in zip(tokens, found, strict=False):
+      steps = [*_slow_in_sections(*arguments, token_bytes, tokens)]
+      for token, (expected, section) in zip(tokens, steps, strict=False):
         state = next_state[state, token]
         assert (state == stop_strings.STOPPED) == (section is None)
         plain = token_bytes[token].decode('latin-1')
@@ -258,7 +259,7 @@ def test_sections_are_what_a_slow_search_finds():
           rest = expected.pop(section, b'')
           assert rest.startswith(said.pop(section, b''))
           assert said == expected
-      ends.append(found[-1][1])
+      ends.append(steps[-1][1])
   assert 80 < ends.count(None) < 400, ends.count(None)
   assert {*ends} == {None, 0, 1, 2, 3}
 
