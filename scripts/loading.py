@@ -45,6 +45,17 @@ def models() -> choice_lib.ModelChoice:
   return choice
 
 
+def method() -> str:
+  """The name of the method that decodes: with a plan it is `plan`."""
+  planned = options.PLAN.value is not None
+  return settings_lib.PLANNED if planned else flags.FLAGS['method'].value
+
+
+def model_name() -> str:
+  """The name of the target: that of its folder or file."""
+  return str(models().target).rstrip('/').rpartition('/')[2]
+
+
 def is_exact() -> bool:
   """Whether drafted tokens are those of plain decoding without exceptions."""
   return sources_lib.open_sources(models().of_target).is_exact

@@ -8,11 +8,13 @@ For example, three prompts in two slots, by steps of the target:
 A prompt is read into the caches of its slot alone, long ones in parts, between
 the steps of the others. The tokens of a prompt are those of decoding it alone,
 with match verification; with the other rules they have the same distribution.
+What a prompt has in common with the last text of its slot is not read again.
 """
 
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import itertools
 import types
 from typing import Any
 from typing import Unpack
@@ -41,22 +43,52 @@ class _Slot:
   """A prompt in its slot."""
 
   request: step_lib.Request  # It has one row.
-  prompt_length: int
-  num_read: int = 0  # Tokens of the prompt.
+  ids: list[int]  # The prompt.
+  num_read: int  # Tokens of the prompt.
+  num_seen: int = 0  # New tokens that `step` has returned.
 
   @property
   def is_read(self) -> bool:
-    return self.num_read == self.prompt_length
+    return self.num_read == len(self.ids)
 
   def read(self, most: int) -> tuple[step_lib.Request, np.int32]:
     """Goes on by at most so many tokens: `new` and `kept` of `loop.insert`."""
-    kept, length = self.num_read, self.prompt_length
+    kept, length = self.num_read, len(self.ids)
     self.num_read = min(kept + most, length)
     request = self.request.replace(
       prompt_length=np.array([self.num_read], np.int32),
       limit=self.request.limit if self.is_read else np.array([0], np.int32),
     )
     return request, np.int32(kept)
+
+
+@dataclasses.dataclass
+class _Text:
+  """What a row holds, also when its prompt has ended."""
+
+  tokens: list[int] = dataclasses.field(default_factory=list)
+  marked: int = 0  # Tokens at which recurrent states are marked.
+  used: int = 0  # The larger, the later it was read.
+
+  def kept(self, prompt: list[int], is_recurrent: bool) -> int:
+    """How many tokens of a prompt need not be read; see `cache.usable`."""
+    pairs = zip(self.tokens, prompt, strict=False)
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+    # The caches lack the last token, and the prompt needs one to go on from.
+    cached = max(len(self.tokens) - 1, 0)
+    kept = min(sum(1 for _ in same), cached, len(prompt) - 1)
+    if is_recurrent and kept < cached:
+      return self.marked if self.marked <= kept else 0
+    return kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Growth:
+  """What some steps added to a text."""
+
+  tokens: list[int]  #: The new ids.
+  origins: list[int]  #: Their sources, see `Generation`.
+  generation: generation_lib.Generation | None  #: Of a text that has ended.
 
 
 def _checked_prompt(
@@ -101,6 +133,10 @@ class Slots:
 
   Three programs serve prompts of all lengths: one that makes the buffers, one
   that reads a prompt and one that decodes, the last for each size of the tree.
+  The last two are compiled for the options that the prompts under way set, so
+  what no prompt uses costs nothing. Where `sampling` of all prompts sets an
+  option to a value that changes nothing, such as `top_p=1`, prompts that set it
+  need no other programs.
 
   Args:
     target: the model whose output is kept exactly.
@@ -154,12 +190,16 @@ class Slots:
       eos_ids,
       target.spec.vocab_size,
     )
-    request = self._options.request_of_all(request)
+    request = self._options.of_all(request)
     self._request = loop.place_request(target, request)
     self._state = loop.start(
       target, drafter, self._request, config=self._config
     )
     self._slots: list[_Slot | None] = [None] * num_slots
+    self._texts = [_Text() for _ in range(num_slots)]
+    self._num_readings = 0
+    #: By slot, the tokens of its last prompt that were not read again.
+    self.num_kept: list[int] = [0] * num_slots
 
   @property
   def free(self) -> list[int]:
@@ -182,8 +222,7 @@ class Slots:
       prompt: token ids.
       rng_key: a key; the tokens of the prompt depend on no other.
       max_new_tokens: the limit.
-      sampling: how to choose its tokens. It must set the options that the
-        sampling of all prompts sets, and no others. None: as that.
+      sampling: how to choose its tokens. None: as all prompts.
       eos_ids: tokens that end it. None: those of all prompts.
       automaton: what may follow what; without a `constraint` of all prompts.
 
@@ -193,25 +232,44 @@ class Slots:
     Raises:
       ValueError: no slot is free, or an argument cannot be used.
     """
-    spec, row = self._target.spec, next(iter(self.free), None)
-    if row is None:
+    spec = self._target.spec
+    if not self.free:
       raise ValueError('no slot is free; call advance until one has ended')
     ids = _checked_prompt(prompt, max_new_tokens, self.context, spec.vocab_size)
-    params = self._options.params_of(sampling)
+    checked = self._options.check(sampling, eos_ids, automaton)
     arguments_lib.row_keys(rng_key, 1)  # Refuses what is no key.
-    self._request, self._state = self._options.assign(
-      self._request, self._state, row, eos_ids, automaton
+    row, kept = self._best_slot(ids)
+    self._options.assign(row, checked, automaton)
+    request, self._state = self._options.of_all_with_states(
+      self._request, self._state
     )
+    self._request = loop.place_request(self._target, request)
     tokens, lengths = arguments_lib.pad([ids], self._state.tokens.shape[1])
     own = step_lib.Request(
       prompt=jnp.asarray(tokens),
       prompt_length=jnp.asarray(lengths),
       limit=jnp.array([max_new_tokens], jnp.int32),
       row_keys=rng_key.reshape(1),
-      sampling=params,
+      sampling=self._options.of_row(row),
     )
-    self._slots[row] = _Slot(own, len(ids))
+    self._slots[row] = _Slot(own, ids, kept)
+    self.num_kept[row] = kept
     return row
+
+  def _best_slot(self, ids: list[int]) -> tuple[int, int]:
+    """The free slot for a prompt, and how much of the prompt it has read.
+
+    It is the slot that has most of the prompt, if that is most of what it has.
+    Otherwise it is the slot that was not used for the longest time, so that a
+    text which others may go on from stays.
+    """
+    is_recurrent = bool(self._state.target.cache.recurrent)
+    kept = {row: self._texts[row].kept(ids, is_recurrent) for row in self.free}
+    size = lambda row: len(self._texts[row].tokens)
+    most = max(kept, key=lambda row: kept[row])
+    if not 2 * kept[most] >= size(most) > 0:
+      most = min(kept, key=lambda row: self._texts[row].used)
+    return most, kept[most]
 
   def _read_prompts(self, most: int) -> bool:
     """Reads what is new, at most so many tokens; whether that was all."""
@@ -219,20 +277,33 @@ class Slots:
       if slot is not None and not slot.is_read:
         if not most:
           return False
-        before = slot.num_read
+        new, kept = slot.read(most)
+        # Prompts that came since may have brought other options.
+        new = new.replace(sampling=self._options.of_row(row))
         self._request, self._state = loop.insert(
-          *(self._target, self._drafter, self._request, self._state),
-          *(np.int32(row), *slot.read(most)),
+          self._target,
+          self._drafter,
+          self._request,
+          self._state,
+          np.int32(row),
+          new,
+          kept,
         )
-        most -= slot.num_read - before
+        most -= slot.num_read - int(kept)
+        self._num_readings += 1
+        self._texts[row] = _Text(
+          slot.ids[: slot.num_read], slot.num_read - 1, self._num_readings
+        )
         if not slot.is_read:
           return False
     return True
 
-  def _step(
-    self, num_steps: int, num_ended: int
-  ) -> dict[int, generation_lib.Generation]:
-    """Decodes until so many of the prompts that are read have ended."""
+  def _decode(self, num_steps: int, num_ended: int) -> list[int]:
+    """Decodes until so many of the prompts that are read have ended.
+
+    Returns:
+      The slots of the prompts that are read.
+    """
     pairs = enumerate(self._slots)
     rows = [row for row, slot in pairs if slot and slot.is_read]
     self._state = loop.advance(
@@ -244,22 +315,83 @@ class Slots:
       np.int32(len(self._slots) - len(rows) + min(num_ended, len(rows))),
       config=self._config,
     )
-    reasons = hosts.read(self._state.reason)
-    rows = [row for row in rows if reasons[row] != accept.RUNNING]
+    return rows
+
+  def _ended(self, rows: Sequence[int]) -> dict[int, generation_lib.Generation]:
+    """The results of slots, which are free from now on."""
     if not rows:
       return {}  # Without reading the result.
     result, ended = hosts.read(loop.result_of(self._state)), {}
     for row in rows:
       slot, self._slots[row] = self._slots[row], None
       assert slot is not None
-      ended[row] = generation_lib.generation_of(
+      self._options.free(row)
+      generation = generation_lib.generation_of(
         _row_of(result, row),
-        np.array([slot.prompt_length], np.int32),
+        np.array([len(slot.ids)], np.int32),
         request=self._request,
         target=self._target,
         drafter=self._drafter,
       )
+      text, ended[row] = self._texts[row], generation
+      text.tokens = [*slot.ids, *generation.tokens[0]]
+      if generation.errors[0]:
+        text.tokens = []  # What is not finite may be in the caches.
     return ended
+
+  def step(self, num_steps: int = 1) -> dict[int, Growth]:
+    """Reads new prompts, and decodes for some steps, or until a prompt ends.
+
+    Long prompts are read in parts, one with each step, as by `advance`.
+
+    Args:
+      num_steps: the most steps; the host waits for the device once for them.
+
+    Returns:
+      What was added to each prompt that is read, by slot. The slots of those
+      that ended are free again.
+    """
+    arguments_lib.check_count('num_steps', num_steps)
+    wait = any(slot and slot.is_read for slot in self._slots)
+    all_read = self._read_prompts(self._reading if wait else loop.ALL_STEPS)
+    rows = self._decode(num_steps if all_read else 1, num_ended=1)
+    state = self._state
+    tokens, origins, ends, reasons = hosts.read(
+      (state.tokens, state.origins, state.length, state.reason)
+    )
+    grown = {}
+    for row in rows:
+      slot = self._slots[row]
+      assert slot is not None
+      begin = len(slot.ids) + slot.num_seen
+      slot.num_seen = int(ends[row]) - len(slot.ids)
+      new = slice(begin, ends[row])
+      grown[row] = Growth(
+        tokens[row, new].tolist(), origins[row, new].tolist(), None
+      )
+    ended = self._ended([row for row in rows if reasons[row] != accept.RUNNING])
+    for row, generation in ended.items():
+      grown[row] = dataclasses.replace(grown[row], generation=generation)
+    return grown
+
+  def cancel(self, slot: int) -> generation_lib.Generation | None:
+    """Ends the prompt of a slot, which is free then.
+
+    Returns:
+      The result so far; None if the prompt is not read yet.
+
+    Raises:
+      ValueError: the slot has no prompt.
+    """
+    if slot not in range(len(self._slots)) or self._slots[slot] is None:
+      raise ValueError(f'slot {slot!r} has no prompt to cancel')
+    if not self._slots[slot].is_read:
+      self._slots[slot] = None
+      self._options.free(slot)
+      return None
+    generation = self._ended([slot])[slot]
+    self._state = loop.end_row(self._target, self._state, np.int32(slot))
+    return generation
 
   def advance(self, num_ended: int = 1) -> dict[int, generation_lib.Generation]:
     """Reads the new prompts, and decodes until some have ended.
@@ -279,8 +411,12 @@ class Slots:
     while len(ended) < num_ended and any(self._slots):
       wait = any(slot and slot.is_read for slot in self._slots)
       all_read = self._read_prompts(self._reading if wait else loop.ALL_STEPS)
-      ended |= self._step(
+      rows = self._decode(
         loop.ALL_STEPS if all_read else 1, num_ended - len(ended)
+      )
+      reasons = hosts.read(self._state.reason)
+      ended |= self._ended(
+        [row for row in rows if reasons[row] != accept.RUNNING]
       )
     return ended
 

@@ -1,0 +1,421 @@
+"""What a client asks for, from the JSON of OpenAI's interface to requests.
+
+Every parameter has its effect or is refused by its name.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Mapping
+import contextlib
+import dataclasses
+import random
+import threading
+from typing import Any
+from typing import Literal
+
+from models.serve import engine as engine_lib
+from models.text import chat_template
+from models.text import constraints as constraints_lib
+from models.text import ends as ends_lib
+from models.text import scores as scores_lib
+import specdec
+from specdec import arguments as arguments_lib
+from specdec.text import text_files
+
+AUTO = 'auto'
+_MOST_STOPS = 16
+_MOST_EOS_IDS = 8
+
+
+class Refused(ValueError):
+  """A request that cannot be answered; has the parameter and the status."""
+
+  def __init__(
+    self,
+    message: str,
+    param: str | None = None,
+    status: int = 400,
+    code: str | None = None,
+  ):
+    super().__init__(message)
+    self.param, self.status, self.code = param, status, code
+
+
+_COMMON: dict[str, Any] = {
+  'model': str,
+  'max_tokens': int,
+  'temperature': float,
+  'top_p': float,
+  'top_k': int,
+  'min_p': float,
+  'repetition_penalty': float,
+  'logit_bias': dict[str, float],
+  'seed': int,
+  'stop': str | list[str],
+  'stop_token_ids': list[int],
+  'n': int,
+  'regex': str,
+  'response_format': dict[str, Any],
+  'method': str,
+  'stream': bool,
+  'stream_options': dict[str, bool],
+  'return_token_ids': bool,
+  'user': str,
+}
+_OF_CHAT = {
+  'messages': list[dict[str, Any]],
+  'max_completion_tokens': int,
+  'logprobs': bool,
+  'top_logprobs': int,
+}
+_OF_TEXT = {
+  'prompt': str | list[int] | list[str] | list[list[int]],
+  'logprobs': int,
+  'echo': bool,
+}
+# Parameters that cannot be done; these values say that they are not wanted.
+_NOT_WANTED: dict[str, tuple[Any, ...]] = {
+  'frequency_penalty': (0,),
+  'presence_penalty': (0,),
+  'best_of': (1,),
+  'suffix': ('',),
+  'tools': ([],),
+  'functions': ([],),
+  'tool_choice': ('none', 'auto'),
+  'store': (False,),
+  'metadata': ({},),
+  'modalities': (['text'],),
+  'service_tier': ('auto', 'default'),
+}
+_OF_MESSAGE: dict[str, Any] = {'role': str, 'content': str, 'name': str}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+  """What a client asks for: `n` choices for each prompt, in this order."""
+
+  requests: list[engine_lib.Request]
+  prompts: list[str]  #: The text of each request's prompt.
+  n: int
+  is_chat: bool
+  stream: bool
+  include_usage: bool
+  echo: bool
+  logprobs: int | None  #: The alternatives to each token; None: no figures.
+  return_token_ids: bool
+
+
+def _typed(
+  body: Mapping[str, Any], kinds: Mapping[str, Any], place: str = ''
+) -> dict[str, Any]:
+  """The values that are not null; refuses other names and types."""
+  given = {name: value for name, value in body.items() if value is not None}
+  for name, value in given.items():
+    if name in _NOT_WANTED and not place:
+      if value not in _NOT_WANTED[name]:
+        raise Refused(f'{name} cannot be done here; leave it out', name)
+    elif name not in kinds:
+      known = ', '.join(kinds)
+      raise Refused(f'{place}{name!s:.60} is not known; known: {known}', name)
+    else:
+      try:
+        text_files.check_types({name: value}, {name: kinds[name]}, place)
+      except ValueError as error:
+        raise Refused(str(error), f'{place}{name}') from error
+  return given
+
+
+@contextlib.contextmanager
+def _named(param: str) -> Iterator[None]:
+  """A `ValueError` within becomes a `Refused` that names the parameter."""
+  try:
+    yield
+  except Refused:
+    raise
+  except (ValueError, RecursionError) as error:
+    raise Refused(str(error), param) from error
+
+
+def _messages(given: list[dict[str, Any]]) -> list[dict[str, str]]:
+  """Messages as templates take them, with the text of contents in parts."""
+  messages = []
+  for number, message in enumerate(given):
+    place, content = f'messages[{number}].', message.get('content')
+    if isinstance(content, list):
+      kinds = {'type': Literal['text'], 'text': str}
+      parts = f'{place}content.'
+      for part in content:
+        if not isinstance(part, dict):
+          raise Refused(f'{place}content must be text', f'{place}content')
+        _typed(part, kinds, parts)
+      content = ''.join(part.get('text', '') for part in content)
+      message = message | {'content': content}
+    messages.append(_typed(message, _OF_MESSAGE, place))
+  return messages
+
+
+def _schema(response_format: Mapping[str, Any]) -> Any:
+  """The JSON schema of a `response_format`, if it has one."""
+  kind, form = response_format.get('type'), 'response_format'
+  if kind == 'text':
+    return None
+  if kind == 'json_object':
+    return {'type': 'object'}
+  described = response_format.get('json_schema')
+  if kind != 'json_schema' or not isinstance(described, dict):
+    raise Refused(
+      f'{form} must have the type text, json_object, or json_schema and then'
+      f' json_schema: {{"schema": ...}}, got {response_format!r:.80}',
+      form,
+    )
+  schema = described.get('schema')
+  if not isinstance(schema, dict):
+    raise Refused(
+      f'{form}.json_schema.schema must be an object, got {schema!r:.60}', form
+    )
+  return schema
+
+
+class Reader:
+  """Reads what clients ask for.
+
+  Args:
+    engine: what decodes it.
+    model: the name of the model.
+    max_new_tokens: of requests that do not say, as far as the context allows.
+    sampling: of requests that do not say.
+    seed: of requests that do not say; None: a random one each.
+  """
+
+  def __init__(
+    self,
+    engine: engine_lib.Engine,
+    *,
+    model: str,
+    max_new_tokens: int,
+    sampling: specdec.Sampling,
+    seed: int | None,
+  ):
+    self._engine, self.model = engine, model
+    self._max_new_tokens, self._seed = max_new_tokens, seed
+    self._sampling = sampling
+    # Tokenizers are not made for several threads.
+    self._lock = threading.Lock()
+
+  def read(self, body: Mapping[str, Any], *, is_chat: bool) -> Asked:
+    """The requests of the body of a request.
+
+    Raises:
+      Refused: a parameter cannot be used.
+    """
+    needed = 'messages' if is_chat else 'prompt'
+    given = _typed(body, _COMMON | (_OF_CHAT if is_chat else _OF_TEXT))
+    if needed not in given:
+      raise Refused(f'{needed} is needed', needed)
+    if given.get('model', self.model) != self.model:
+      raise Refused(
+        f'model {given["model"]!r:.80} is not served here, {self.model!r} is',
+        'model',
+        404,
+        'model_not_found',
+      )
+    n, stream_options = given.get('n', 1), given.get('stream_options', {})
+    _typed(stream_options, {'include_usage': bool}, 'stream_options.')
+    with self._lock:
+      prompts = self._prompts(given, is_chat)
+    with _named('n'):
+      most = self._engine.most_choices // len(prompts)
+      arguments_lib.check_count('n', n, max(most, 1))
+    if len(prompts) > self._engine.most_choices:
+      raise Refused(f'prompt has {len(prompts)} prompts, too many', 'prompt')
+    logprobs = self._logprobs(given, is_chat)
+    if logprobs is not None and given.get('stream'):
+      raise Refused('logprobs are not streamed; leave out one', 'logprobs')
+    if given.get('echo') and given.get('stream'):
+      raise Refused('echo is not streamed; leave out one', 'echo')
+    common = self._options(given)
+    seed = common.pop('seed')
+    requests = [
+      engine_lib.Request(
+        ids=ids,
+        max_new_tokens=self._limit(ids, given, needed),
+        seed=seed + i if seed + i < 2**32 else seed + i - 2**32,
+        **common,
+      )
+      for _, ids in prompts
+      for i in range(n)
+    ]
+    return Asked(
+      requests=requests,
+      prompts=[text for text, _ in prompts for _ in range(n)],
+      n=n,
+      is_chat=is_chat,
+      stream=given.get('stream', False),
+      include_usage=stream_options.get('include_usage') or False,
+      echo=given.get('echo', False),
+      logprobs=logprobs,
+      return_token_ids=given.get('return_token_ids', False),
+    )
+
+  def _prompts(
+    self, given: Mapping[str, Any], is_chat: bool
+  ) -> list[tuple[str, list[int]]]:
+    """The text and the ids of each prompt."""
+    pair = self._engine.pair
+    if is_chat:
+      messages = _messages(given['messages'])
+      with _named('messages'):
+        ids = chat_template.conversation_ids(pair.tokenizer, messages)
+        return [('', ids)]
+    prompts = given['prompt']
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+      prompts = [prompts]
+    if not prompts:
+      raise Refused('prompt is empty; give at least one', 'prompt')
+    vocab_size = pair.target.spec.vocab_size
+    found = []
+    with _named('prompt'):
+      for prompt in prompts:
+        (ids,) = pair.ids_of([prompt])
+        ids = arguments_lib.to_prompt('prompt', ids, vocab_size)
+        is_text = isinstance(prompt, str)
+        found.append((prompt if is_text else pair.decode(ids), ids))
+    return found
+
+  def _limit(
+    self, ids: list[int], given: Mapping[str, Any], prompt: str
+  ) -> int:
+    """The most new tokens after a prompt."""
+    context, names = (
+      self._engine.context,
+      ('max_completion_tokens', 'max_tokens'),
+    )
+    room = context - len(ids)
+    asked = {name: given[name] for name in names if name in given}
+    if room < 1:
+      raise Refused(
+        f'{prompt} has {len(ids)} tokens, which exceeds the context of'
+        f' {context} with an answer',
+        prompt,
+        code='context_length_exceeded',
+      )
+    if len({*asked.values()}) > 1:
+      raise Refused(f'{" and ".join(asked)} contradict each other', names[1])
+    for name, limit in asked.items():
+      with _named(name):
+        arguments_lib.check_count(name, limit, least=0)
+      if limit > room:
+        raise Refused(
+          f'{name}={limit} and {prompt} of {len(ids)} tokens exceed the'
+          f' context of {context} tokens',
+          name,
+          code='context_length_exceeded',
+        )
+      return limit
+    return min(self._max_new_tokens, room)
+
+  def _logprobs(self, given: Mapping[str, Any], is_chat: bool) -> int | None:
+    """The alternatives to each token; None if no figures are wanted."""
+    name = 'top_logprobs' if is_chat else 'logprobs'
+    number = given.get(name)
+    if number is not None:
+      with _named(name):
+        most = scores_lib.MOST_ALTERNATIVES
+        arguments_lib.check_count(name, number, most, least=0)
+    if not is_chat:
+      return number
+    if number and not given.get('logprobs'):
+      raise Refused('top_logprobs needs logprobs: true', name)
+    return (number or 0) if given.get('logprobs') else None
+
+  def _method(self, method: str) -> str:
+    own = self._engine.method
+    if method not in (engine_lib.PLAIN, AUTO, own):
+      raise Refused(
+        f'method must be {own}, {engine_lib.PLAIN} or {AUTO}, got'
+        f' {method!r:.60}',
+        'method',
+      )
+    return own if method == AUTO else method
+
+  def _options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of every request."""
+    pair, seed = self._engine.pair, given.get('seed', self._seed)
+    if seed is None:
+      seed = random.getrandbits(32)
+    if not -(2**31) <= seed < 2**32:
+      raise Refused(f'seed must be an integer of 32 bits, got {seed}', 'seed')
+    with _named('stop'):
+      stops = ends_lib.stops_of_rows(given.get('stop', ()), 1)[0]
+      if len(stops) > _MOST_STOPS:
+        raise Refused(f'stop has more than {_MOST_STOPS} strings', 'stop')
+    eos_ids = given.get('stop_token_ids')
+    vocab_size = pair.target.spec.vocab_size
+    if eos_ids is not None:
+      with _named('stop_token_ids'):
+        eos_ids = [*pair.eos_ids, *eos_ids]
+        arguments_lib.to_ids('stop_token_ids', eos_ids, vocab_size)
+        eos_ids = [*dict.fromkeys(eos_ids)]
+        if len(eos_ids) > _MOST_EOS_IDS:
+          raise Refused(
+            f'at most {_MOST_EOS_IDS} tokens can end a text', 'stop_token_ids'
+          )
+    schema, regex = None, given.get('regex')
+    if 'response_format' in given:
+      schema = _schema(given['response_format'])
+    param = 'response_format' if regex is None else 'regex'
+    with _named(param):
+      automaton = constraints_lib.automaton_of(
+        constraints_lib.constraint_of(regex, schema),
+        pair.tokenizer,
+        vocab_size,
+        pair.eos_ids if eos_ids is None else eos_ids,
+      )
+    return {
+      'method': self._method(given.get('method', self._engine.method)),
+      'seed': seed,
+      'sampling': self._sampled(given),
+      'stops': stops,
+      'eos_ids': eos_ids,
+      'automaton': automaton,
+    }
+
+  def _sampled(self, given: Mapping[str, Any]) -> specdec.Sampling:
+    """How to choose tokens, in one of few forms that share programs.
+
+    What changes nothing is left out, or else everything of its kind is set.
+    """
+    vocab_size = self._engine.pair.target.spec.vocab_size
+    values = dict(vars(self._sampling))
+    values |= {name: given[name] for name in values if name in given}
+    if values['top_k'] in (0, -1):  # All tokens, as elsewhere.
+      values['top_k'] = None
+    if bias := given.get('logit_bias'):
+      with _named('logit_bias'):
+        if not all(name.isdecimal() for name in bias):
+          raise ValueError('logit_bias must map ids of tokens to numbers')
+        values['logit_bias'] = {int(name): own for name, own in bias.items()}
+    for name, value in values.items():
+      with _named(name):
+        own = specdec.Sampling(**{name: value})
+        arguments_lib.to_params(own, 1, vocab_size)
+    if not values['temperature']:  # Filters keep the best token.
+      values |= dict.fromkeys(('top_k', 'top_p', 'min_p'))
+    changes = {
+      'logit_bias': bool(values['logit_bias']),
+      'repetition_penalty': values['repetition_penalty'] not in (None, 1),
+      'top_k': values['top_k'] is not None,
+      'top_p': values['top_p'] not in (None, 1),
+      'min_p': bool(values['min_p']),
+    }
+    adjusts = changes['logit_bias'] or changes['repetition_penalty']
+    filters = changes['top_k'] or changes['top_p'] or changes['min_p']
+    return specdec.Sampling(
+      logit_bias=(values['logit_bias'] or {}) if adjusts else None,
+      repetition_penalty=(
+        (values['repetition_penalty'] or 1.0) if adjusts else None
+      ),
+      temperature=values['temperature'],
+      top_k=values['top_k'],
+      top_p=(values['top_p'] or 1.0) if filters else None,
+      min_p=(values['min_p'] or 0.0) if filters else None,
+    )
