@@ -20,6 +20,9 @@ from specdec import watchers as watchers_lib
 from specdec.text import automaton as automaton_lib
 from specdec.text import constraint as constraint_lib
 
+# No smaller bound of `top_k`, so that few programs are compiled.
+_LEAST_TOP_K = 64
+
 # The room for EOS ids is a multiple of this, so that prompts may have others.
 _EOS_BLOCK = 8
 
@@ -62,9 +65,14 @@ def _joined(
       found[name] = np.concatenate(own)
   if 'top_k' in found:
     bounds = [params.max_top_k for params in everyone if params.max_top_k]
-    found['max_top_k'] = max(bounds)
+    found['max_top_k'] = max(_LEAST_TOP_K, *bounds)
     found['some_keep_all'] = any(one.top_k is None for one in everyone)
   return sampling_lib.SamplingParams(**found)
+
+
+def room_for_eos_ids(eos_ids: Sequence[int]) -> int:
+  """How many end tokens a prompt may have, where others have these."""
+  return -(-max(len(eos_ids), 1) // _EOS_BLOCK) * _EOS_BLOCK
 
 
 def _padded_ids(
@@ -72,7 +80,7 @@ def _padded_ids(
 ) -> np.ndarray:
   """A row of `EndOfText`, `[width]` int32; None: as wide as it needs."""
   ids = arguments_lib.to_ids('eos_ids', eos_ids, vocab_size)
-  width = width or -(-max(len(ids), 1) // _EOS_BLOCK) * _EOS_BLOCK
+  width = width or room_for_eos_ids(ids)
   if len(ids) > width:
     raise ValueError(
       f'eos_ids of a prompt has {len(ids)} tokens, but there is room for'
@@ -160,7 +168,8 @@ class SlotOptions:
 
   def of_row(self, row: int) -> sampling_lib.SamplingParams:
     """The parameters of a row in the last request of `of_all`."""
-    return jax.tree.map(lambda array: array[row : row + 1], self._joined)
+    take = lambda array: jnp.asarray(array[row : row + 1])
+    return jax.tree.map(take, self._joined)
 
   def of_all(self, request: step_lib.Request) -> step_lib.Request:
     """The request with the options of every row."""
@@ -173,7 +182,7 @@ class SlotOptions:
       adjusters.append(self._tables)
     ends = watchers_lib.EndOfText(jnp.array(self._row_ends))
     return request.replace(
-      sampling=params,
+      sampling=jax.tree.map(jnp.asarray, params),
       adjusters=tuple(adjusters),
       watchers=(ends, *self._watchers),
     )

@@ -23,7 +23,6 @@ from specdec.text import text_files
 
 AUTO = 'auto'
 _MOST_STOPS = 16
-_MOST_EOS_IDS = 8
 
 
 class Refused(ValueError):
@@ -354,10 +353,10 @@ class Reader:
       with _named('stop_token_ids'):
         eos_ids = [*pair.eos_ids, *eos_ids]
         arguments_lib.to_ids('stop_token_ids', eos_ids, vocab_size)
-        eos_ids = [*dict.fromkeys(eos_ids)]
-        if len(eos_ids) > _MOST_EOS_IDS:
+        eos_ids, most = [*dict.fromkeys(eos_ids)], self._engine.most_eos_ids
+        if len(eos_ids) > most:
           raise Refused(
-            f'at most {_MOST_EOS_IDS} tokens can end a text', 'stop_token_ids'
+            f'at most {most} tokens can end a text', 'stop_token_ids'
           )
     schema, regex = None, given.get('regex')
     if 'response_format' in given:

@@ -28,6 +28,7 @@ from models.text import text_options
 from models.text import token_bytes as token_bytes_lib
 import specdec
 from specdec import generation as generation_lib
+from specdec import slot_options
 from specdec.text import automaton as automaton_lib
 
 PLAIN = 'plain'
@@ -222,6 +223,7 @@ class Engine:
   ):
     self.pair, self.method, self.context = generator.pair, method, context
     self.most_choices = batch_size + queue_size
+    self.most_eos_ids = slot_options.room_for_eos_ids(self.pair.eos_ids)
     self._queue_size = queue_size
     drafter, break_even = drafters.chosen(generator.drafter, self.pair, None)
     if options.get('break_even') is None:

@@ -1,5 +1,6 @@
 """A server that listens until Ctrl-C: engine, application and uvicorn."""
 
+from collections.abc import Mapping
 import dataclasses
 import sys
 from typing import Any
@@ -22,52 +23,54 @@ class Settings:
 
   method: str
   model: str
-  batch_size: int
-  queue_size: int
-  context: int | None  #: None: that of the target, and at most 2,048.
-  max_new_tokens: int
-  sampling: specdec.Sampling
-  seed: int | None
-  slots: dict[str, Any]  #: Other options of `specdec.Slots`.
-  host: str
-  port: int  #: 0: a free one.
-  api_key: str | None
+  batch_size: int = 4
+  queue_size: int = 64
+  context: int | None = None  #: None: that of the target, and at most 2,048.
+  max_new_tokens: int = 128
+  sampling: specdec.Sampling = specdec.Sampling()
+  seed: int | None = None
+  #: Other options of `specdec.Slots`.
+  slots: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  host: str = '127.0.0.1'
+  port: int = 8000  #: 0: a free one.
+  api_key: str | None = None
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
   """Ends open streams on Ctrl-C, and says where it listens."""
 
   def __init__(self, config: uvicorn.Config, engine: engine_lib.Engine):
     super().__init__(config)
-    self._engine = engine
+    self.engine = engine
+    self.address = ''  #: Once it listens.
 
   def handle_exit(self, sig: int, frame: Any) -> None:
     """Called on Ctrl-C."""
-    self._engine.stop()
+    self.engine.stop()
     super().handle_exit(sig, frame)
 
   async def startup(self, sockets: Any = None) -> None:
     """Called before the first request."""
     await super().startup(sockets)
     for server in self.servers:
-      for socket in server.sockets:
-        host, port, *_ = socket.getsockname()
-        host = f'[{host}]' if ':' in host else host
-        print(f'listening at http://{host}:{port}', file=sys.stderr, flush=True)
+      host, port, *_ = server.sockets[0].getsockname()
+      host = f'[{host}]' if ':' in host else host
+      self.address = f'http://{host}:{port}'
+      print(f'listening at {self.address}', file=sys.stderr, flush=True)
 
 
-def make_engine(
+def make_server(
   generator: generator_lib.Generator, settings: Settings
-) -> engine_lib.Engine:
-  """The engine of the settings.
+) -> Server:
+  """A server that does not listen yet.
 
   Raises:
-    ValueError: the context is longer than the target's.
+    ValueError: a setting cannot be used.
   """
   largest = generator.pair.target.spec.max_positions
   context = settings.context or min(largest, chat_lib.MAX_CONTEXT)
   arguments_lib.check_count('context', context, largest)
-  return engine_lib.Engine(
+  engine = engine_lib.Engine(
     generator,
     method=settings.method,
     batch_size=settings.batch_size,
@@ -75,10 +78,6 @@ def make_engine(
     queue_size=settings.queue_size,
     **settings.slots,
   )
-
-
-def make_app(engine: engine_lib.Engine, settings: Settings) -> Any:
-  """The application of the settings."""
   reader = asked_lib.Reader(
     engine,
     model=settings.model,
@@ -86,7 +85,15 @@ def make_app(engine: engine_lib.Engine, settings: Settings) -> Any:
     sampling=settings.sampling,
     seed=settings.seed,
   )
-  return app_lib.make_app(engine, reader, api_key=settings.api_key)
+  config = uvicorn.Config(
+    app_lib.make_app(engine, reader, api_key=settings.api_key),
+    host=settings.host,
+    port=settings.port,
+    log_level='error',
+    lifespan='off',
+    timeout_graceful_shutdown=5,
+  )
+  return Server(config, engine)
 
 
 def run(generator: generator_lib.Generator, settings: Settings) -> None:
@@ -94,20 +101,10 @@ def run(generator: generator_lib.Generator, settings: Settings) -> None:
 
   Raises:
     ValueError: a setting cannot be used.
-    OSError: the port cannot be had.
   """
-  engine = make_engine(generator, settings)
-  app = make_app(engine, settings)
+  server = make_server(generator, settings)
   with waiting.announced('compiling'):
-    engine.warm_up(settings.sampling)
-  config = uvicorn.Config(
-    app,
-    host=settings.host,
-    port=settings.port,
-    log_level='error',
-    lifespan='off',
-    timeout_graceful_shutdown=5,
-  )
-  _Server(config, engine).run()
-  engine.stop()
-  engine.join()
+    server.engine.warm_up(settings.sampling)
+  server.run()
+  server.engine.stop()
+  server.engine.join()
