@@ -1,10 +1,16 @@
-"""Checks on your own models that drafting changes the speed and nothing else.
+r"""Checks on your own models that drafting changes the speed and nothing else.
 
 python scripts/check_lossless.py --prompt_file=prompts.jsonl --temperature=1
 
 With --verify=match the tokens must be those of plain decoding with the same
 seed; with the other rules they must have the distribution of the target. The
 exit status is 0 if all checks pass and 1 if not.
+
+  python scripts/check_lossless.py --prompt_file=prompts.jsonl \
+      --server=http://127.0.0.1:8000 --plain_server=http://127.0.0.1:8080
+
+compares two servers, of which the second decodes plainly; without it the first
+does, too. --target is their model, which scores where their texts part.
 """
 
 import dataclasses
@@ -29,7 +35,42 @@ _MAX_MARGIN = flags.DEFINE_float(
   ' default: 0 in float32, with --cpu_kernels and with a constraint, of which'
   ' scores know nothing, else 0.1',
 )
+_SERVER = flags.DEFINE_string(
+  'server',
+  None,
+  'the address of a server, which is checked in place of --method',
+)
+_PLAIN_SERVER = flags.DEFINE_string(
+  'plain_server', None, 'the server that it is compared with; default: itself'
+)
 _OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write')
+
+
+def _check_servers(prompts, batch_sizes, max_margin):
+  """A check of `--server` for each batch size."""
+  import loading
+
+  from models.lab.bench import endpoint as endpoint_lib
+  from models.lab.bench import lossless
+  from models.text import pair as pair_lib
+
+  server = endpoint_lib.Endpoint(_SERVER.value)
+  plain = endpoint_lib.Endpoint(_PLAIN_SERVER.value or _SERVER.value)
+  pair = pair_lib.load_pair(loading.models().of_target)
+  names = ('max_new_tokens', 'sampling', 'seed')
+  arguments = {name: options.decoding()[name] for name in names}
+  return [
+    lossless.check_servers(
+      pair,
+      prompts,
+      server,
+      plain,
+      batch_size=size,
+      max_margin=max_margin,
+      **arguments,
+    )
+    for size in batch_sizes
+  ]
 
 
 def main() -> None:
@@ -48,18 +89,25 @@ def main() -> None:
       f'--{next(iter(constraint))}: a text with a constraint is compared token'
       ' by token; give --verify=match or --temperature=0'
     )
+  if _SERVER.value is None and _PLAIN_SERVER.value is not None:
+    raise ValueError(
+      f'--plain_server={_PLAIN_SERVER.value} is compared with --server; give it'
+    )
   record.prepare_output(_OUTPUT.value)
-  generator = loading.generator(prompts, max(sizes))
+  margin = _MAX_MARGIN.value
+  if margin is None:
+    margin = 0.0 if constraint or loading.is_exact() else 0.1
   arguments = options.decoding() | constraint
   checks: list[Any]
-  if by_tokens:
-    margin = _MAX_MARGIN.value
-    if margin is None:
-      margin = 0.0 if constraint or loading.is_exact() else 0.1
+  if _SERVER.value is not None:
+    checks = _check_servers(prompts, sizes, margin)
+  elif by_tokens:
+    generator = loading.generator(prompts, max(sizes))
     checks = lossless.check_tokens(
       generator, prompts, batch_sizes=sizes, max_margin=margin, **arguments
     )
   else:
+    generator = loading.generator(prompts, max(sizes))
     checks = lossless.check_distribution(
       generator, prompts, batch_sizes=sizes, **arguments
     )

@@ -76,7 +76,7 @@ class _Text:
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
     # The caches lack the last token, and the prompt needs one to go on from.
     cached = max(len(self.tokens) - 1, 0)
-    kept = min(sum(1 for _ in same), cached, len(prompt) - 1)
+    kept = min(sum(1 for _ in same), cached, max(len(prompt) - 1, 0))
     if is_recurrent and kept < cached:
       return self.marked if self.marked <= kept else 0
     return kept
@@ -215,6 +215,7 @@ class Slots:
     sampling: sampling_lib.Sampling | None = None,
     eos_ids: Sequence[int] | None = None,
     automaton: automaton_lib.Automaton | None = None,
+    keeps: bool = True,
   ) -> int:
     """Gives a free slot to a prompt; it is read by `advance`.
 
@@ -225,6 +226,7 @@ class Slots:
       sampling: how to choose its tokens. None: as all prompts.
       eos_ids: tokens that end it. None: those of all prompts.
       automaton: what may follow what; without a `constraint` of all prompts.
+      keeps: whether what its slot has read already is kept, and not read again.
 
     Returns:
       The slot.
@@ -238,7 +240,7 @@ class Slots:
     ids = _checked_prompt(prompt, max_new_tokens, self.context, spec.vocab_size)
     checked = self._options.check(sampling, eos_ids, automaton)
     arguments_lib.row_keys(rng_key, 1)  # Refuses what is no key.
-    row, kept = self._best_slot(ids)
+    row, kept = self._best_slot(ids if keeps else [])
     self._options.assign(row, checked, automaton)
     request, self._state = self._options.of_all_with_states(
       self._request, self._state

@@ -55,6 +55,7 @@ _COMMON: dict[str, Any] = {
   'regex': str,
   'response_format': dict[str, Any],
   'method': str,
+  'cache_prompt': bool,
   'stream': bool,
   'stream_options': dict[str, bool],
   'return_token_ids': bool,
@@ -376,6 +377,7 @@ class Reader:
       'stops': stops,
       'eos_ids': eos_ids,
       'automaton': automaton,
+      'keeps': given.get('cache_prompt', True),
     }
 
   def _sampled(self, given: Mapping[str, Any]) -> specdec.Sampling:

@@ -58,6 +58,7 @@ class Request:
   stops: tuple[str, ...] = ()
   eos_ids: Sequence[int] | None = None  #: None: those of the target.
   automaton: automaton_lib.Automaton | None = None
+  keeps: bool = True  #: Whether what a slot has read is not read again.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +167,7 @@ class _Pool:
       sampling=request.sampling,
       eos_ids=request.eos_ids,
       automaton=request.automaton,
+      keeps=request.keeps,
     )
     self.tickets[slot], self._has_new = ticket, True
 

@@ -85,7 +85,7 @@ def _browsing(address, folder):
           session = http.post('/session', json=body).json()['value']
           break
         time.sleep(0.05)
-      http.base_url = f'{http.base_url}session/{session["sessionId"]}'
+      http.base_url = f'{http.base_url}/session/{session["sessionId"]}'
       browser = _Browser(http)
       browser.ask('/url', url=address)
       yield browser
