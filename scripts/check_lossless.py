@@ -63,8 +63,7 @@ def _check_servers(prompts, batch_sizes, max_margin):
     lossless.check_servers(
       pair,
       prompts,
-      server,
-      plain,
+      (server, plain),
       batch_size=size,
       max_margin=max_margin,
       **arguments,

@@ -113,7 +113,7 @@ class SlotOptions:
     self._vocab_size = vocab_size
     self._default = _row_params(sampling, vocab_size)
     self._params = [self._default] * num_rows
-    self._joined = self._default  # Those of all rows in the last request.
+    self._joined = self._default  # The parameters of the last request.
     self._automata: list[automaton_lib.Automaton | None] = [None] * num_rows
     self._tables: constraint_lib.Tables | None = None
     self._ends = _padded_ids(eos_ids, vocab_size)
@@ -204,7 +204,7 @@ class SlotOptions:
     return request, state.replace(adjusters=states)
 
   def _names(self, request: step_lib.Request) -> list[Any]:
-    """What tells the adjusters of a request apart, in their order."""
+    """Names that tell the adjusters of a request apart, in their order."""
     names: list[Any] = [*range(len(self._adjusters))]
     if request.sampling.repetition_penalty is not None:
       names.insert(0, 'penalty')

@@ -64,7 +64,7 @@ class _Slot:
 
 @dataclasses.dataclass
 class _Text:
-  """What a row holds, also when its prompt has ended."""
+  """The text that a row holds, also when its prompt has ended."""
 
   tokens: list[int] = dataclasses.field(default_factory=list)
   marked: int = 0  # Tokens at which recurrent states are marked.
@@ -84,11 +84,13 @@ class _Text:
 
 @dataclasses.dataclass(frozen=True)
 class Growth:
-  """What some steps added to a text."""
+  """The tokens that some steps added to a text."""
 
   tokens: list[int]  #: The new ids.
   origins: list[int]  #: Their sources, see `Generation`.
-  generation: generation_lib.Generation | None  #: Of a text that has ended.
+  generation: (
+    generation_lib.Generation | None
+  )  #: The result of a text that has ended.
 
 
 def _checked_prompt(
@@ -338,7 +340,7 @@ class Slots:
       text, ended[row] = self._texts[row], generation
       text.tokens = [*slot.ids, *generation.tokens[0]]
       if generation.errors[0]:
-        text.tokens = []  # What is not finite may be in the caches.
+        text.tokens = []  # The caches may have values that are not finite.
     return ended
 
   def step(self, num_steps: int = 1) -> dict[int, Growth]:

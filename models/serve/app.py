@@ -24,7 +24,7 @@ from models.serve import asked as asked_lib
 from models.serve import engine as engine_lib
 from specdec.text import text_files
 
-_MOST_BYTES = 8 << 20  # Of a body.
+_MOST_BYTES = 8 << 20  # The size of a body.
 _MOST_SECONDS = 30.0  # In which a body arrives.
 _PAGE = pathlib.Path(__file__).with_name('page.html')
 
@@ -203,7 +203,7 @@ async def _no_receive() -> Any:
 
 
 class _Handlers:
-  """What answers each path."""
+  """The functions that answer, by path."""
 
   def __init__(
     self,

@@ -1,4 +1,4 @@
-"""What a client asks for, from the JSON of OpenAI's interface to requests.
+"""Requests of clients, read from the JSON of OpenAI's interface.
 
 Every parameter has its effect or is refused by its name.
 """
@@ -91,7 +91,7 @@ _OF_MESSAGE: dict[str, Any] = {'role': str, 'content': str, 'name': str}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asked:
-  """What a client asks for: `n` choices for each prompt, in this order."""
+  """The requests of a client: `n` choices for each prompt, in this order."""
 
   requests: list[engine_lib.Request]
   prompts: list[str]  #: The text of each request's prompt.
@@ -176,7 +176,7 @@ def _schema(response_format: Mapping[str, Any]) -> Any:
 
 
 class Reader:
-  """Reads what clients ask for.
+  """Reads the requests of clients.
 
   Args:
     engine: what decodes it.

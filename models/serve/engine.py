@@ -39,7 +39,7 @@ _MOST_STEPS = 32
 
 
 class QueueFull(Exception):
-  """So many requests wait that no other is taken."""
+  """Too many requests wait, and no other is taken."""
 
 
 class Stopped(Exception):
@@ -63,10 +63,10 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-  """What was added to the text of a request."""
+  """Tokens that were added to the text of a request."""
 
-  texts: list[str]  #: Of each token; joined they are what the text grew by.
-  origins: list[str]  #: What proposed each token, a label.
+  texts: list[str]  #: One per token; joined, the added text.
+  origins: list[str]  #: The source of each token, a label.
 
   @property
   def text(self) -> str:

@@ -26,7 +26,7 @@ KEY = 'OPENAI_API_KEY'
 """The variable of the environment that has the key of servers, if any."""
 
 OURS = 'specdec'
-# What makes servers read every prompt and return ids, by their `owned_by`.
+# Parameters that make servers read every prompt and return ids, by their `owned_by`.
 _WORDS: Mapping[str, Mapping[str, Any]] = {
   OURS: {'cache_prompt': False, 'return_token_ids': True},
   'llamacpp': {'cache_prompt': False, 'return_tokens': True},
@@ -44,7 +44,7 @@ class Reply:
   finish_reason: str | None
   first_seconds: float  #: Until something was said.
   accepted: int | None  #: Drafted tokens among the new, if it is known.
-  forwards: int | None  #: Of the target, if the server says.
+  forwards: int | None  #: Forwards of the target, if the server says.
 
 
 class Endpoint:

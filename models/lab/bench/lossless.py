@@ -203,8 +203,7 @@ def _divergences(
 def check_servers(
   pair: pair_lib.Pair,
   prompts: Sequence[str],
-  server: endpoint_lib.Endpoint,
-  plain_server: endpoint_lib.Endpoint,
+  servers: tuple[endpoint_lib.Endpoint, endpoint_lib.Endpoint],
   *,
   batch_size: int,
   max_new_tokens: int,
@@ -220,8 +219,9 @@ def check_servers(
   Raises:
     ValueError: sampling, and a server is not this library's; or one refuses.
   """
-  ours = {server.kind, plain_server.kind} == {endpoint_lib.OURS}
-  if sampling.temperature and not ours:
+  server, plain_server = servers
+  are_ours = {one.kind for one in servers} == {endpoint_lib.OURS}
+  if sampling.temperature and not are_ours:
     raise ValueError(
       f'--temperature={sampling.temperature}: only servers of this library draw'
       ' the same tokens by the same seed; give --temperature=0'
