@@ -219,7 +219,7 @@ class _Handlers:
     given = request.headers.get('authorization', '')
     wanted = f'Bearer {self._key}'
     if self._key is not None and not hmac.compare_digest(
-      given.encode('utf-8', 'replace'), wanted.encode()
+      given.encode('latin-1'), wanted.encode()
     ):
       raise _Refused(
         'the header Authorization must be: Bearer and the --api_key',

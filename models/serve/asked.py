@@ -115,7 +115,8 @@ def _typed(
         raise Refused(f'{name} cannot be done here; leave it out', name)
     elif name not in kinds:
       known = ', '.join(kinds)
-      raise Refused(f'{place}{name!s:.60} is not known; known: {known}', name)
+      full = f'{place}{name!s:.60}'
+      raise Refused(f'{full} is not known; known: {known}', full)
     else:
       try:
         text_files.check_types({name: value}, {name: kinds[name]}, place)

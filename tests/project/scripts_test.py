@@ -366,7 +366,7 @@ _NO_TEMPLATE = 'has no chat template, like those of base models; choose'
       },
       'benchmark.py': {
         '--arms=tree(width=0)': "arm 'tree(width=0):float32': width must be",
-        '--arms=transformers': '--arms needs an arm of this library',
+        '--peer=http://127.0.0.1:1': 'no server answers there',
         '--prompt_bucket=64': 'no prompt has 33 to 64 tokens',
         '--batch_size=3': '--batch_size must be between 1 and',
         '--batch_sizes=1,99': 'expected integers from 1 to ',

@@ -304,12 +304,13 @@ def _find_flips(
   task: task_lib.Task,
 ) -> list[dict[str, Any]] | None:
   """Rows that differ from the plain arm of the same dtype, with margins."""
-  reference = results.get(str(peer_lib.ArmSpec('plain', spec.dtype)))
+  dtype = spec.dtype or next(iter(pairs))
+  reference = results.get(str(peer_lib.ArmSpec('plain', dtype)))
   rule = rules_lib.RULES[task.verify](sampling_lib.BEST)
   draws_differ = not rule.keeps_tokens or (
     spec.is_peer and task.sampling.temperature > 0
   )
-  if reference is None or spec.dtype not in pairs or draws_differ:
+  if reference is None or draws_differ:
     return None
   keys = arguments_lib.row_keys(jax.random.key(task.seed), task.batch_size)
   flips = []
@@ -318,7 +319,7 @@ def _find_flips(
     texts = zip(*(one.generation.tokens for one in both), strict=True)
     for row, (tokens, expected) in enumerate(texts):
       found = exactness.divergence(
-        *(pairs[spec.dtype].target, keys[row], batches[number][row]),
+        *(pairs[dtype].target, keys[row], batches[number][row]),
         *(tokens, expected, task.sampling),
       )
       if found is not None:

@@ -26,7 +26,7 @@ KEY = 'OPENAI_API_KEY'
 """The variable of the environment that has the key of servers, if any."""
 
 OURS = 'specdec'
-# Parameters that make servers read every prompt and return ids, by their `owned_by`.
+# Parameters that make servers read every prompt and return ids, by `owned_by`.
 _WORDS: Mapping[str, Mapping[str, Any]] = {
   OURS: {'cache_prompt': False, 'return_token_ids': True},
   'llamacpp': {'cache_prompt': False, 'return_tokens': True},

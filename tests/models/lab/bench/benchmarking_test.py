@@ -11,6 +11,7 @@ import numpy as np
 import plans
 import pytest
 
+from models.lab import task as task_lib
 from models.lab.bench import batches as batches_lib
 from models.lab.bench import benchmark
 from models.lab.bench import draft_times
@@ -105,7 +106,7 @@ def test_an_arm_that_plans_decodes_each_batch_in_its_own_way():
     plans.way('plain', 1.0),
     plans.way('chain', 0.25, num_draft_tokens=2, inner='lookup'),
   )
-  task = peer_lib.BenchmarkTask(
+  task = task_lib.Task(
     drafting=settings_lib.DraftSettings(plan=plans.plan(context, *ways)),
     max_new_tokens=8,
   )
@@ -258,7 +259,7 @@ def test_flips_are_where_rows_part_and_have_the_gap_of_the_best_two_logits():
   }
   (flip,) = benchmark._find_flips(
     *(peer_lib.ArmSpec('chain', 'float32'), results, [[[1], [2, 1]]]),
-    *({'float32': pair}, peer_lib.BenchmarkTask(batch_size=2)),
+    *({'float32': pair}, task_lib.Task(batch_size=2)),
   )
   margin = pytest.approx(0.75)
   assert flip == {'batch': 0, 'row': 1, 'offset': 1, 'margin': margin}
