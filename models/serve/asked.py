@@ -25,6 +25,11 @@ AUTO = 'auto'
 _MOST_STOPS = 16
 
 
+# Options of sampling that are set together, with values that change nothing.
+_FILTERS = {'top_k': None, 'top_p': 1.0, 'min_p': 0.0}
+_ADJUSTMENTS: dict[str, Any] = {'logit_bias': {}, 'repetition_penalty': 1.0}
+
+
 class Refused(ValueError):
   """A request that cannot be answered; has the parameter and the status."""
 
@@ -401,23 +406,11 @@ class Reader:
         own = specdec.Sampling(**{name: value})
         arguments_lib.to_params(own, 1, vocab_size)
     if not values['temperature']:  # Filters keep the best token.
-      values |= dict.fromkeys(('top_k', 'top_p', 'min_p'))
-    changes = {
-      'logit_bias': bool(values['logit_bias']),
-      'repetition_penalty': values['repetition_penalty'] not in (None, 1),
-      'top_k': values['top_k'] is not None,
-      'top_p': values['top_p'] not in (None, 1),
-      'min_p': bool(values['min_p']),
-    }
-    adjusts = changes['logit_bias'] or changes['repetition_penalty']
-    filters = changes['top_k'] or changes['top_p'] or changes['min_p']
-    return specdec.Sampling(
-      logit_bias=(values['logit_bias'] or {}) if adjusts else None,
-      repetition_penalty=(
-        (values['repetition_penalty'] or 1.0) if adjusts else None
-      ),
-      temperature=values['temperature'],
-      top_k=values['top_k'],
-      top_p=(values['top_p'] or 1.0) if filters else None,
-      min_p=(values['min_p'] or 0.0) if filters else None,
-    )
+      values |= dict.fromkeys(_FILTERS)
+    for group in (_FILTERS, _ADJUSTMENTS):
+      own = {
+        name: nothing if values[name] is None else values[name]
+        for name, nothing in group.items()
+      }
+      values |= dict.fromkeys(group) if own == group else own
+    return specdec.Sampling(**values)

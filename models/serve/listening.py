@@ -1,6 +1,7 @@
 """A server that listens until Ctrl-C: engine, application and uvicorn."""
 
 from collections.abc import Mapping
+import contextlib
 import dataclasses
 import sys
 from typing import Any
@@ -105,6 +106,7 @@ def run(generator: generator_lib.Generator, settings: Settings) -> None:
   server = make_server(generator, settings)
   with waiting.announced('compiling'):
     server.engine.warm_up(settings.sampling)
-  server.run()
+  with contextlib.suppress(KeyboardInterrupt):  # After all streams have ended.
+    server.run()
   server.engine.stop()
   server.engine.join()

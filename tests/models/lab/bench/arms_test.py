@@ -106,7 +106,7 @@ def test_tokens_and_forwards_of_servers_are_counted_as_ours(kind, monkeypatch):
 
 def test_what_a_server_cannot_do_is_told():
   with _serving('other') as (_, url):
-    with pytest.raises(ValueError, match='400|temperature is too high'):
+    with pytest.raises(ValueError, match='temperature is too high'):
       _arm(url, specdec.Sampling(temperature=1.5))([[1]], 2)
     with pytest.raises(ValueError, match='take no --logit_bias'):
       _arm(url, specdec.Sampling(logit_bias={1: 2}))
