@@ -305,7 +305,7 @@ class Reader:
         code='context_length_exceeded',
       )
     if len({*asked.values()}) > 1:
-      raise Refused(f'{" and ".join(asked)} contradict each other', names[1])
+      raise Refused(f'{" and ".join(asked)} contradict each other', names[0])
     for name, limit in asked.items():
       with _named(name):
         arguments_lib.check_count(name, limit, least=0)
