@@ -44,8 +44,12 @@ def _check() -> None:
 def main() -> None:
   import loading
 
-  from models.serve import listening
-
+  try:
+    from models.serve import listening
+  except ImportError as error:
+    raise ValueError(
+      f"the package {error.name} is needed: pip install -e '.[serve]'"
+    ) from error
   sample = lambda: [options.DEFAULT_PROMPT]
   generator, tree_sizes = loading.many(sample, _BATCH_SIZE.value)
   decoding = options.decoding()

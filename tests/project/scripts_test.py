@@ -29,6 +29,7 @@ from models.lab.training import tokenizer as tokenizer_lib
 from models.lab.tune import plan_lookup
 from models.nn import gpt2 as nn_gpt2
 from models.nn import sharding as sharding_lib
+from models.serve import listening
 from models.text import chat as chat_lib
 from models.text import choice as choice_lib
 from models.text import generator as generator_lib
@@ -499,6 +500,30 @@ def test_a_plan_says_how_to_decode(pair, tmp_path):
     '--verify=rejection': '--plan is for --verify=match, got rejection',
   }.items():
     assert message in command_lines.refusal('generate.py', *flags, flag)
+
+
+def test_flags_of_the_endpoint_become_settings(pair, monkeypatch):
+  asked = {}
+
+  def run(generator, settings):
+    asked.update(vars(settings), drafter=generator.drafter)
+
+  monkeypatch.setattr(listening, 'run', run)
+  flags = '--temperature=0.5', '--context=64', '--queue_size=3', '--port=0'
+  _output('serve.py', *pair, *_CHAIN, *flags)
+  assert asked['method'] == 'chain'
+  assert asked['model'] == pair[0].rpartition('/')[2]
+  assert asked['sampling'].temperature == 0.5
+  names = 'context', 'queue_size', 'max_new_tokens', 'batch_size', 'seed'
+  assert [asked[name] for name in names] == [64, 3, 9, 4, None]
+  assert asked['slots']['verify'] == 'match'
+  assert asked['drafter'].max_depth == 2
+  _output('serve.py', *pair, '--method=plain', '--seed=5')
+  assert (asked['seed'], asked['method']) == (5, 'plain')
+  refused = command_lines.refusal('serve.py', '--coordinator=localhost:1')
+  assert 'requests come to one host' in refused
+  monkeypatch.setitem(sys.modules, 'models.serve.listening', None)
+  assert "pip install -e '.[serve]'" in command_lines.refusal('serve.py', *pair)
 
 
 @pytest.mark.long

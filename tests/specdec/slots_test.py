@@ -290,6 +290,26 @@ def test_what_a_slot_has_read_is_not_read_again(kind):
   assert kept == 0 if kind == 'recurrent' else 5
 
 
+def test_a_draft_goes_on_from_what_its_slot_has_read():
+  """A perfect one then proposes nothing that the target rejects."""
+  draft = tiny.draft('perfect', num_layers=1)
+  slots = specdec.Slots(
+    tiny.gpt2(num_layers=1),
+    num_slots=2,
+    context=_CONTEXT,
+    drafter=tiny_drafters.simple('chain', draft, length=2),
+  )
+  text = [3, 2]
+  for _ in range(3):
+    slots.insert(text, jax.random.key(0), max_new_tokens=9)
+    (found,) = slots.advance().values()
+    assert found.stats.target_forwards == 3
+    text += [*found.tokens[0], 5, 6]
+  assert slots.num_kept[0] == len(text) - 9 - 2 - 2 - 1
+  slots.insert(text, jax.random.key(0), max_new_tokens=3, keeps=False)
+  assert slots.num_kept[1] == 0
+
+
 @pytest.mark.parametrize('break_even', [1.5, None])
 def test_how_prompts_take_turns_changes_no_token(break_even):
   sizes = {1: 8, 3: 1}  # Full batches are decoded plainly.
