@@ -23,6 +23,7 @@ from specdec.text import text_files
 
 AUTO = 'auto'
 _MOST_STOPS = 16
+_LIMITS = 'max_completion_tokens', 'max_tokens'
 
 
 # Options of sampling that are set together, with values that change nothing.
@@ -291,12 +292,9 @@ class Reader:
     self, ids: list[int], given: Mapping[str, Any], prompt: str
   ) -> int:
     """The most new tokens after a prompt."""
-    context, names = (
-      self._engine.context,
-      ('max_completion_tokens', 'max_tokens'),
-    )
+    context = self._engine.context
     room = context - len(ids)
-    asked = {name: given[name] for name in names if name in given}
+    asked = {name: given[name] for name in _LIMITS if name in given}
     if room < 1:
       raise Refused(
         f'{prompt} has {len(ids)} tokens, which exceeds the context of'
@@ -305,7 +303,7 @@ class Reader:
         code='context_length_exceeded',
       )
     if len({*asked.values()}) > 1:
-      raise Refused(f'{" and ".join(asked)} contradict each other', names[0])
+      raise Refused(f'{" and ".join(asked)} contradict each other', _LIMITS[0])
     for name, limit in asked.items():
       with _named(name):
         arguments_lib.check_count(name, limit, least=0)

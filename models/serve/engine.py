@@ -349,8 +349,9 @@ class Engine:
       return function()
     except Exception as error:
       logging.exception('decoding with %s failed', method)
+      end = RuntimeError(f'decoding failed: {error}')
       for ticket in self._pools.pop(method).tickets.values():
-        self._end(ticket, error)
+        self._end(ticket, end)
 
   def _begin(self, ticket: Ticket) -> None:
     """Gives a slot to a request that waits, if one is free."""
