@@ -19,6 +19,7 @@ import tiny_heads
 import tiny_recurrent
 import tiny_served
 
+from models.serve import app as app_lib
 from models.serve import engine as engine_lib
 import specdec
 
@@ -492,7 +493,7 @@ def test_bad_input_is_refused_by_name_and_the_server_lives(http, server):
   assert http.post('/v1/completions', json=body).status_code == 200
 
 
-def test_broken_and_slow_connections_take_no_slot(http, server):
+def test_broken_and_slow_connections_take_no_slot(http, server, monkeypatch):
   host, port = server.address.removeprefix('http://').split(':')
   body = b'{"prompt": "a", "max_tokens": 70}'
   first = b'POST /v1/completions HTTP/1.1\r\n'
@@ -506,6 +507,20 @@ def test_broken_and_slow_connections_take_no_slot(http, server):
   ):
     with socket.create_connection((host, int(port))) as connection:
       connection.sendall(sent)
+  assert _is_idle(server)
+  monkeypatch.setattr(app_lib, '_MOST_SECONDS', 0.2)
+  stream = b'{"prompt": "a", "max_tokens": 70, "stream": true}'
+  with contextlib.ExitStack() as stack:
+    connect = lambda: stack.enter_context(
+      socket.create_connection((host, int(port)))
+    )
+    for _ in range(6):  # Nobody reads what these are told.
+      connect().sendall(head % len(stream) + stream)
+    slow = connect()
+    slow.sendall(head % 99 + b'{"prompt"')
+    assert b' 408 ' in slow.recv(100)
+    reply = http.post('/v1/completions', json={'prompt': 'a'})
+    assert reply.status_code == 200
   assert _is_idle(server)
   assert http.get('/health').json() == {'status': 'ok'}
 
