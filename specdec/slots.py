@@ -302,12 +302,14 @@ class Slots:
           return False
     return True
 
-  def _decode(self, num_steps: int, num_ended: int) -> list[int]:
-    """Decodes until so many of the prompts that are read have ended.
+  def _go_on(self, num_steps: int, num_ended: int) -> list[int]:
+    """Reads new prompts, then decodes until so many that are read have ended.
 
     Returns:
       The slots of the prompts that are read.
     """
+    wait = any(slot and slot.is_read for slot in self._slots)
+    all_read = self._read_prompts(self._reading if wait else loop.ALL_STEPS)
     pairs = enumerate(self._slots)
     rows = [row for row, slot in pairs if slot and slot.is_read]
     self._state = loop.advance(
@@ -315,7 +317,7 @@ class Slots:
       self._drafters[min(n for n in self._drafters if n >= len(rows))],
       self._request,
       self._state,
-      np.int32(num_steps),
+      np.int32(num_steps if all_read else 1),
       np.int32(len(self._slots) - len(rows) + min(num_ended, len(rows))),
       config=self._config,
     )
@@ -356,9 +358,7 @@ class Slots:
       that ended are free again.
     """
     arguments_lib.check_count('num_steps', num_steps)
-    wait = any(slot and slot.is_read for slot in self._slots)
-    all_read = self._read_prompts(self._reading if wait else loop.ALL_STEPS)
-    rows = self._decode(num_steps if all_read else 1, num_ended=1)
+    rows = self._go_on(num_steps, num_ended=1)
     state = self._state
     tokens, origins, ends, reasons = hosts.read(
       (state.tokens, state.origins, state.length, state.reason)
@@ -413,11 +413,7 @@ class Slots:
     arguments_lib.check_count('num_ended', num_ended)
     ended: dict[int, generation_lib.Generation] = {}
     while len(ended) < num_ended and any(self._slots):
-      wait = any(slot and slot.is_read for slot in self._slots)
-      all_read = self._read_prompts(self._reading if wait else loop.ALL_STEPS)
-      rows = self._decode(
-        loop.ALL_STEPS if all_read else 1, num_ended - len(ended)
-      )
+      rows = self._go_on(loop.ALL_STEPS, num_ended - len(ended))
       reasons = hosts.read(self._state.reason)
       ended |= self._ended(
         [row for row in rows if reasons[row] != accept.RUNNING]
