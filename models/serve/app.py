@@ -298,7 +298,7 @@ def make_app(
   )
   route, errors = starlette.routing.Route, (Exception, _Refused)
   errors += (starlette.exceptions.HTTPException,)
-  errors += (engine_lib.QueueFull, engine_lib.Stopped)
+  errors += (engine_lib.Failed, engine_lib.QueueFull, engine_lib.Stopped)
   return starlette.applications.Starlette(
     routes=[
       route('/v1/chat/completions', chat, methods=['POST']),

@@ -42,6 +42,10 @@ class QueueFull(Exception):
   """Too many requests wait, and no other is taken."""
 
 
+class Failed(Exception):
+  """Decoding failed, and it is not the client's fault."""
+
+
 class Stopped(Exception):
   """The server stops."""
 
@@ -192,7 +196,7 @@ class _Pool:
         del self.tickets[slot]
         error = generation.errors[0]
         answer = ticket.answer(generation, self.slots.num_kept[slot])
-        ended.append((ticket, RuntimeError(error) if error else answer))
+        ended.append((ticket, Failed(error) if error else answer))
     seconds = time.monotonic() - begun
     if seconds < _LEAST_SECONDS:
       self._num_steps = min(2 * num_steps, _MOST_STEPS)
@@ -349,7 +353,7 @@ class Engine:
       return function()
     except Exception as error:
       logging.exception('decoding with %s failed', method)
-      end = RuntimeError(f'decoding failed: {error}')
+      end = Failed(f'decoding failed: {error}')
       for ticket in self._pools.pop(method).tickets.values():
         self._end(ticket, end)
 

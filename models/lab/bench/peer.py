@@ -77,6 +77,7 @@ def as_generation(
     stats=statistics_lib.Statistics(
       new_tokens=sum(map(len, tokens)),
       target_forwards=max(forwards, 0),
+      stage_forwards={},
       positions={'target': 0},
       reads={'plain': nothing, 'target': nothing},
       costs={'target': {'per_forward': 0, 'per_slot': 0}},
