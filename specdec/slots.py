@@ -14,7 +14,6 @@ What a prompt has in common with the last text of its slot is not read again.
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
-import itertools
 import types
 from typing import Any
 from typing import Unpack
@@ -31,6 +30,7 @@ from specdec import loop
 from specdec import model as model_lib
 from specdec import sampling as sampling_lib
 from specdec import slot_options
+from specdec import slot_texts
 from specdec import step as step_lib
 from specdec.draft import drafter as drafter_lib
 from specdec.text import automaton as automaton_lib
@@ -60,26 +60,6 @@ class _Slot:
       limit=self.request.limit if self.is_read else np.array([0], np.int32),
     )
     return request, np.int32(kept)
-
-
-@dataclasses.dataclass
-class _Text:
-  """The text that a row holds, also when its prompt has ended."""
-
-  tokens: list[int] = dataclasses.field(default_factory=list)
-  marked: int = 0  # Tokens at which recurrent states are marked.
-  used: int = 0  # The larger, the later it was read.
-
-  def kept(self, prompt: list[int], is_recurrent: bool) -> int:
-    """How many tokens of a prompt need not be read; see `cache.usable`."""
-    pairs = zip(self.tokens, prompt, strict=False)
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
-    # The caches lack the last token, and the prompt needs one to go on from.
-    cached = max(len(self.tokens) - 1, 0)
-    kept = min(sum(1 for _ in same), cached, max(len(prompt) - 1, 0))
-    if is_recurrent and kept < cached:
-      return self.marked if self.marked <= kept else 0
-    return kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,8 +178,8 @@ class Slots:
       target, drafter, self._request, config=self._config
     )
     self._slots: list[_Slot | None] = [None] * num_slots
-    self._texts = [_Text() for _ in range(num_slots)]
-    self._num_readings = 0
+    is_recurrent = bool(self._state.target.cache.recurrent)
+    self._texts = slot_texts.SlotTexts(num_slots, is_recurrent)
     #: By slot, the tokens of its last prompt that were not read again.
     self.num_kept: list[int] = [0] * num_slots
 
@@ -242,7 +222,7 @@ class Slots:
     ids = _checked_prompt(prompt, max_new_tokens, self.context, spec.vocab_size)
     checked = self._options.check(sampling, eos_ids, automaton)
     arguments_lib.row_keys(rng_key, 1)  # Refuses what is no key.
-    row, kept = self._best_slot(ids if keeps else [])
+    row, kept = self._texts.best(self.free, ids if keeps else [])
     self._options.assign(row, checked, automaton)
     request, self._state = self._options.of_all_with_states(
       self._request, self._state
@@ -259,21 +239,6 @@ class Slots:
     self._slots[row] = _Slot(own, ids, kept)
     self.num_kept[row] = kept
     return row
-
-  def _best_slot(self, ids: list[int]) -> tuple[int, int]:
-    """The free slot for a prompt, and how much of the prompt it has read.
-
-    It is the slot that has most of the prompt, if that is most of what it has.
-    Otherwise it is the slot that was not used for the longest time, so that a
-    text which others may go on from stays.
-    """
-    is_recurrent = bool(self._state.target.cache.recurrent)
-    kept = {row: self._texts[row].kept(ids, is_recurrent) for row in self.free}
-    size = lambda row: len(self._texts[row].tokens)
-    most = max(kept, key=lambda row: kept[row])
-    if not 2 * kept[most] >= size(most) > 0:
-      most = min(kept, key=lambda row: self._texts[row].used)
-    return most, kept[most]
 
   def _read_prompts(self, most: int) -> bool:
     """Reads what is new, at most so many tokens; whether that was all."""
@@ -294,10 +259,7 @@ class Slots:
           kept,
         )
         most -= slot.num_read - int(kept)
-        self._num_readings += 1
-        self._texts[row] = _Text(
-          slot.ids[: slot.num_read], slot.num_read - 1, self._num_readings
-        )
+        self._texts.read(row, slot.ids[: slot.num_read])
         if not slot.is_read:
           return False
     return True
@@ -339,10 +301,11 @@ class Slots:
         target=self._target,
         drafter=self._drafter,
       )
-      text, ended[row] = self._texts[row], generation
-      text.tokens = [*slot.ids, *generation.tokens[0]]
-      if generation.errors[0]:
-        text.tokens = []  # The caches may have values that are not finite.
+      # The caches may have values that are not finite.
+      failed = generation.errors[0] is not None
+      tokens = [*slot.ids, *generation.tokens[0]]
+      self._texts.end(row, [] if failed else tokens)
+      ended[row] = generation
     return ended
 
   def step(self, num_steps: int = 1) -> dict[int, Growth]:

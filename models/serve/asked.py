@@ -182,6 +182,52 @@ def _schema(response_format: Mapping[str, Any]) -> Any:
   return schema
 
 
+def _logprobs(given: Mapping[str, Any], is_chat: bool) -> int | None:
+  """The alternatives to each token; None if no figures are wanted."""
+  name = 'top_logprobs' if is_chat else 'logprobs'
+  number = given.get(name)
+  if number is not None:
+    with _named(name):
+      most = scores_lib.MOST_ALTERNATIVES
+      arguments_lib.check_count(name, number, most, least=0)
+  if not is_chat:
+    return number
+  if number and not given.get('logprobs'):
+    raise Refused('top_logprobs needs logprobs: true', name)
+  return (number or 0) if given.get('logprobs') else None
+
+
+def _sampled(
+  given: Mapping[str, Any], default: specdec.Sampling, vocab_size: int
+) -> specdec.Sampling:
+  """How to choose tokens, in one of few forms that share programs.
+
+  What changes nothing is left out, or else everything of its kind is set.
+  """
+  values = dict(vars(default))
+  values |= {name: given[name] for name in values if name in given}
+  if values['top_k'] in (0, -1):  # All tokens, as elsewhere.
+    values['top_k'] = None
+  if bias := given.get('logit_bias'):
+    with _named('logit_bias'):
+      if not all(name.isdecimal() for name in bias):
+        raise ValueError('logit_bias must map ids of tokens to numbers')
+      values['logit_bias'] = {int(name): own for name, own in bias.items()}
+  for name, value in values.items():
+    with _named(name):
+      own = specdec.Sampling(**{name: value})
+      arguments_lib.to_params(own, 1, vocab_size)
+  if not values['temperature']:  # Filters keep the best token.
+    values |= dict.fromkeys(_FILTERS)
+  for group in (_FILTERS, _ADJUSTMENTS):
+    own = {
+      name: nothing if values[name] is None else values[name]
+      for name, nothing in group.items()
+    }
+    values |= dict.fromkeys(group) if own == group else own
+  return specdec.Sampling(**values)
+
+
 class Reader:
   """Reads the requests of clients.
 
@@ -234,7 +280,7 @@ class Reader:
       arguments_lib.check_count('n', n, max(most, 1))
     if len(prompts) > self._engine.most_choices:
       raise Refused(f'prompt has {len(prompts)} prompts, too many', 'prompt')
-    logprobs = self._logprobs(given, is_chat)
+    logprobs = _logprobs(given, is_chat)
     if logprobs is not None and given.get('stream'):
       raise Refused('logprobs are not streamed; leave out one', 'logprobs')
     if given.get('echo') and given.get('stream'):
@@ -317,20 +363,6 @@ class Reader:
       return limit
     return min(self._max_new_tokens, room)
 
-  def _logprobs(self, given: Mapping[str, Any], is_chat: bool) -> int | None:
-    """The alternatives to each token; None if no figures are wanted."""
-    name = 'top_logprobs' if is_chat else 'logprobs'
-    number = given.get(name)
-    if number is not None:
-      with _named(name):
-        most = scores_lib.MOST_ALTERNATIVES
-        arguments_lib.check_count(name, number, most, least=0)
-    if not is_chat:
-      return number
-    if number and not given.get('logprobs'):
-      raise Refused('top_logprobs needs logprobs: true', name)
-    return (number or 0) if given.get('logprobs') else None
-
   def _method(self, method: str) -> str:
     own = self._engine.method
     if method not in (engine_lib.PLAIN, AUTO, own):
@@ -377,38 +409,9 @@ class Reader:
     return {
       'method': self._method(given.get('method', self._engine.method)),
       'seed': seed,
-      'sampling': self._sampled(given),
+      'sampling': _sampled(given, self._sampling, vocab_size),
       'stops': stops,
       'eos_ids': eos_ids,
       'automaton': automaton,
       'keeps': given.get('cache_prompt', True),
     }
-
-  def _sampled(self, given: Mapping[str, Any]) -> specdec.Sampling:
-    """How to choose tokens, in one of few forms that share programs.
-
-    What changes nothing is left out, or else everything of its kind is set.
-    """
-    vocab_size = self._engine.pair.target.spec.vocab_size
-    values = dict(vars(self._sampling))
-    values |= {name: given[name] for name in values if name in given}
-    if values['top_k'] in (0, -1):  # All tokens, as elsewhere.
-      values['top_k'] = None
-    if bias := given.get('logit_bias'):
-      with _named('logit_bias'):
-        if not all(name.isdecimal() for name in bias):
-          raise ValueError('logit_bias must map ids of tokens to numbers')
-        values['logit_bias'] = {int(name): own for name, own in bias.items()}
-    for name, value in values.items():
-      with _named(name):
-        own = specdec.Sampling(**{name: value})
-        arguments_lib.to_params(own, 1, vocab_size)
-    if not values['temperature']:  # Filters keep the best token.
-      values |= dict.fromkeys(_FILTERS)
-    for group in (_FILTERS, _ADJUSTMENTS):
-      own = {
-        name: nothing if values[name] is None else values[name]
-        for name, nothing in group.items()
-      }
-      values |= dict.fromkeys(group) if own == group else own
-    return specdec.Sampling(**values)
