@@ -101,6 +101,109 @@ def _row_of(result: Any, row: int) -> Any:
   return own.replace(counters=counters, stage_counters=stages)
 
 
+@dataclasses.dataclass
+class _Rows:
+  """The rows of a batch, and the prompts in them."""
+
+  target: model_lib.LanguageModel
+  drafter: drafter_lib.Drafter
+  drafters: dict[float, drafter_lib.Drafter]  # See `_drafters_by_number`.
+  config: step_lib.DecodeConfig
+  options: slot_options.SlotOptions
+  reading: int
+  request: step_lib.Request
+  state: step_lib.DecodeState
+  slots: list[_Slot | None]
+  texts: slot_texts.SlotTexts
+
+  def read_prompts(self, most: int) -> bool:
+    """Reads what is new, at most so many tokens; whether that was all."""
+    for row, slot in enumerate(self.slots):
+      if slot is not None and not slot.is_read:
+        if not most:
+          return False
+        new, kept = slot.read(most)
+        # Prompts that came since may have brought other options.
+        new = new.replace(sampling=self.options.of_row(row))
+        self.request, self.state = loop.insert(
+          self.target,
+          self.drafter,
+          self.request,
+          self.state,
+          np.int32(row),
+          new,
+          kept,
+        )
+        most -= slot.num_read - int(kept)
+        self.texts.read(row, slot.ids[: slot.num_read])
+        if not slot.is_read:
+          return False
+    return True
+
+  def go_on(self, num_steps: int, num_ended: int) -> list[int]:
+    """Reads new prompts, then decodes until so many that are read have ended.
+
+    Returns:
+      The slots of the prompts that are read.
+    """
+    wait = any(slot and slot.is_read for slot in self.slots)
+    all_read = self.read_prompts(self.reading if wait else loop.ALL_STEPS)
+    pairs = enumerate(self.slots)
+    rows = [row for row, slot in pairs if slot and slot.is_read]
+    self.state = loop.advance(
+      self.target,
+      self.drafters[min(n for n in self.drafters if n >= len(rows))],
+      self.request,
+      self.state,
+      np.int32(num_steps if all_read else 1),
+      np.int32(len(self.slots) - len(rows) + min(num_ended, len(rows))),
+      config=self.config,
+    )
+    return rows
+
+  def end(self, rows: Sequence[int]) -> dict[int, generation_lib.Generation]:
+    """The results of slots, which are free from now on."""
+    if not rows:
+      return {}  # Without reading the result.
+    result, ended = hosts.read(loop.result_of(self.state)), {}
+    for row in rows:
+      slot, self.slots[row] = self.slots[row], None
+      assert slot is not None
+      self.options.free(row)
+      generation = generation_lib.generation_of(
+        _row_of(result, row),
+        np.array([len(slot.ids)], np.int32),
+        request=self.request,
+        target=self.target,
+        drafter=self.drafter,
+      )
+      # The caches may have values that are not finite.
+      failed = generation.errors[0] is not None
+      tokens = [*slot.ids, *generation.tokens[0]]
+      self.texts.end(row, [] if failed else tokens)
+      ended[row] = generation
+    return ended
+
+  def grown(self, rows: Sequence[int]) -> dict[int, Growth]:
+    """The growth of some prompts since the last look, by slot."""
+    state, found = self.state, dict[int, Growth]()
+    if not rows:
+      return found
+    tokens, origins, ends, reasons = hosts.read(
+      (state.tokens, state.origins, state.length, state.reason)
+    )
+    for row in rows:
+      slot = self.slots[row]
+      assert slot is not None
+      new = slice(len(slot.ids) + slot.num_seen, ends[row])
+      slot.num_seen = int(ends[row]) - len(slot.ids)
+      found[row] = Growth(tokens[row, new].tolist(), origins[row, new].tolist())
+    ended = self.end([row for row in rows if reasons[row] != accept.RUNNING])
+    for row, generation in ended.items():
+      found[row] = dataclasses.replace(found[row], generation=generation)
+    return found
+
+
 @decode_options.documented(decode_options.Options)
 class Slots:
   """A batch whose rows come and go.
@@ -115,10 +218,9 @@ class Slots:
 
   Three programs serve prompts of all lengths: one that makes the buffers, one
   that reads a prompt and one that decodes, the last for each size of the tree.
-  The last two are compiled for the options that the prompts under way set, so
-  what no prompt uses costs nothing. Where `sampling` of all prompts sets an
-  option to a value that changes nothing, such as `top_p=1`, prompts that set it
-  need no other programs.
+  The last two have the options that prompts under way set. Where `sampling` of
+  all prompts has a value that changes nothing, such as `top_p=1`, prompts that
+  have another need no other programs.
 
   Args:
     target: the model whose output is kept exactly.
@@ -153,40 +255,46 @@ class Slots:
     arguments_lib.check_count('reading', reading)
     #: The most tokens of a prompt and its continuation.
     self.context = context
-    self._target, self._drafter, self._reading = target, drafter, reading
-    self._drafters = _drafters_by_number(tree_sizes, drafter)
+    drafters = _drafters_by_number(tree_sizes, drafter)
     eos_ids = options.pop('eos_ids', ())
     nothing = np.zeros((num_slots, 0), np.int32)
     ones = np.ones(num_slots, np.int32)
-    request, self._config = decode_options.prepare(
+    request, config = decode_options.prepare(
       target,
       drafter,
       jax.random.key(0),
       decode_options.Prompts(nothing, ones, 0 * ones, context),
       options,
-      takes_plain_steps=any(not one.stages for one in self._drafters.values()),
+      takes_plain_steps=any(not one.stages for one in drafters.values()),
     )
-    self._options = slot_options.SlotOptions(
+    of_slots = slot_options.SlotOptions(
       request,
       options.get('sampling', sampling_lib.Sampling()),
       eos_ids,
       target.spec.vocab_size,
     )
-    request = self._options.of_all(request)
-    self._request = loop.place_request(target, request)
-    self._state = loop.start(
-      target, drafter, self._request, config=self._config
+    request = loop.place_request(target, of_slots.of_all(request))
+    state = loop.start(target, drafter, request, config=config)
+    has_states = bool(state.target.cache.recurrent)
+    self._rows = _Rows(
+      target=target,
+      drafter=drafter,
+      drafters=drafters,
+      config=config,
+      options=of_slots,
+      reading=reading,
+      request=request,
+      state=state,
+      slots=[None] * num_slots,
+      texts=slot_texts.SlotTexts(num_slots, has_states),
     )
-    self._slots: list[_Slot | None] = [None] * num_slots
-    is_recurrent = bool(self._state.target.cache.recurrent)
-    self._texts = slot_texts.SlotTexts(num_slots, is_recurrent)
     #: By slot, the tokens of its last prompt that were not read again.
     self.num_kept: list[int] = [0] * num_slots
 
   @property
   def free(self) -> list[int]:
     """The slots that have no prompt."""
-    return [row for row, slot in enumerate(self._slots) if slot is None]
+    return [row for row, slot in enumerate(self._rows.slots) if slot is None]
 
   def insert(
     self,
@@ -216,130 +324,41 @@ class Slots:
     Raises:
       ValueError: no slot is free, or an argument cannot be used.
     """
-    spec = self._target.spec
+    rows, vocab_size = self._rows, self._rows.target.spec.vocab_size
     if not self.free:
       raise ValueError('no slot is free; call advance until one has ended')
-    ids = _checked_prompt(prompt, max_new_tokens, self.context, spec.vocab_size)
-    checked = self._options.check(sampling, eos_ids, automaton)
+    ids = _checked_prompt(prompt, max_new_tokens, self.context, vocab_size)
+    checked = rows.options.check(sampling, eos_ids, automaton)
     arguments_lib.row_keys(rng_key, 1)  # Refuses what is no key.
-    row, kept = self._texts.best(self.free, ids if keeps else [])
-    self._options.assign(row, checked, automaton)
-    request, self._state = self._options.of_all_with_states(
-      self._request, self._state
+    row, kept = rows.texts.best(self.free, ids if keeps else [])
+    rows.options.assign(row, checked, automaton)
+    request, rows.state = rows.options.of_all_with_states(
+      rows.request, rows.state
     )
-    self._request = loop.place_request(self._target, request)
-    tokens, lengths = arguments_lib.pad([ids], self._state.tokens.shape[1])
+    rows.request = loop.place_request(rows.target, request)
+    tokens, lengths = arguments_lib.pad([ids], rows.state.tokens.shape[1])
     own = step_lib.Request(
       prompt=jnp.asarray(tokens),
       prompt_length=jnp.asarray(lengths),
       limit=jnp.array([max_new_tokens], jnp.int32),
       row_keys=rng_key.reshape(1),
-      sampling=self._options.of_row(row),
+      sampling=rows.options.of_row(row),
     )
-    self._slots[row] = _Slot(own, ids, kept)
+    rows.slots[row] = _Slot(own, ids, kept)
     self.num_kept[row] = kept
     return row
 
-  def _read_prompts(self, most: int) -> bool:
-    """Reads what is new, at most so many tokens; whether that was all."""
-    for row, slot in enumerate(self._slots):
-      if slot is not None and not slot.is_read:
-        if not most:
-          return False
-        new, kept = slot.read(most)
-        # Prompts that came since may have brought other options.
-        new = new.replace(sampling=self._options.of_row(row))
-        self._request, self._state = loop.insert(
-          self._target,
-          self._drafter,
-          self._request,
-          self._state,
-          np.int32(row),
-          new,
-          kept,
-        )
-        most -= slot.num_read - int(kept)
-        self._texts.read(row, slot.ids[: slot.num_read])
-        if not slot.is_read:
-          return False
-    return True
-
-  def _go_on(self, num_steps: int, num_ended: int) -> list[int]:
-    """Reads new prompts, then decodes until so many that are read have ended.
-
-    Returns:
-      The slots of the prompts that are read.
-    """
-    wait = any(slot and slot.is_read for slot in self._slots)
-    all_read = self._read_prompts(self._reading if wait else loop.ALL_STEPS)
-    pairs = enumerate(self._slots)
-    rows = [row for row, slot in pairs if slot and slot.is_read]
-    self._state = loop.advance(
-      self._target,
-      self._drafters[min(n for n in self._drafters if n >= len(rows))],
-      self._request,
-      self._state,
-      np.int32(num_steps if all_read else 1),
-      np.int32(len(self._slots) - len(rows) + min(num_ended, len(rows))),
-      config=self._config,
-    )
-    return rows
-
-  def _ended(self, rows: Sequence[int]) -> dict[int, generation_lib.Generation]:
-    """The results of slots, which are free from now on."""
-    if not rows:
-      return {}  # Without reading the result.
-    result, ended = hosts.read(loop.result_of(self._state)), {}
-    for row in rows:
-      slot, self._slots[row] = self._slots[row], None
-      assert slot is not None
-      self._options.free(row)
-      generation = generation_lib.generation_of(
-        _row_of(result, row),
-        np.array([len(slot.ids)], np.int32),
-        request=self._request,
-        target=self._target,
-        drafter=self._drafter,
-      )
-      # The caches may have values that are not finite.
-      failed = generation.errors[0] is not None
-      tokens = [*slot.ids, *generation.tokens[0]]
-      self._texts.end(row, [] if failed else tokens)
-      ended[row] = generation
-    return ended
-
   def step(self, num_steps: int = 1) -> dict[int, Growth]:
     """Reads new prompts, and decodes for some steps, or until a prompt ends.
-
-    Long prompts are read in parts, one with each step, as by `advance`.
 
     Args:
       num_steps: the most steps; the host waits for the device once for them.
 
     Returns:
-      What was added to each prompt that is read, by slot. The slots of those
-      that ended are free again.
+      By slot, what was added; the slots of prompts that ended are free again.
     """
     arguments_lib.check_count('num_steps', num_steps)
-    rows = self._go_on(num_steps, num_ended=1)
-    state = self._state
-    tokens, origins, ends, reasons = hosts.read(
-      (state.tokens, state.origins, state.length, state.reason)
-    )
-    grown = {}
-    for row in rows:
-      slot = self._slots[row]
-      assert slot is not None
-      begin = len(slot.ids) + slot.num_seen
-      slot.num_seen = int(ends[row]) - len(slot.ids)
-      new = slice(begin, ends[row])
-      grown[row] = Growth(
-        tokens[row, new].tolist(), origins[row, new].tolist(), None
-      )
-    ended = self._ended([row for row in rows if reasons[row] != accept.RUNNING])
-    for row, generation in ended.items():
-      grown[row] = dataclasses.replace(grown[row], generation=generation)
-    return grown
+    return self._rows.grown(self._rows.go_on(num_steps, num_ended=1))
 
   def cancel(self, slot: int) -> generation_lib.Generation | None:
     """Ends the prompt of a slot, which is free then.
@@ -350,14 +369,16 @@ class Slots:
     Raises:
       ValueError: the slot has no prompt.
     """
-    if slot not in range(len(self._slots)) or self._slots[slot] is None:
+    rows = self._rows
+    known = slot in range(len(rows.slots)) and rows.slots[slot]
+    if not known:
       raise ValueError(f'slot {slot!r} has no prompt to cancel')
-    if not self._slots[slot].is_read:
-      self._slots[slot] = None
-      self._options.free(slot)
+    if not known.is_read:
+      rows.slots[slot] = None
+      rows.options.free(slot)
       return None
-    generation = self._ended([slot])[slot]
-    self._state = loop.end_row(self._target, self._state, np.int32(slot))
+    generation = rows.end([slot])[slot]
+    rows.state = loop.end_row(rows.target, rows.state, np.int32(slot))
     return generation
 
   def advance(self, num_ended: int = 1) -> dict[int, generation_lib.Generation]:
@@ -370,23 +391,21 @@ class Slots:
       The results of prompts that ended, by slot; these slots are free again.
       With match verification their tokens are those of decoding each alone. So
       are the statistics of plain decoding and of fixed topologies without
-      `break_even` and `tree_sizes`; else the prompts of a batch decide together
-      how much is drafted, and `plain_steps` counts the steps of all so far.
+      `break_even` and `tree_sizes`; else all prompts decide together how much
+      is drafted, and `plain_steps` counts the steps of all so far.
     """
     arguments_lib.check_count('num_ended', num_ended)
-    ended: dict[int, generation_lib.Generation] = {}
-    while len(ended) < num_ended and any(self._slots):
-      rows = self._go_on(loop.ALL_STEPS, num_ended - len(ended))
-      reasons = hosts.read(self._state.reason)
-      ended |= self._ended(
-        [row for row in rows if reasons[row] != accept.RUNNING]
-      )
+    rows, ended = self._rows, dict[int, generation_lib.Generation]()
+    while len(ended) < num_ended and any(rows.slots):
+      read = rows.go_on(loop.ALL_STEPS, num_ended - len(ended))
+      reasons = hosts.read(rows.state.reason)
+      ended |= rows.end([row for row in read if reasons[row] != accept.RUNNING])
     return ended
 
   @property
   def num_steps(self) -> int:
     """Batched target forwards so far, those that read prompts apart."""
-    return int(hosts.read(self._state.counters.steps))
+    return int(hosts.read(self._rows.state.counters.steps))
 
 
 def _drafters_by_number(
