@@ -68,9 +68,8 @@ class Growth:
 
   tokens: list[int]  #: The new ids.
   origins: list[int]  #: Their sources, see `Generation`.
-  generation: (
-    generation_lib.Generation | None
-  )  #: The result of a text that has ended.
+  #: The result, if the text has ended.
+  generation: generation_lib.Generation | None = None
 
 
 def _checked_prompt(
@@ -361,10 +360,7 @@ class Slots:
     return self._rows.grown(self._rows.go_on(num_steps, num_ended=1))
 
   def cancel(self, slot: int) -> generation_lib.Generation | None:
-    """Ends the prompt of a slot, which is free then.
-
-    Returns:
-      The result so far; None if the prompt is not read yet.
+    """Ends a prompt; the result so far, or None if it is not read yet.
 
     Raises:
       ValueError: the slot has no prompt.
