@@ -366,8 +366,8 @@ class Slots:
       ValueError: the slot has no prompt.
     """
     rows = self._rows
-    known = slot in range(len(rows.slots)) and rows.slots[slot]
-    if not known:
+    known = rows.slots[slot] if slot in range(len(rows.slots)) else None
+    if known is None:
       raise ValueError(f'slot {slot!r} has no prompt to cancel')
     if not known.is_read:
       rows.slots[slot] = None

@@ -296,9 +296,15 @@ def make_app(
     functools.partial(handlers.complete, is_chat=is_chat)
     for is_chat in (True, False)
   )
-  route, errors = starlette.routing.Route, (Exception, _Refused)
-  errors += (starlette.exceptions.HTTPException,)
-  errors += (engine_lib.Failed, engine_lib.QueueFull, engine_lib.Stopped)
+  route = starlette.routing.Route
+  errors: list[Any] = [
+    Exception,
+    _Refused,
+    starlette.exceptions.HTTPException,
+    engine_lib.Failed,
+    engine_lib.QueueFull,
+    engine_lib.Stopped,
+  ]
   return starlette.applications.Starlette(
     routes=[
       route('/v1/chat/completions', chat, methods=['POST']),

@@ -27,7 +27,7 @@ _LIMITS = 'max_completion_tokens', 'max_tokens'
 
 
 # Options of sampling that are set together, with values that change nothing.
-_FILTERS = {'top_k': None, 'top_p': 1.0, 'min_p': 0.0}
+_FILTERS: dict[str, Any] = {'top_k': None, 'top_p': 1.0, 'min_p': 0.0}
 _ADJUSTMENTS: dict[str, Any] = {'logit_bias': {}, 'repetition_penalty': 1.0}
 
 
@@ -215,8 +215,8 @@ def _sampled(
       values['logit_bias'] = {int(name): own for name, own in bias.items()}
   for name, value in values.items():
     with _named(name):
-      own = specdec.Sampling(**{name: value})
-      arguments_lib.to_params(own, 1, vocab_size)
+      one = specdec.Sampling(**{name: value})
+      arguments_lib.to_params(one, 1, vocab_size)
   if not values['temperature']:  # Filters keep the best token.
     values |= dict.fromkeys(_FILTERS)
   for group in (_FILTERS, _ADJUSTMENTS):

@@ -70,11 +70,10 @@ def score(
   found: list[TokenScore] = []
   for begin in range(0, length - 1, _CHUNK):
     now, after = (tokens[:, i : i + _CHUNK] for i in (begin, begin + 1))
-    own, best, best_ids, cache = _read(model, now, after, cache)
-    own, best, best_ids = map(np.asarray, (own, best, best_ids))
+    *scored, cache = _read(model, now, after, cache)
+    own, best, best_ids = (np.asarray(array).tolist() for array in scored)
     for place in range(min(_CHUNK, length - 1 - begin)):
-      pairs = zip(best_ids[place].tolist(), best[place].tolist(), strict=True)
-      found.append(
-        TokenScore(ids[begin + place + 1], float(own[place]), [*pairs])
-      )
+      pairs = zip(best_ids[place], best[place], strict=True)
+      token = ids[begin + place + 1]
+      found.append(TokenScore(token, own[place], [*pairs]))
   return found
