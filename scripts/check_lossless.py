@@ -54,8 +54,9 @@ def _check_servers(prompts, batch_sizes, max_margin):
   from models.lab.bench import lossless
   from models.text import pair as pair_lib
 
-  server = endpoint_lib.Endpoint(_SERVER.value)
-  plain = endpoint_lib.Endpoint(_PLAIN_SERVER.value or _SERVER.value)
+  url = str(_SERVER.value)
+  server = endpoint_lib.Endpoint(url)
+  plain = endpoint_lib.Endpoint(_PLAIN_SERVER.value or url)
   pair = pair_lib.load_pair(loading.models().of_target)
   names = ('max_new_tokens', 'sampling', 'seed')
   arguments = {name: options.decoding()[name] for name in names}

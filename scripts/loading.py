@@ -48,7 +48,7 @@ def models() -> choice_lib.ModelChoice:
 def method() -> str:
   """The name of the method that decodes: with a plan it is `plan`."""
   planned = options.PLAN.value is not None
-  return settings_lib.PLANNED if planned else flags.FLAGS['method'].value
+  return settings_lib.PLANNED if planned else str(flags.FLAGS.method)
 
 
 def model_name() -> str:

@@ -61,7 +61,8 @@ class Form:
     if end is None:
       return {'finish_reason': None}
     reason = _REASONS.get(end.finish_reason, end.finish_reason)
-    fields = {'finish_reason': reason, 'specdec': end.evidence}
+    fields: dict[str, Any] = {'finish_reason': reason}
+    fields['specdec'] = end.evidence
     if self._asked.return_token_ids:
       fields['token_ids'] = end.tokens
     return fields

@@ -145,7 +145,7 @@ class Ticket:
       'method': request.method,
       'seed': request.seed,
       'forwards': stats.target_forwards,
-      'accepted_histogram': list(stats.accepted_histogram),
+      'accepted_histogram': list(stats.accepted_histogram or ()),
       'origins': counts,
       'digest': digest(self.tokens),
     }
@@ -187,7 +187,7 @@ class _Pool:
     # A new client sees its first token as early as possible.
     begun, num_steps = time.monotonic(), 1 if self._has_new else self._num_steps
     self._has_new = False
-    ended = []
+    ended: list[tuple[Ticket, Answer | Exception]] = []
     for slot, growth in self.slots.step(num_steps).items():
       ticket, generation = self.tickets[slot], growth.generation
       if ticket.grow(growth, self._labels) and generation is None:

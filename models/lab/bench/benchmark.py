@@ -347,7 +347,7 @@ def _load(
   pair = next(iter(pairs.values()))
   for spec, server in servers.items():
     arm = endpoint_lib.EndpointArm(server, task, pair.eos_ids, pair.tokenizer)
-    arms[spec] = peer_lib.ReadyArm(arm)
+    arms[spec] = peer_lib.ReadyArm(arm, first_seconds=arm.first_seconds)
   return pairs, {str(spec): arms[spec] for spec in specs}
 
 
@@ -422,9 +422,8 @@ def run(
     if weight_bytes is None:
       for unknown in peer_lib.UNKNOWN:
         del measured[unknown]
-      measured['first_token_seconds'] = np.median(
-        ready[name].decode.first_seconds
-      ).item()
+      first = np.median(ready[name].first_seconds)
+      measured['first_token_seconds'] = first.item()
     else:
       costs = timing.costs_of(results[name])
       measured |= {'weight_bytes': weight_bytes}

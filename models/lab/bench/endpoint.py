@@ -193,7 +193,7 @@ class EndpointArm:
       replies = [*threads.map(ask, prompts)]
     rows = [ids_of(one, self._eos_ids, self._tokenizer) for one in replies]
     rows = [row[:limit] for row in rows]
-    if limit > 1:
+    if limit:
       self.first_seconds += [reply.first_seconds for reply in replies]
     accepted = sum(reply.accepted or 0 for reply in replies)
     if before is not None:

@@ -41,10 +41,12 @@ class ReadyArm:
     decode: decodes a batch of prompts.
     weight_bytes: of all weights and tables in memory; None for a peer, of which
       tokens, times and forwards are known alone.
+    first_seconds: of a peer, until each prompt had its first token.
   """
 
   decode: timing.Arm
   weight_bytes: int | None = None
+  first_seconds: Sequence[float] = ()
 
 
 def _until_eos(
