@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import gc
 import json
 import socket
 import time
@@ -178,10 +179,14 @@ def _check_many(kind, number):
 
     found = [*pool.map(ask, range(number))]
     assert _is_idle(server)
-    before = len(jax.live_arrays())
-    assert len([*pool.map(ask, range(number // 4))]) == number // 4
-    assert _is_idle(server)
-    assert len(jax.live_arrays()) < before + 60
+    counts = []
+    for _ in range(3):
+      assert len([*pool.map(ask, range(16))]) == 16
+      assert _is_idle(server)
+      gc.collect()
+      counts.append(len(jax.live_arrays()))
+    # Options come and go with the prompts that have them.
+    assert counts[-1] < counts[0] + 40
     pools = server.engine._pools.values()
     assert all(len(pool.slots.free) == 4 for pool in pools)
   for index, (text, choice) in enumerate(found):
