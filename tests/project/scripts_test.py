@@ -520,8 +520,8 @@ def test_flags_of_the_endpoint_become_settings(pair, monkeypatch):
   assert asked['drafter'].max_depth == 2
   _output('serve.py', *pair, '--method=plain', '--seed=5')
   assert (asked['seed'], asked['method']) == (5, 'plain')
-  hosts = '--coordinator=localhost:1', '--mesh=data:2'
-  refused = command_lines.refusal('serve.py', *hosts)
+  hosts = '--coordinator=localhost:1', '--mesh=data:2', '--process_id=0'
+  refused = command_lines.refusal('serve.py', *hosts, '--num_processes=2')
   assert 'requests come to one host' in refused
   monkeypatch.setitem(sys.modules, 'models.serve.listening', None)
   assert "pip install -e '.[serve]'" in command_lines.refusal('serve.py', *pair)
