@@ -523,8 +523,12 @@ def test_flags_of_the_endpoint_become_settings(pair, monkeypatch):
   hosts = '--coordinator=localhost:1', '--mesh=data:2', '--process_id=0'
   refused = command_lines.refusal('serve.py', *hosts, '--num_processes=2')
   assert 'requests come to one host' in refused
-  monkeypatch.setitem(sys.modules, 'models.serve.listening', None)
-  assert "pip install -e '.[serve]'" in command_lines.refusal('serve.py', *pair)
+  # Without the extra.
+  monkeypatch.delitem(sys.modules, 'models.serve.listening')
+  monkeypatch.delattr('models.serve.listening')
+  monkeypatch.setitem(sys.modules, 'uvicorn', None)
+  refused = command_lines.refusal('serve.py', *pair, '--method=plain')
+  assert "uvicorn is needed: pip install -e '.[serve]'" in refused
 
 
 @pytest.mark.long
