@@ -33,24 +33,15 @@ _ARMS = flags.DEFINE_string(
   'separated by commas, each method, method:dtype or'
   ' method(option=value,...):dtype, the first is the baseline; methods:'
   f' {settings_lib.METHODS}, those from ngram on without the draft and plan as'
-  ' --plan says, and transformers,'
-  ' transformers-assisted, transformers-lookup, llama.cpp, llama.cpp-draft,'
-  ' llama.cpp-lookup; options: see the flags of the same names, a|b gives an'
-  ' arm each; dtype: see --dtype',
+  ' --plan says; options: see the flags of the same names, a|b gives an arm'
+  ' each; dtype: see --dtype',
 )
-_PEER = flags.DEFINE_enum(
+_PEER = flags.DEFINE_multi_string(
   'peer',
-  'none',
-  ['none', 'transformers', 'llama.cpp', 'vllm'],
-  'also decode with its plain generation, with a draft and with prompt lookup;'
-  ' transformers in the dtypes of the arms, which needs torch; llama.cpp from'
-  ' the GGUF files of --target and --draft; vllm from their folders',
-)
-_LLAMA_CPP = flags.DEFINE_string(
-  'llama_cpp', None, 'folder of llama-server; default: it is on the path'
-)
-_VLLM = flags.DEFINE_string(
-  'vllm', None, 'python of the environment in which vLLM is installed'
+  [],
+  'the address of a server with the interface of OpenAI that has the target,'
+  ' such as http://127.0.0.1:8080 of vLLM or llama.cpp; decodes, too; may be'
+  ' repeated',
 )
 prompt_flags.define_num_prompts(
   'default: all; of questions at most so many of each category'
@@ -93,23 +84,13 @@ def _run(batch_size: int, questions: list[questions_lib.Question]):
 
   models = loading.models()
   specs = arms_lib.parse_arms(_ARMS.value, str(models.dtype))
-  if _PEER.value != 'none':
-    specs += arms_lib.peer_arms(
-      _PEER.value,
-      specs,
-      has_draft=models.draft is not None,
-      batch_size=batch_size,
-    )
+  specs += [peer_lib.ArmSpec(url) for url in _PEER.value]
   first = [question.first for question in questions]
   plan = loading.plan(batch_size, lambda: first)
   return benchmark.run(
     questions,
     arms=specs,
-    task=peer_lib.BenchmarkTask(
-      **vars(loading.task(batch_size, plan)),
-      llama_cpp=_LLAMA_CPP.value,
-      vllm=_VLLM.value,
-    ),
+    task=loading.task(batch_size, plan),
     settings=options.as_dict(),
     prompt_bucket=_PROMPT_BUCKET.value,
     max_seconds=_MAX_SECONDS.value,

@@ -1,10 +1,16 @@
-"""Checks on your own models that drafting changes the speed and nothing else.
+r"""Checks on your own models that drafting changes the speed and nothing else.
 
 python scripts/check_lossless.py --prompt_file=prompts.jsonl --temperature=1
 
 The tokens must be the same as with plain decoding and the same seed, so it is
 for --verify=match, or --temperature=0. The exit status is 0 if all checks pass
 and 1 if not.
+
+  python scripts/check_lossless.py --prompt_file=prompts.jsonl \
+      --server=http://127.0.0.1:8000 --plain_server=http://127.0.0.1:8080
+
+compares two servers, of which the second decodes plainly; without it the first
+does, too. --target is their model, which scores where their texts part.
 """
 
 import dataclasses
@@ -28,7 +34,42 @@ _MAX_MARGIN = flags.DEFINE_float(
   ' default: 0 in float32, with --cpu_kernels and with a constraint, of which'
   ' scores know nothing, else 0.1',
 )
+_SERVER = flags.DEFINE_string(
+  'server',
+  None,
+  'the address of a server, which is checked in place of --method',
+)
+_PLAIN_SERVER = flags.DEFINE_string(
+  'plain_server', None, 'the server that it is compared with; default: itself'
+)
 _OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write')
+
+
+def _check_servers(prompts, batch_sizes, max_margin):
+  """A check of `--server` for each batch size."""
+  import loading
+
+  from specdec.models.lab.bench import endpoint as endpoint_lib
+  from specdec.models.lab.bench import lossless
+  from specdec.models.text import pair as pair_lib
+
+  url = str(_SERVER.value)
+  server = endpoint_lib.Endpoint(url)
+  plain = endpoint_lib.Endpoint(_PLAIN_SERVER.value or url)
+  pair = pair_lib.load_pair(loading.models().of_target)
+  names = ('max_new_tokens', 'sampling', 'seed')
+  arguments = {name: options.decoding()[name] for name in names}
+  return [
+    lossless.check_servers(
+      pair,
+      prompts,
+      (server, plain),
+      batch_size=size,
+      max_margin=max_margin,
+      **arguments,
+    )
+    for size in batch_sizes
+  ]
 
 
 def main() -> None:
@@ -45,18 +86,22 @@ def main() -> None:
       f'--verify={options.VERIFY.value} gives other tokens than plain decoding,'
       ' with the same distribution; give --verify=match or --temperature=0'
     )
+  if _SERVER.value is None and _PLAIN_SERVER.value is not None:
+    raise ValueError(
+      f'--plain_server={_PLAIN_SERVER.value} is compared with --server; give it'
+    )
   record.prepare_output(_OUTPUT.value)
   margin = _MAX_MARGIN.value
   if margin is None:
     margin = 0.0 if constraint or loading.is_exact() else 0.1
-  checks = lossless.check_tokens(
-    loading.generator(prompts, max(sizes)),
-    prompts,
-    batch_sizes=sizes,
-    max_margin=margin,
-    **options.decoding(),
-    **constraint,
-  )
+  arguments = options.decoding() | constraint
+  if _SERVER.value is not None:
+    checks = _check_servers(prompts, sizes, margin)
+  else:
+    generator = loading.generator(prompts, max(sizes))
+    checks = lossless.check_tokens(
+      generator, prompts, batch_sizes=sizes, max_margin=margin, **arguments
+    )
   print(*checks, sep='\n')
   found = [dataclasses.asdict(result) for result in checks]
   record.write_record(_OUTPUT.value, options.as_dict(), {'checks': found})

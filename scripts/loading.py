@@ -45,6 +45,17 @@ def models() -> choice_lib.ModelChoice:
   return choice
 
 
+def method() -> str:
+  """The name of the method that decodes: with a plan it is `plan`."""
+  planned = options.PLAN.value is not None
+  return settings_lib.PLANNED if planned else str(flags.FLAGS.method)
+
+
+def model_name() -> str:
+  """The name of the target: that of its folder or file."""
+  return str(models().target).rstrip('/').rpartition('/')[2]
+
+
 def is_exact() -> bool:
   """Whether drafted tokens always equal the tokens of plain decoding."""
   return sources_lib.open_sources(models().of_target).is_exact

@@ -352,7 +352,7 @@ def as_dict() -> dict[str, Any]:
   for name in ('output', 'plots', *of_hosts):
     record.pop(name, None)
   # Folders may be private.
-  for name in ('target', 'draft', 'head', 'plan', 'ngram', 'llama_cpp', 'vllm'):
+  for name in ('target', 'draft', 'head', 'plan', 'ngram'):
     path = pathlib.Path(str(record.get(name)))
     record |= {name: path.name} if path.exists() else {}
   prompts = record.pop('prompt_file')

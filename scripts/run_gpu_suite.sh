@@ -8,6 +8,7 @@
 # OUT: folder for JSON, tables and logs. Prompts: default a dozen of
 # models/demo. --reduced: the same steps at a size for a CPU, some minutes.
 # PYTHON=...: the interpreter, if it is not the first in the path.
+# PEER=URL: a server that decodes, too, see docs/serving.md.
 set -uo pipefail
 
 reduced=0
@@ -16,7 +17,7 @@ if [[ "${1:-}" == --reduced ]]; then
   shift
 fi
 if (($# < 1 || $# > 2)); then
-  sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
+  sed -n '2,10s/^# \{0,1\}//p' "$0" >&2
   exit 2
 fi
 here=$(cd "$(dirname "$0")" && pwd)
@@ -67,8 +68,7 @@ else
   batch=8
   widths=1,2,4,8,16,32,64,128
 fi
-peer=none
-"$python" -c 'import torch' 2> /dev/null && peer=transformers
+peer=${PEER:+--peer=$PEER}
 
 failed=()
 
@@ -139,7 +139,7 @@ on_large=(--target="$large_target" --draft=demo --dtype=bfloat16)
 
 step lossless "$here/check_lossless.py" --prompt_file="$prompts" \
   --num_prompts=2 --max_new_tokens=32 --batch_sizes=1
-benchmark large_greedy "${on_large[@]}" --arms="$arms" --peer="$peer"
+benchmark large_greedy "${on_large[@]}" --arms="$arms" $peer
 benchmark large_sampled "${on_large[@]}" --arms="$few" "${sampled[@]}"
 step kernels_timed -c "$kernels_timed" "$large_target" "$prompts" \
   "$out/kernels_timed.json"

@@ -48,6 +48,7 @@ from specdec.model import ModelSpec as ModelSpec
 from specdec.ngram.table import load_table as load_table
 from specdec.sampling import EXCLUDED as EXCLUDED
 from specdec.sampling import Sampling as Sampling
+from specdec.slots import Growth as Growth
 from specdec.slots import Slots as Slots
 from specdec.step import DecodeConfig as DecodeConfig
 from specdec.step import Request as Request

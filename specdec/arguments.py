@@ -243,8 +243,8 @@ def sampling_value(name: str, value: Any, batch_size: int = 1) -> np.ndarray:
   return array
 
 
-# Stands for all tokens, where other rows have a k.
-_ALL = np.iinfo(np.int32).max
+ALL_TOKENS = np.iinfo(np.int32).max
+"""A `top_k` of rows that keep all tokens, where other rows have a k."""
 
 
 def _top_k_params(top_k: Any, batch_size: int) -> dict[str, Any]:
@@ -256,15 +256,20 @@ def _top_k_params(top_k: Any, batch_size: int) -> dict[str, Any]:
   for entry in entries:
     if entry is not None and not (is_integer(entry) and entry >= 1):
       raise ValueError(f'top_k must be a positive integer, got {top_k}')
-  counts = [_ALL if entry is None else min(entry, _ALL) for entry in entries]
+  counts = [
+    ALL_TOKENS if entry is None else min(entry, ALL_TOKENS) for entry in entries
+  ]
   array = _per_row(
     'top_k', counts[0] if single else counts, batch_size, np.int32
   )
-  if min(counts) == _ALL:
+  if min(counts) == ALL_TOKENS:
     return {}
-  largest = max(counts)
-  bound = None if largest == _ALL else 1 << (largest - 1).bit_length()
-  return {'top_k': jnp.asarray(array), 'max_top_k': bound}
+  largest = max(count for count in counts if count < ALL_TOKENS)
+  return {
+    'top_k': jnp.asarray(array),
+    'max_top_k': 1 << (largest - 1).bit_length(),
+    'some_keep_all': max(counts) == ALL_TOKENS,
+  }
 
 
 def _checked_bias(bias: Any, batch_size: int, vocab_size: int) -> jax.Array:

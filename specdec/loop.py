@@ -6,8 +6,8 @@ of plain steps, which take turns.
 `decode` is all of it. `start` and `advance` are its two halves, for callers who
 look in between: to stream, or to stop early. `extend` goes on from another
 text, as the next turn of a conversation does; `insert` gives one row to another
-prompt, while the others go on (`specdec.slots`). `advance_recorded` is one step
-that returns its tree, too (`specdec.tracing`).
+prompt, while the others go on (`specdec.slots`), and `end_row` ends one.
+`advance_recorded` is one step that returns its tree, too (`specdec.tracing`).
 """
 
 from collections.abc import Callable
@@ -314,7 +314,8 @@ def insert(
     new: the request of the row, a batch of one. Its prompt is `[1, T]`, as
       long as `DecodeState.tokens`; its adjusters, watchers and break-even are
       not used.
-    kept: `[]` int32, the tokens of the text that were there in earlier calls.
+    kept: `[]` int32, the tokens of the text that the row has read already: with
+      which its last text begins, or which were there in earlier calls.
 
   Returns:
     The request and the state, which go together.
@@ -343,6 +344,21 @@ def insert(
   )
   state = _with_row(state, row, inserted)
   return place_request(target, request), target.spec.place(state)
+
+
+@mappings.jit(donate_argnames=('state',))
+def end_row(
+  target: model_lib.LanguageModel, state: step_lib.DecodeState, row: jax.Array
+) -> step_lib.DecodeState:
+  """The state in which a row is done, wherever its text is.
+
+  Args:
+    target: the target.
+    state: from `start`, `advance` or `insert`; consumed.
+    row: `[]` int32.
+  """
+  reason = state.reason.at[row].set(accept.LIMIT)
+  return target.spec.place(state.replace(reason=reason))
 
 
 @mappings.jit(

@@ -130,8 +130,11 @@ class SamplingParams(flax.struct.PyTreeNode, kw_only=True):
   top_k: jax.Array | None = None  #: `[B]` int32, or None.
   top_p: jax.Array | None = None  #: `[B]` float32, or None.
   min_p: jax.Array | None = None  #: `[B]` float32, or None.
-  #: At least as large as any `top_k`; None: the vocabulary; static.
+  #: At least as large as any `top_k` below V; None: the vocabulary; static.
   max_top_k: int | None = flax.struct.field(default=None, pytree_node=False)
+  #: Whether some rows may have a `top_k` of V or more, which keeps all tokens,
+  #: where `max_top_k` is smaller; static.
+  some_keep_all: bool = flax.struct.field(default=False, pytree_node=False)
 
   @property
   def is_stochastic(self) -> jax.Array:
@@ -369,15 +372,21 @@ def keep(logits: jax.Array, sampling: SamplingParams) -> Kept:
   ranked = likeliest = _relative(ranked, best, temperature)
   candidates = lambda: _relative(logits, best, temperature)
   if sampling.top_k is not None:
-    last = jnp.minimum(per_row(sampling.top_k, logits), vocab_size) - 1
-    last = jnp.broadcast_to(last, threshold.shape)
-    threshold = jnp.take_along_axis(ranked, last, axis=-1)
+    count = jnp.broadcast_to(per_row(sampling.top_k, logits), threshold.shape)
+    has_count = count < vocab_size
+    last = jnp.minimum(count, ranked.shape[-1]) - 1
+    of_top_k = jnp.take_along_axis(ranked, last, axis=-1)
+    threshold = jnp.where(has_count, of_top_k, -jnp.inf)
     rank = jnp.expand_dims(jnp.arange(ranked.shape[-1]), range(logits.ndim - 1))
     likeliest = jnp.where(rank <= last, ranked, -jnp.inf)
     candidates = lambda: likeliest
   if sampling.top_p is not None:
     top_p = jnp.broadcast_to(per_row(sampling.top_p, logits), threshold.shape)
     of_top_p = _top_p_threshold(candidates, likeliest, top_p)
+    if sampling.some_keep_all:
+      of_all = lambda: _relative(logits, best, temperature)
+      among_all = _top_p_threshold(of_all, ranked, top_p)
+      of_top_p = jnp.where(has_count, of_top_p, among_all)
     threshold = jnp.maximum(threshold, of_top_p)
   if sampling.min_p is not None:
     floor = jnp.log(per_row(sampling.min_p, logits))  # the best logit is 0

@@ -1,7 +1,7 @@
 """Options of prompts that share the rows of `specdec.slots.Slots`.
 
-All rows share one compiled program, so every prompt has the options that all
-prompts have, each with values of its own.
+All rows share one compiled program. So it has every option that the prompts
+under way have, and what a prompt does not set has a value that changes nothing.
 """
 
 from collections.abc import Sequence
@@ -11,26 +11,68 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec import adjusters as adjusters_lib
 from specdec import arguments as arguments_lib
+from specdec import carried as carried_lib
 from specdec import sampling as sampling_lib
 from specdec import step as step_lib
 from specdec import watchers as watchers_lib
 from specdec.text import automaton as automaton_lib
 from specdec.text import constraint as constraint_lib
 
+# No smaller bound of `top_k`, so that few programs are compiled.
+_LEAST_TOP_K = 64
+
 # The room for EOS ids is a multiple of this, so that prompts may have others.
 _EOS_BLOCK = 8
 
 
 def _row_params(
-  sampling: sampling_lib.Sampling, num_rows: int, vocab_size: int
+  sampling: sampling_lib.Sampling, vocab_size: int
 ) -> sampling_lib.SamplingParams:
-  """The parameters, with a `logit_bias` per row if there is one."""
-  params = arguments_lib.to_params(sampling, num_rows, vocab_size)
+  """The parameters of one row on the host; a `logit_bias` is `[1, V]`."""
+  params = arguments_lib.to_params(sampling, 1, vocab_size)
+  params = jax.tree.map(np.asarray, params)
   bias = params.logit_bias
-  if bias is not None and bias.ndim == 1:
-    bias = jnp.broadcast_to(bias, (num_rows, vocab_size))
-  return params.replace(logit_bias=bias)
+  return (
+    params if bias is None else params.replace(logit_bias=bias.reshape(1, -1))
+  )
+
+
+def _joined(
+  rows: Sequence[sampling_lib.SamplingParams],
+  default: sampling_lib.SamplingParams,
+  vocab_size: int,
+) -> sampling_lib.SamplingParams:
+  """The parameters of all rows, with what any of them or the default sets.
+
+  Rows that do not set it have a value that changes nothing.
+  """
+  neutral = {
+    'temperature': np.zeros(1, np.float32),
+    'logit_bias': np.zeros((1, vocab_size), np.float32),
+    'repetition_penalty': np.ones(1, np.float32),
+    'top_k': np.array([arguments_lib.ALL_TOKENS], np.int32),
+    'top_p': np.ones(1, np.float32),
+    'min_p': np.zeros(1, np.float32),
+  }
+  found: dict[str, Any] = {}
+  everyone = default, *rows
+  for name, nothing in neutral.items():
+    given = [getattr(params, name) for params in everyone]
+    if any(value is not None for value in given):
+      own = [nothing if value is None else value for value in given[1:]]
+      found[name] = np.concatenate(own)
+  if 'top_k' in found:
+    bounds = [params.max_top_k for params in everyone if params.max_top_k]
+    found['max_top_k'] = max(_LEAST_TOP_K, *bounds)
+    found['some_keep_all'] = any(one.top_k is None for one in everyone)
+  return sampling_lib.SamplingParams(**found)
+
+
+def room_for_eos_ids(eos_ids: Sequence[int]) -> int:
+  """How many end tokens a prompt may have, where others have these."""
+  return -(-max(len(eos_ids), 1) // _EOS_BLOCK) * _EOS_BLOCK
 
 
 def _padded_ids(
@@ -38,7 +80,7 @@ def _padded_ids(
 ) -> np.ndarray:
   """A row of `EndOfText`, `[width]` int32; None: as wide as it needs."""
   ids = arguments_lib.to_ids('eos_ids', eos_ids, vocab_size)
-  width = width or -(-max(len(ids), 1) // _EOS_BLOCK) * _EOS_BLOCK
+  width = width or room_for_eos_ids(ids)
   if len(ids) > width:
     raise ValueError(
       f'eos_ids of a prompt has {len(ids)} tokens, but there is room for'
@@ -68,63 +110,34 @@ class SlotOptions:
     vocab_size: int,
   ):
     num_rows = len(request.prompt)
-    self._vocab_size, self._sampling = vocab_size, sampling
-    _row_params(sampling, 1, vocab_size)  # Refuses values per row.
-    self._params = _row_params(sampling, num_rows, vocab_size)
+    self._vocab_size = vocab_size
+    self._default = _row_params(sampling, vocab_size)
+    self._params = [self._default] * num_rows
+    self._joined = self._default  # The parameters of the last request.
+    self._automata: list[automaton_lib.Automaton | None] = [None] * num_rows
+    self._tables: constraint_lib.Tables | None = None
     self._ends = _padded_ids(eos_ids, vocab_size)
     self._row_ends = np.tile(self._ends, (num_rows, 1))
     self._sections = np.zeros(num_rows, np.int32)
-    # All rows share these.
-    self._adjusters, self._watchers = request.adjusters, request.watchers
-    self._tables: constraint_lib.Tables | None = None
+    # All rows share these; others come and go with the prompts that need them.
+    has_penalty = self._default.repetition_penalty is not None
+    self._adjusters = request.adjusters[has_penalty:]
+    self._watchers = request.watchers
 
-  def request_of_all(self, request: step_lib.Request) -> step_lib.Request:
-    """The request with parameters and watchers for every row."""
-    return request.replace(
-      sampling=self._params, watchers=self._watchers_of_rows()
-    )
-
-  def _watchers_of_rows(self) -> tuple[watchers_lib.Watcher, ...]:
-    ends = watchers_lib.EndOfText(jnp.array(self._row_ends))
-    others = watchers_lib.in_sections(self._watchers, self._sections)
-    return ends, *others
-
-  def params_of(
-    self, sampling: sampling_lib.Sampling | None
-  ) -> sampling_lib.SamplingParams:
-    """The parameters of a prompt; ValueError if they set other options."""
-    sampling = self._sampling if sampling is None else sampling
-    params = _row_params(sampling, 1, self._vocab_size)
-    largest = self._params.max_top_k
-    if params.max_top_k and (largest is None or params.max_top_k < largest):
-      params = params.replace(max_top_k=largest)
-    structure: Any = jax.tree.structure(params)
-    if structure != jax.tree.structure(self._params):
-      raise ValueError(
-        f'sampling={sampling} sets other options than the sampling of all'
-        f' prompts, {self._sampling}; give values there that change nothing,'
-        ' such as top_p=1, and no larger top_k than there'
-      )
-    return params
-
-  def assign(
+  def check(
     self,
-    request: step_lib.Request,
-    state: step_lib.DecodeState,
-    row: int,
+    sampling: sampling_lib.Sampling | None,
     eos_ids: Sequence[int] | None,
     automaton: automaton_lib.Automaton | None,
-    section: int,
-  ) -> tuple[step_lib.Request, step_lib.DecodeState]:
-    """The request and the state when a row gets another prompt.
-
-    `eos_ids` None: the common ones; `automaton` None: everything is allowed;
-    the text begins in `section`.
+  ) -> tuple[sampling_lib.SamplingParams, np.ndarray]:
+    """The parameters of a prompt and the tokens that end it.
 
     Raises:
-      ValueError: an option cannot be used; nothing has changed then.
+      ValueError: an option cannot be used.
     """
-    ends = self._ends
+    params, ends = self._default, self._ends
+    if sampling is not None:
+      params = _row_params(sampling, self._vocab_size)
     if eos_ids is not None:
       ends = _padded_ids(eos_ids, self._vocab_size, len(ends))
     if automaton is not None and any(
@@ -134,17 +147,73 @@ class SlotOptions:
         'automaton: these slots have a constraint for all prompts; leave out'
         ' one of the two'
       )
-    same = np.array_equal(ends, self._row_ends[row])
-    if not same or section != self._sections[row]:
-      self._row_ends[row], self._sections[row] = ends, section
-      request = request.replace(watchers=self._watchers_of_rows())
-    if automaton is None and self._tables is None:
-      return request, state
-    if self._tables is None:
-      num_rows = len(self._row_ends)
-      free = jnp.zeros(num_rows, jnp.int32)
-      state = state.replace(adjusters=(*state.adjusters, free))
-      self._tables = automaton_lib.stack([None] * num_rows, self._vocab_size)
-    self._tables = automaton_lib.with_row(self._tables, row, automaton)
-    adjusters = (*self._adjusters, self._tables)
-    return request.replace(adjusters=adjusters), state
+    return params, ends
+
+  def assign(
+    self,
+    row: int,
+    checked: tuple[sampling_lib.SamplingParams, np.ndarray],
+    automaton: automaton_lib.Automaton | None,
+    section: int,
+  ) -> None:
+    """Gives a row the options of another prompt.
+
+    `checked` was returned by `check`; the text begins in `section`.
+    """
+    self._params[row], self._row_ends[row] = checked
+    self._automata[row], self._sections[row] = automaton, section
+    if not any(self._automata):
+      self._tables = None
+    elif self._tables is None:
+      self._tables = automaton_lib.stack(self._automata, self._vocab_size)
+    else:
+      self._tables = automaton_lib.with_row(self._tables, row, automaton)
+
+  def free(self, row: int) -> None:
+    """The prompt of the row has ended; its options cost nothing from now on."""
+    self._params[row], self._automata[row] = self._default, None
+
+  def of_row(self, row: int) -> sampling_lib.SamplingParams:
+    """The parameters of a row in the last request of `of_all`."""
+    take = lambda array: jnp.asarray(array[row : row + 1])
+    return jax.tree.map(take, self._joined)
+
+  def of_all(self, request: step_lib.Request) -> step_lib.Request:
+    """The request with the options of every row."""
+    params = _joined(self._params, self._default, self._vocab_size)
+    self._joined = params
+    adjusters: list[adjusters_lib.Adjuster] = [*self._adjusters]
+    if params.repetition_penalty is not None:
+      adjusters.insert(0, adjusters_lib.RepetitionPenalty(self._vocab_size))
+    if self._tables is not None:
+      adjusters.append(self._tables)
+    ends = watchers_lib.EndOfText(jnp.array(self._row_ends))
+    others = watchers_lib.in_sections(self._watchers, self._sections)
+    return request.replace(
+      sampling=jax.tree.map(jnp.asarray, params),
+      adjusters=tuple(adjusters),
+      watchers=(ends, *others),
+    )
+
+  def of_all_with_states(
+    self, request: step_lib.Request, state: step_lib.DecodeState
+  ) -> tuple[step_lib.Request, step_lib.DecodeState]:
+    """`of_all`, and the state with those of its adjusters.
+
+    `state` has the states of the adjusters of the `request` of before.
+    """
+    known = dict(zip(self._names(request), state.adjusters, strict=True))
+    request = self.of_all(request)
+    texts = carried_lib.Texts(state.tokens, state.length, 0)
+    states = tuple(
+      known[name] if name in known else one.start(texts)
+      for name, one in zip(self._names(request), request.adjusters, strict=True)
+    )
+    return request, state.replace(adjusters=states)
+
+  def _names(self, request: step_lib.Request) -> list[Any]:
+    """Names that tell the adjusters of a request apart, in their order."""
+    names: list[Any] = [*range(len(self._adjusters))]
+    if request.sampling.repetition_penalty is not None:
+      names.insert(0, 'penalty')
+    return [*names, 'tables'][: len(request.adjusters)]

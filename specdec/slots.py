@@ -7,7 +7,8 @@ For example, three prompts in two slots, by steps of the target:
 
 A prompt is read into the caches of its slot alone, long ones in parts, between
 the steps of the others. With match verification a prompt gets the same tokens
-as when it is decoded alone; with the other rules the same distribution.
+as when it is decoded alone; with the other rules the same distribution. What a
+prompt has in common with the last text of its slot is not read again.
 """
 
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ from specdec import loop
 from specdec import model as model_lib
 from specdec import sampling as sampling_lib
 from specdec import slot_options
+from specdec import slot_texts
 from specdec import step as step_lib
 from specdec.draft import drafter as drafter_lib
 from specdec.text import automaton as automaton_lib
@@ -41,22 +43,33 @@ class _Slot:
   """A prompt in its slot."""
 
   request: step_lib.Request  # It has one row.
-  prompt_length: int
-  num_read: int = 0  # Tokens of the prompt.
+  ids: list[int]  # The prompt.
+  num_read: int  # Tokens of the prompt.
+  num_seen: int = 0  # New tokens that `step` has returned.
 
   @property
   def is_read(self) -> bool:
-    return self.num_read == self.prompt_length
+    return self.num_read == len(self.ids)
 
   def read(self, most: int) -> tuple[step_lib.Request, np.int32]:
     """Goes on by at most `most` tokens: `new` and `kept` of `loop.insert`."""
-    kept, length = self.num_read, self.prompt_length
+    kept, length = self.num_read, len(self.ids)
     self.num_read = min(kept + most, length)
     request = self.request.replace(
       prompt_length=np.array([self.num_read], np.int32),
       limit=self.request.limit if self.is_read else np.array([0], np.int32),
     )
     return request, np.int32(kept)
+
+
+@dataclasses.dataclass(frozen=True)
+class Growth:
+  """The tokens that some steps added to a text."""
+
+  tokens: list[int]  #: The new ids.
+  origins: list[int]  #: Their sources, see `Generation`.
+  #: The result, if the text has ended.
+  generation: generation_lib.Generation | None = None
 
 
 def _checked_prompt(
@@ -105,6 +118,109 @@ def _row_of(result: Any, row: int) -> Any:
   return cut.replace(counters=counters, stage_counters=stages)
 
 
+@dataclasses.dataclass
+class _Rows:
+  """The rows of a batch, and the prompts in them."""
+
+  target: model_lib.LanguageModel
+  drafter: drafter_lib.Drafter
+  drafters: dict[float, drafter_lib.Drafter]  # See `_drafters_by_number`.
+  config: step_lib.DecodeConfig
+  options: slot_options.SlotOptions
+  reading: int
+  request: step_lib.Request
+  state: step_lib.DecodeState
+  slots: list[_Slot | None]
+  texts: slot_texts.SlotTexts
+
+  def read_prompts(self, most: int) -> bool:
+    """Reads what is new, at most `most` tokens; whether that was all."""
+    for row, slot in enumerate(self.slots):
+      if slot is not None and not slot.is_read:
+        if not most:
+          return False
+        new, kept = slot.read(most)
+        # Prompts that came since may have brought other options.
+        new = new.replace(sampling=self.options.of_row(row))
+        self.request, self.state = loop.insert(
+          self.target,
+          self.drafter,
+          self.request,
+          self.state,
+          np.int32(row),
+          new,
+          kept,
+        )
+        most -= slot.num_read - int(kept)
+        self.texts.read(row, slot.ids[: slot.num_read])
+        if not slot.is_read:
+          return False
+    return True
+
+  def go_on(self, num_steps: int, num_ended: int) -> list[int]:
+    """Reads new prompts, then decodes until `num_ended` of the read ones end.
+
+    Returns:
+      The slots of the prompts that are read.
+    """
+    wait = any(slot and slot.is_read for slot in self.slots)
+    all_read = self.read_prompts(self.reading if wait else loop.ALL_STEPS)
+    pairs = enumerate(self.slots)
+    rows = [row for row, slot in pairs if slot and slot.is_read]
+    self.state = loop.advance(
+      self.target,
+      self.drafters[min(n for n in self.drafters if n >= len(rows))],
+      self.request,
+      self.state,
+      np.int32(num_steps if all_read else 1),
+      np.int32(len(self.slots) - len(rows) + min(num_ended, len(rows))),
+      config=self.config,
+    )
+    return rows
+
+  def end(self, rows: Sequence[int]) -> dict[int, generation_lib.Generation]:
+    """The results of slots, which are free from now on."""
+    if not rows:
+      return {}  # Without reading the result.
+    result, ended = hosts.read(loop.result_of(self.state)), {}
+    for row in rows:
+      slot, self.slots[row] = self.slots[row], None
+      assert slot is not None
+      self.options.free(row)
+      generation = generation_lib.generation_of(
+        _row_of(result, row),
+        np.array([len(slot.ids)], np.int32),
+        request=self.request,
+        target=self.target,
+        drafter=self.drafter,
+      )
+      # The caches may have values that are not finite.
+      failed = generation.errors[0] is not None
+      tokens = [*slot.ids, *generation.tokens[0]]
+      self.texts.end(row, [] if failed else tokens)
+      ended[row] = generation
+    return ended
+
+  def grown(self, rows: Sequence[int]) -> dict[int, Growth]:
+    """The growth of some prompts since the last look, by slot."""
+    state, found = self.state, dict[int, Growth]()
+    if not rows:
+      return found
+    tokens, origins, ends, reasons = hosts.read(
+      (state.tokens, state.origins, state.length, state.reason)
+    )
+    for row in rows:
+      slot = self.slots[row]
+      assert slot is not None
+      new = slice(len(slot.ids) + slot.num_seen, ends[row])
+      slot.num_seen = int(ends[row]) - len(slot.ids)
+      found[row] = Growth(tokens[row, new].tolist(), origins[row, new].tolist())
+    ended = self.end([row for row in rows if reasons[row] != accept.RUNNING])
+    for row, generation in ended.items():
+      found[row] = dataclasses.replace(found[row], generation=generation)
+    return found
+
+
 @decode_options.documented(decode_options.Options)
 class Slots:
   """A batch whose rows come and go.
@@ -119,6 +235,9 @@ class Slots:
 
   Three programs serve prompts of all lengths: one that makes the buffers, one
   that reads a prompt and one that decodes, the last for each size of the tree.
+  The last two have the options that prompts under way set. Where `sampling` of
+  all prompts has a value that changes nothing, such as `top_p=1`, prompts that
+  have another need no other programs.
 
   Args:
     target: the model whose output is kept exactly.
@@ -153,38 +272,46 @@ class Slots:
     arguments_lib.check_count('reading', reading)
     #: The most tokens of a prompt and its continuation.
     self.context = context
-    self._target, self._drafter, self._reading = target, drafter, reading
-    self._drafters = _drafters_by_number(tree_sizes, drafter)
+    drafters = _drafters_by_number(tree_sizes, drafter)
     eos_ids = options.pop('eos_ids', ())
     nothing = np.zeros((num_slots, 0), np.int32)
     ones = np.ones(num_slots, np.int32)
-    request, self._config = decode_options.prepare(
+    request, config = decode_options.prepare(
       target,
       drafter,
       jax.random.key(0),
       decode_options.Prompts(nothing, ones, 0 * ones, context),
       options,
-      takes_plain_steps=any(
-        not drafter.stages for drafter in self._drafters.values()
-      ),
+      takes_plain_steps=any(not one.stages for one in drafters.values()),
     )
-    self._options = slot_options.SlotOptions(
+    of_slots = slot_options.SlotOptions(
       request,
       options.get('sampling', sampling_lib.Sampling()),
       eos_ids,
       target.spec.vocab_size,
     )
-    request = self._options.request_of_all(request)
-    self._request = loop.place_request(target, request)
-    self._state = loop.start(
-      target, drafter, self._request, config=self._config
+    request = loop.place_request(target, of_slots.of_all(request))
+    state = loop.start(target, drafter, request, config=config)
+    has_states = bool(state.target.cache.recurrent)
+    self._rows = _Rows(
+      target=target,
+      drafter=drafter,
+      drafters=drafters,
+      config=config,
+      options=of_slots,
+      reading=reading,
+      request=request,
+      state=state,
+      slots=[None] * num_slots,
+      texts=slot_texts.SlotTexts(num_slots, has_states),
     )
-    self._slots: list[_Slot | None] = [None] * num_slots
+    #: By slot, the tokens of its last prompt that were not read again.
+    self.num_kept: list[int] = [0] * num_slots
 
   @property
   def free(self) -> list[int]:
     """The slots that have no prompt."""
-    return [row for row, slot in enumerate(self._slots) if slot is None]
+    return [row for row, slot in enumerate(self._rows.slots) if slot is None]
 
   def insert(
     self,
@@ -196,6 +323,7 @@ class Slots:
     eos_ids: Sequence[int] | None = None,
     automaton: automaton_lib.Automaton | None = None,
     section: int = 0,
+    keeps: bool = True,
   ) -> int:
     """Gives a free slot to a prompt; it is read by `advance`.
 
@@ -203,11 +331,11 @@ class Slots:
       prompt: token ids.
       rng_key: a key; the tokens of the prompt depend on no other.
       max_new_tokens: the limit.
-      sampling: how to choose its tokens. It must set the options that the
-        sampling of all prompts sets, and no others. None: as that.
+      sampling: how to choose its tokens. None: as all prompts.
       eos_ids: tokens that end it. None: the common ones.
       automaton: what may follow what; without a `constraint` of all prompts.
       section: in which its text begins, see `stop_strings.StopTable`.
+      keeps: whether what its slot has read already is kept, and not read again.
 
     Returns:
       The slot.
@@ -215,71 +343,59 @@ class Slots:
     Raises:
       ValueError: no slot is free, or an argument cannot be used.
     """
-    spec, row = self._target.spec, next(iter(self.free), None)
-    if row is None:
+    rows, vocab_size = self._rows, self._rows.target.spec.vocab_size
+    if not self.free:
       raise ValueError('no slot is free; call advance until one has ended')
-    ids = _checked_prompt(prompt, max_new_tokens, self.context, spec.vocab_size)
-    params = self._options.params_of(sampling)
+    ids = _checked_prompt(prompt, max_new_tokens, self.context, vocab_size)
+    checked = rows.options.check(sampling, eos_ids, automaton)
     arguments_lib.row_keys(rng_key, 1)  # Refuses whatever is not a key.
-    self._request, self._state = self._options.assign(
-      self._request, self._state, row, eos_ids, automaton, section
+    row, kept = rows.texts.best(self.free, ids if keeps else [])
+    rows.options.assign(row, checked, automaton, section)
+    request, rows.state = rows.options.of_all_with_states(
+      rows.request, rows.state
     )
-    size = self._state.tokens.shape[1]
-    request = _request_of(ids, size, max_new_tokens, rng_key, params)
-    self._slots[row] = _Slot(request, len(ids))
+    rows.request = loop.place_request(rows.target, request)
+    tokens, lengths = arguments_lib.pad([ids], rows.state.tokens.shape[1])
+    own = step_lib.Request(
+      prompt=jnp.asarray(tokens),
+      prompt_length=jnp.asarray(lengths),
+      limit=jnp.array([max_new_tokens], jnp.int32),
+      row_keys=rng_key.reshape(1),
+      sampling=rows.options.of_row(row),
+    )
+    rows.slots[row] = _Slot(own, ids, kept)
+    self.num_kept[row] = kept
     return row
 
-  def _read_prompts(self, most: int) -> bool:
-    """Reads what is new, at most `most` tokens; whether that was all."""
-    for row, slot in enumerate(self._slots):
-      if slot is not None and not slot.is_read:
-        if not most:
-          return False
-        before = slot.num_read
-        self._request, self._state = loop.insert(
-          self._target,
-          self._drafter,
-          self._request,
-          self._state,
-          np.int32(row),
-          *slot.read(most),
-        )
-        most -= slot.num_read - before
-        if not slot.is_read:
-          return False
-    return True
+  def step(self, num_steps: int = 1) -> dict[int, Growth]:
+    """Reads new prompts, and decodes for some steps, or until a prompt ends.
 
-  def _step(
-    self, num_steps: int, num_ended: int
-  ) -> dict[int, generation_lib.Generation]:
-    """Decodes until `num_ended` of the active prompts have finished."""
-    pairs = enumerate(self._slots)
-    rows = [row for row, slot in pairs if slot and slot.is_read]
-    self._state = loop.advance(
-      self._target,
-      self._drafters[min(n for n in self._drafters if n >= len(rows))],
-      self._request,
-      self._state,
-      np.int32(num_steps),
-      np.int32(len(self._slots) - len(rows) + min(num_ended, len(rows))),
-      config=self._config,
-    )
-    reasons = hosts.read(self._state.reason)
-    rows = [row for row in rows if reasons[row] != accept.RUNNING]
-    if not rows:
-      return {}  # Without reading the result.
-    result, ended = hosts.read(loop.result_of(self._state)), {}
-    for row in rows:
-      slot, self._slots[row] = self._slots[row], None
-      assert slot is not None
-      ended[row] = generation_lib.generation_of(
-        _row_of(result, row),
-        np.array([slot.prompt_length], np.int32),
-        request=self._request,
-        target=self._target,
-        drafter=self._drafter,
-      )
-    return ended
+    Args:
+      num_steps: the most steps; the host waits for the device once for them.
+
+    Returns:
+      By slot, what was added; the slots of prompts that ended are free again.
+    """
+    arguments_lib.check_count('num_steps', num_steps)
+    return self._rows.grown(self._rows.go_on(num_steps, num_ended=1))
+
+  def cancel(self, slot: int) -> generation_lib.Generation | None:
+    """Ends a prompt; the result so far, or None if it is not read yet.
+
+    Raises:
+      ValueError: the slot has no prompt.
+    """
+    rows = self._rows
+    known = rows.slots[slot] if slot in range(len(rows.slots)) else None
+    if known is None:
+      raise ValueError(f'slot {slot!r} has no prompt to cancel')
+    if not known.is_read:
+      rows.slots[slot] = None
+      rows.options.free(slot)
+      return None
+    generation = rows.end([slot])[slot]
+    rows.state = loop.end_row(rows.target, rows.state, np.int32(slot))
+    return generation
 
   def advance(self, num_ended: int = 1) -> dict[int, generation_lib.Generation]:
     """Reads the new prompts, and decodes until some have ended.
@@ -291,23 +407,21 @@ class Slots:
       The results of prompts that ended, by slot; these slots are free again.
       With match verification the tokens equal those of decoding each alone. So
       do the statistics of plain decoding and of fixed topologies without
-      `break_even` and `tree_sizes`; else the prompts of a batch decide together
-      how much is drafted, and `plain_steps` counts the steps of all so far.
+      `break_even` and `tree_sizes`; else all prompts decide together how much
+      is drafted, and `plain_steps` counts the steps of all so far.
     """
     arguments_lib.check_count('num_ended', num_ended)
-    ended: dict[int, generation_lib.Generation] = {}
-    while len(ended) < num_ended and any(self._slots):
-      wait = any(slot and slot.is_read for slot in self._slots)
-      all_read = self._read_prompts(self._reading if wait else loop.ALL_STEPS)
-      ended |= self._step(
-        loop.ALL_STEPS if all_read else 1, num_ended - len(ended)
-      )
+    rows, ended = self._rows, dict[int, generation_lib.Generation]()
+    while len(ended) < num_ended and any(rows.slots):
+      read = rows.go_on(loop.ALL_STEPS, num_ended - len(ended))
+      reasons = hosts.read(rows.state.reason)
+      ended |= rows.end([row for row in read if reasons[row] != accept.RUNNING])
     return ended
 
   @property
   def num_steps(self) -> int:
     """Batched target forwards so far, those that read prompts apart."""
-    return int(hosts.read(self._state.counters.steps))
+    return int(hosts.read(self._rows.state.counters.steps))
 
 
 def _drafters_by_number(

@@ -30,7 +30,6 @@ class Job:
   prompt: chat_template.Prompt
   max_new_tokens: int | None = None
   seed: int | None = None
-  #: It must set the options that the sampling of all prompts sets.
   sampling: specdec.Sampling | None = None
   eos_ids: ends_lib.EosIds | None = None
   regex: str | None = None

@@ -29,6 +29,7 @@ from specdec.models.lab.training import tokenizer as tokenizer_lib
 from specdec.models.lab.tune import plan_lookup
 from specdec.models.nn import gpt2 as nn_gpt2
 from specdec.models.nn import sharding as sharding_lib
+from specdec.models.serve import listening
 from specdec.models.text import chat as chat_lib
 from specdec.models.text import choice as choice_lib
 from specdec.models.text import generator as generator_lib
@@ -387,7 +388,7 @@ _NO_TEMPLATE = 'has no chat template: base models have none; choose'
       },
       'benchmark.py': {
         '--arms=tree(width=0)': "arm 'tree(width=0):float32': width must be",
-        '--arms=transformers': '--arms needs an arm of this library',
+        '--peer=http://127.0.0.1:1': 'no server answers there',
         '--prompt_bucket=64': 'no prompt has 33 to 64 tokens',
         '--batch_size=3': '--batch_size must be between 1 and',
         '--batch_sizes=1,99': 'expected integers from 1 to ',
@@ -520,6 +521,35 @@ def test_a_plan_says_how_to_decode(pair, tmp_path):
     '--verify=rejection': '--plan is for --verify=match, got rejection',
   }.items():
     assert message in command_lines.refusal('generate.py', *flags, flag)
+
+
+def test_flags_of_the_endpoint_become_settings(pair, monkeypatch):
+  asked = {}
+
+  def run(generator, settings):
+    asked.update(vars(settings), drafter=generator.drafter)
+
+  monkeypatch.setattr(listening, 'run', run)
+  flags = '--temperature=0.5', '--context=64', '--queue_size=3', '--port=0'
+  _output('serve.py', *pair, *_CHAIN, *flags)
+  assert asked['method'] == 'chain'
+  assert asked['model'] == pair[0].rpartition('/')[2]
+  assert asked['sampling'].temperature == 0.5
+  names = 'context', 'queue_size', 'max_new_tokens', 'batch_size', 'seed'
+  assert [asked[name] for name in names] == [64, 3, 9, 4, None]
+  assert asked['slots']['verify'] == 'match'
+  assert asked['drafter'].max_depth == 2
+  _output('serve.py', *pair, '--method=plain', '--seed=5')
+  assert (asked['seed'], asked['method']) == (5, 'plain')
+  hosts = '--coordinator=localhost:1', '--mesh=data:2', '--process_id=0'
+  refused = command_lines.refusal('serve.py', *hosts, '--num_processes=2')
+  assert 'requests come to one host' in refused
+  # Without the extra.
+  monkeypatch.delitem(sys.modules, 'specdec.models.serve.listening')
+  monkeypatch.delattr('specdec.models.serve.listening')
+  monkeypatch.setitem(sys.modules, 'uvicorn', None)
+  refused = command_lines.refusal('serve.py', *pair, '--method=plain')
+  assert "uvicorn is needed: pip install -e '.[serve]'" in refused
 
 
 @pytest.mark.long

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import tiny
 import tiny_drafters
+import tiny_heads
+import tiny_recurrent
 
 import specdec
 from specdec import loop
@@ -22,7 +24,6 @@ _SAMPLING = specdec.Sampling(
   **{'logit_bias': {}, 'repetition_penalty': 1.2, 'temperature': 0.0},
   **{'top_k': 20, 'top_p': 1.0, 'min_p': 0.0},
 )
-_LARGER_K = dataclasses.replace(_SAMPLING, top_k=40)
 _SAMPLED = dataclasses.replace(_SAMPLING, temperature=1.5, top_k=9)
 _OF_JOBS = (
   _SAMPLING,
@@ -64,6 +65,32 @@ def _jobs():
 
 
 _JOBS = (*_jobs(),)
+_NAMES = (
+  ('temperature',),
+  ('temperature', 'top_k'),
+  ('temperature', 'logit_bias'),
+  ('temperature', 'repetition_penalty'),
+  ('temperature', 'top_p'),
+  ('temperature', 'top_k', 'min_p'),
+)
+
+
+def _of_gpt2():
+  return tiny.gpt2(num_layers=1), _drafter('staged')
+
+
+def _of_states():
+  target = tiny_recurrent.hashed(tiny.VOCAB_SIZE)
+  draft = tiny_recurrent.hashed(tiny.VOCAB_SIZE, 1.0)
+  return target, tiny_drafters.simple('chain', draft, length=2)
+
+
+def _of_head():
+  scorer = specdec.HeadScorer(tiny_heads.random_head())
+  return tiny_heads.target(), specdec.fixed_drafter(scorer, specdec.chain(2))
+
+
+_TARGETS = {'gpt2': _of_gpt2, 'recurrent': _of_states, 'head': _of_head}
 _SAMPLED_BY = [field.name for field in dataclasses.fields(specdec.Sampling)]
 
 
@@ -148,6 +175,145 @@ def test_every_slot_has_stop_strings_and_end_tokens_of_its_own():
     assert lengths == [5 - start_token, length, 7 - start_token]
 
 
+def test_prompts_bring_options_that_others_lack():
+  """Greedy for all, and no bias, penalty or filter until a prompt has one."""
+  fields = [
+    {name: getattr(job['sampling'], name) for name in names}
+    for job, names in zip(_JOBS, _NAMES * 2, strict=True)
+  ]
+  jobs = [
+    job | {'sampling': specdec.Sampling(**own)}
+    for job, own in zip(_JOBS, fields, strict=True)
+  ]
+  slots = _slots('staged', sampling=specdec.Sampling(), log_probs=False)
+  found, _ = tiny.in_slots(slots, jobs)
+  for job, one in zip(jobs, found, strict=True):
+    neutral = {'logit_bias': {}, 'repetition_penalty': 1.0, 'top_p': 1.0}
+    own = {k: v for k, v in vars(job['sampling']).items() if v is not None}
+    alone = specdec.generate(
+      tiny.gpt2(num_layers=1),
+      job['rng_key'].reshape(1),
+      [job['prompt']],
+      max_new_tokens=job['max_new_tokens'],
+      room_for_new_tokens=24,
+      sampling=specdec.Sampling(**neutral | {'top_k': [None]} | own),
+      eos_ids=[_EOS],
+    )
+    assert one.tokens == alone.tokens
+
+
+def test_a_text_is_returned_while_it_grows():
+  """Step by step or by several, it is that of `advance`; the rest goes on."""
+  slots, jobs, texts = _slots('staged'), [*_JOBS[:6]], {}
+  found, rows = {}, {}
+  while jobs or rows:
+    while jobs and slots.free:
+      row = slots.insert(**jobs[0])
+      rows[row], texts[row] = 6 - len(jobs), ([], [])
+      jobs.pop(0)
+    for row, growth in slots.step(len(jobs) % 3 + 1).items():
+      texts[row][0].extend(growth.tokens)
+      texts[row][1].extend(growth.origins)
+      if growth.generation is not None:
+        assert growth.generation.tokens == [texts[row][0]]
+        assert growth.generation.origins == [texts[row][1]]
+        found[rows.pop(row)] = texts[row][0]
+        assert row in slots.free
+  assert [found[index] for index in range(6)] == _together().tokens[:6]
+  assert slots.step() == {}
+
+
+def test_a_cancelled_prompt_frees_its_slot_and_disturbs_no_other():
+  slots = _slots('plain', reading=8)
+  long, other, unread = (_JOBS[index] for index in (1, 2, 3))
+  first = slots.insert([3, 2], jax.random.key(0), max_new_tokens=70)
+  second = slots.insert(**other)
+  slots.step(4)
+  ended = slots.cancel(first)
+  assert ended.finish_reasons == ['cancelled']
+  assert len(ended.tokens[0]) == 4
+  third = slots.insert(**unread | {'prompt': [1] * 50})
+  slots.step()  # A part of it is read.
+  assert slots.cancel(third) is None
+  with pytest.raises(ValueError, match=f'slot {third} has no prompt'):
+    slots.cancel(third)
+  assert slots.free == [row for row in range(_SLOTS) if row != second]
+  slots.insert(**long)
+  slots.insert(**unread)
+  found = []
+  while len(slots.free) < _SLOTS:
+    found += [one.tokens[0] for one in slots.advance().values()]
+  expected = [_together().tokens[index] for index in (1, 2, 3)]
+  assert sorted(found) == sorted(expected)
+
+
+def _expected(target, prompt, limit):
+  """Plain decoding of a whole text."""
+  return specdec.generate(
+    target,
+    jax.random.key(0).reshape(1),
+    [prompt],
+    max_new_tokens=limit,
+    room_for_new_tokens=_CONTEXT,
+  ).tokens[0]
+
+
+@pytest.mark.parametrize('kind', ['gpt2', 'recurrent', 'head'])
+def test_what_a_slot_has_read_is_not_read_again(kind):
+  """Turns of two conversations, a copy, and a text that changed."""
+  target, drafter = _TARGETS[kind]()
+  slots = specdec.Slots(target, num_slots=2, context=_CONTEXT, drafter=drafter)
+
+  def decode(prompt, limit=6):
+    slot = slots.insert(prompt, jax.random.key(0), max_new_tokens=limit)
+    (generation,) = slots.advance().values()
+    assert generation.tokens[0] == _expected(target, prompt, limit)
+    return slots.num_kept[slot], prompt + generation.tokens[0]
+
+  kept, one = decode([1, 2, 3, 4, 5, 6, 7])
+  assert kept == 0
+  kept, other = decode([9, 8, 7])
+  assert kept == 0
+  for _ in range(3):
+    before = len(one), len(other)
+    kept, one = decode([*one, 11, 12])
+    assert kept == before[0] - 1
+    kept, other = decode([*other, 13])
+    assert kept == before[1] - 1
+  # Its answer again: a state can go back to the end of its last prompt.
+  prompt = one[:-6]
+  kept, again = decode(prompt)
+  assert again == one
+  assert kept == len(prompt) - 1
+  changed = [*one[:-3], (one[-3] + 1) % 40, 5]
+  kept, _ = decode(changed)
+  end = len(prompt) - 1 if kind == 'recurrent' else len(one) - 3
+  assert kept == end
+  # Before the mark there is no state to go back to.
+  kept, _ = decode([*one[:5], 30, 31])
+  assert kept == 0 if kind == 'recurrent' else 5
+
+
+def test_a_draft_goes_on_from_what_its_slot_has_read():
+  """A perfect one then proposes nothing that the target rejects."""
+  draft = tiny.draft('perfect', num_layers=1)
+  slots = specdec.Slots(
+    tiny.gpt2(num_layers=1),
+    num_slots=2,
+    context=_CONTEXT,
+    drafter=tiny_drafters.simple('chain', draft, length=2),
+  )
+  text = [3, 2]
+  for _ in range(3):
+    slots.insert(text, jax.random.key(0), max_new_tokens=9)
+    (found,) = slots.advance().values()
+    assert found.stats.target_forwards == 3
+    text += [*found.tokens[0], 5, 6]
+  assert slots.num_kept[0] == len(text) - 9 - 2 - 2 - 1
+  slots.insert(text, jax.random.key(0), max_new_tokens=3, keeps=False)
+  assert slots.num_kept[1] == 0
+
+
 @pytest.mark.parametrize('break_even', [1.5, None])
 def test_how_prompts_take_turns_changes_no_token(break_even):
   sizes = {1: 8, 3: 1}  # Full batches are decoded plainly.
@@ -181,8 +347,9 @@ def test_a_long_prompt_is_read_between_the_steps_of_others():
   slots.insert(short, key, max_new_tokens=2)
   slots.insert(short, key, max_new_tokens=30)
   assert list(slots.advance()) == [0]  # Two steps.
+  # A slot that was never used comes first.
   slots.insert([1] * 40, key, max_new_tokens=1)
-  assert list(slots.advance()) == [0]
+  assert list(slots.advance()) == [2]
   # After each of five parts there is a step; the last is the first of its own.
   assert slots.num_steps == 2 + 5
   assert slots.free == [0, 2]
@@ -213,8 +380,8 @@ def test_bad_prompts_are_refused_and_take_no_slot():
     ([99], {}, 'the prompt has token 99'),
     ([1] * 79, {}, '79 tokens .* exceed the context of 80'),
     ([1], {'max_new_tokens': -1}, 'an integer of at least 0'),
-    ([1], {'sampling': specdec.Sampling(top_p=0.5)}, 'sets other options'),
-    ([1], {'sampling': _LARGER_K}, 'no larger top_k'),
+    ([1], {'sampling': specdec.Sampling(top_p=2)}, 'top_p must be above 0'),
+    ([1], {'sampling': specdec.Sampling(top_p=[1, 1])}, 'top_p must be one'),
     ([1], {'rng_key': 0}, 'rng_key must be made by jax.random.key'),
     ([1], {'eos_ids': range(9)}, 'eos_ids of a prompt has 9 tokens, but'),
   ):

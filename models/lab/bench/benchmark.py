@@ -14,8 +14,9 @@ import specdec
 from specdec import arguments as arguments_lib
 from specdec import sampling as sampling_lib
 from specdec import statistics as statistics_lib
-from specdec.models.lab.bench import arms as arms_lib
+from specdec.models.lab import task as task_lib
 from specdec.models.lab.bench import batches as batches_lib
+from specdec.models.lab.bench import endpoint as endpoint_lib
 from specdec.models.lab.bench import exactness
 from specdec.models.lab.bench import peer as peer_lib
 from specdec.models.lab.bench import questions as questions_lib
@@ -211,7 +212,7 @@ PAPER_COSTS = {
 
 
 def _own_arm(
-  spec: peer_lib.ArmSpec, pair: pair_lib.Pair, task: peer_lib.BenchmarkTask
+  spec: peer_lib.ArmSpec, pair: pair_lib.Pair, task: task_lib.Task
 ) -> peer_lib.ReadyArm:
   try:
     drafting = settings_lib.with_options(task.drafting, dict(spec.options))
@@ -254,7 +255,7 @@ def _batches(
   questions: Sequence[questions_lib.Question],
   pairs: Mapping[str, pair_lib.Pair],
   answer: timing.Arm,
-  task: peer_lib.BenchmarkTask,
+  task: task_lib.Task,
   bucket: int | None,
 ) -> list[batches_lib.Batch]:
   """All turns in batches; ValueError if they exceed the context."""
@@ -304,15 +305,16 @@ def _find_flips(
   results: Mapping[str, Sequence[timing.Measurement]],
   batches: Batches,
   pairs: Mapping[str, pair_lib.Pair],
-  task: peer_lib.BenchmarkTask,
+  task: task_lib.Task,
 ) -> list[dict[str, Any]] | None:
   """Rows that differ from the plain arm of the same dtype, with margins."""
-  reference = results.get(str(peer_lib.ArmSpec('plain', spec.dtype)))
+  dtype = spec.dtype or next(iter(pairs))
+  reference = results.get(str(peer_lib.ArmSpec('plain', dtype)))
   rule = rules_lib.RULES[task.verify](sampling_lib.BEST)
   draws_differ = not rule.keeps_tokens or (
-    spec.peer is not None and task.sampling.temperature > 0
+    spec.is_peer and task.sampling.temperature > 0
   )
-  if reference is None or spec.dtype not in pairs or draws_differ:
+  if reference is None or draws_differ:
     return None
   keys = arguments_lib.row_keys(jax.random.key(task.seed), task.batch_size)
   flips = []
@@ -321,7 +323,7 @@ def _find_flips(
     texts = zip(*(one.generation.tokens for one in both), strict=True)
     for row, (tokens, expected) in enumerate(texts):
       found = exactness.divergence(
-        pairs[spec.dtype].target,
+        pairs[dtype].target,
         keys[row],
         batches[number][row],
         tokens,
@@ -334,31 +336,26 @@ def _find_flips(
   return flips
 
 
-def _describe_peers(
-  specs: Sequence[peer_lib.ArmSpec], task: peer_lib.BenchmarkTask
-) -> dict[str, Any]:
-  """Versions of the peers among the arms; ValueError if one is missing."""
-  found = dict[str, Any]()
-  for name in dict.fromkeys(spec.peer for spec in specs if spec.peer):
-    found |= arms_lib.PEERS[name].describe(task)
-  return found
-
-
 def _load(
-  specs: Sequence[peer_lib.ArmSpec], task: peer_lib.BenchmarkTask
+  specs: Sequence[peer_lib.ArmSpec], task: task_lib.Task
 ) -> tuple[dict[str, pair_lib.Pair], dict[str, peer_lib.ReadyArm]]:
   """The pairs by dtype, and all arms by name in the order of `specs`."""
-  own_specs = [spec for spec in specs if spec.peer is None]
+  own_specs = [spec for spec in specs if not spec.is_peer]
   if not own_specs:
     raise ValueError('--arms needs an arm of this library, e.g. plain')
-  _describe_peers(specs, task)  # raises before loading if one is missing
+  # Before loading, so that one that does not answer is told at once.
+  servers = {
+    spec: endpoint_lib.Endpoint(spec.method) for spec in specs if spec.is_peer
+  }
   pairs = {
     dtype: pair_lib.load_pair(dataclasses.replace(task.models, dtype=dtype))
     for dtype in sorted({spec.dtype for spec in own_specs})
   }
   arms = {spec: _own_arm(spec, pairs[spec.dtype], task) for spec in own_specs}
-  eos_ids = next(iter(pairs.values())).eos_ids
-  arms |= arms_lib.make_peer_arms(specs, task, eos_ids)
+  pair = next(iter(pairs.values()))
+  for spec, server in servers.items():
+    arm = endpoint_lib.EndpointArm(server, task, pair.eos_ids, pair.tokenizer)
+    arms[spec] = peer_lib.ReadyArm(arm, first_seconds=arm.first_seconds)
   return pairs, {str(spec): arms[spec] for spec in specs}
 
 
@@ -394,7 +391,7 @@ def run(
   questions: Sequence[questions_lib.Question],
   *,
   arms: Sequence[peer_lib.ArmSpec],
-  task: peer_lib.BenchmarkTask,
+  task: task_lib.Task,
   settings: Figures,
   prompt_bucket: int | None = None,
   max_seconds: float | None = None,
@@ -433,6 +430,8 @@ def run(
     if weight_bytes is None:
       for unknown in peer_lib.UNKNOWN:
         del measured[unknown]
+      first = np.median(ready[name].first_seconds)
+      measured['first_token_seconds'] = first.item()
     else:
       costs = timing.costs_of(results[name])
       measured |= {'weight_bytes': weight_bytes}
@@ -442,6 +441,5 @@ def run(
     'batch_size': task.batch_size,
     'batches_measured': len(results[baseline]),
   }
-  of_run |= _describe_peers(arms, task)
   categories = _by_category(results, made, figures, baseline)
   return Report(dict(settings) | of_run, limits, figures, categories)

@@ -5,6 +5,7 @@ keep the distribution is proved by enumeration (docs/verification.md).
 """
 
 from collections.abc import Sequence
+import concurrent.futures
 import dataclasses
 import sys
 from typing import Any
@@ -12,8 +13,10 @@ from typing import Any
 import tqdm
 
 import specdec
+from specdec.models.lab.bench import endpoint as endpoint_lib
 from specdec.models.lab.bench import exactness
 from specdec.models.text import generator as generator_lib
+from specdec.models.text import pair as pair_lib
 from specdec.models.text import result as result_lib
 from specdec.models.text import text_options
 
@@ -121,18 +124,9 @@ def check_tokens(
   for size in batch_sizes:
     title = f'batch {size}'
     _, found, rate = _decode(generator, prompts, seed, size, title, **options)
-    divergences = []
-    for number, (row, other) in enumerate(zip(expected, found, strict=True)):
-      (key,) = text_options.keys_of_seeds([seed + number], 1)
-      place = exactness.divergence(
-        generator.pair.target, key, ids[number], other, row, sampling
-      )
-      if place is not None:
-        offset, margin = place
-        shown = slice(offset, offset + 3)
-        divergences.append(
-          Divergence(number, offset, row[shown], other[shown], margin)
-        )
+    divergences = _divergences(
+      generator.pair, ids, found, expected, sampling, seed
+    )
     checks.append(
       Check(
         batch_size=size,
@@ -144,3 +138,83 @@ def check_tokens(
       )
     )
   return checks
+
+
+def _divergences(
+  pair: pair_lib.Pair,
+  ids: Sequence[Sequence[int]],
+  found: Sequence[list[int]],
+  expected: Sequence[list[int]],
+  sampling: specdec.Sampling,
+  seed: int,
+) -> list[Divergence]:
+  """Where the texts after prompts part, scored by the target of the pair."""
+  divergences = []
+  for number, (row, other) in enumerate(zip(expected, found, strict=True)):
+    (key,) = text_options.keys_of_seeds([seed + number], 1)
+    place = exactness.divergence(
+      pair.target, key, ids[number], other, row, sampling
+    )
+    if place is not None:
+      offset, margin = place
+      shown = slice(offset, offset + 3)
+      divergences.append(
+        Divergence(number, offset, row[shown], other[shown], margin)
+      )
+  return divergences
+
+
+def check_servers(
+  pair: pair_lib.Pair,
+  prompts: Sequence[str],
+  servers: tuple[endpoint_lib.Endpoint, endpoint_lib.Endpoint],
+  *,
+  batch_size: int,
+  max_new_tokens: int,
+  sampling: specdec.Sampling,
+  seed: int,
+  max_margin: float,
+) -> Check:
+  """Compares the tokens of two servers, `batch_size` prompts at a time.
+
+  If both are this library's, the second decodes plainly. The seed of prompt i
+  is seed + i.
+
+  Raises:
+    ValueError: sampling, and a server is not this library's; or one refuses.
+  """
+  server, plain_server = servers
+  are_ours = {one.kind for one in servers} == {endpoint_lib.OURS}
+  if sampling.temperature and not are_ours:
+    raise ValueError(
+      f'--temperature={sampling.temperature}: only servers of this library draw'
+      ' the same tokens by the same seed; give --temperature=0'
+    )
+  ids = pair.ids_of(prompts)
+
+  def ask(
+    place: endpoint_lib.Endpoint, **more: Any
+  ) -> tuple[list[list[int]], int]:
+    def one(number: int) -> endpoint_lib.Reply:
+      fields = endpoint_lib.settings_of(sampling, seed + number, pair.eos_ids)
+      return place.complete(ids[number], max_new_tokens, **fields, **more)
+
+    with concurrent.futures.ThreadPoolExecutor(batch_size) as threads:
+      replies = [*threads.map(one, range(len(ids)))]
+    rows = [
+      endpoint_lib.ids_of(reply, pair.eos_ids, pair.tokenizer)
+      for reply in replies
+    ]
+    return rows, sum(map(len, rows)) - sum(one.accepted or 0 for one in replies)
+
+  found, forwards = ask(server)
+  is_ours = plain_server.kind == endpoint_lib.OURS
+  expected, _ = ask(plain_server, **({'method': 'plain'} if is_ours else {}))
+  return Check(
+    batch_size=batch_size,
+    num_prompts=len(prompts),
+    num_tokens=sum(map(len, expected)),
+    block_efficiency=sum(map(len, found)) / max(forwards, 1),
+    divergences=_divergences(pair, ids, found, expected, sampling, seed),
+    max_margin=max_margin,
+  )

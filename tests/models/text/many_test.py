@@ -145,7 +145,6 @@ def test_the_script_completes_a_file_and_goes_on_where_it_was(
   for index, words in {
     3: 'the prompt is empty',
     4: 'line 5: expected a JSON object with keys of prompt',
-    5: 'sets other options',
     6: 'has no chat template',
     9: "eos_ids='no token': no token of",
     10: 'line 11: ',
@@ -155,6 +154,7 @@ def test_the_script_completes_a_file_and_goes_on_where_it_was(
     (0, 'import ', 0, {}),
     (1, 'x = ', 7, {'max_new_tokens': 4}),
     (2, 'x = ', 3, {'sampling': specdec.Sampling(temperature=[1.0])}),
+    (5, 'x', 5, {'sampling': specdec.Sampling(top_p=[0.5])}),
     (7, 'def f(', 7, {}),
     (8, 'def f(', 7, {'eos_ids': [end]}),
   ):

@@ -13,6 +13,7 @@ import specdec
 from specdec import arguments as arguments_lib
 from specdec import randomness as randomness_lib
 from specdec import statistics as statistics_lib
+from specdec.models.lab import task as task_lib
 from specdec.models.lab.bench import batches as batches_lib
 from specdec.models.lab.bench import benchmark
 from specdec.models.lab.bench import exactness
@@ -101,7 +102,7 @@ def test_an_arm_that_plans_decodes_each_batch_in_its_own_way():
     plans.way('plain', {32: 1.0, 64: 1.0}),
     plans.way('chain', {32: 2.0, 64: 0.5}, num_draft_tokens=2, inner='lookup'),
   )
-  task = peer_lib.BenchmarkTask(
+  task = task_lib.Task(
     drafting=settings_lib.DraftSettings(plan=plans.plan(context, *ways)),
     max_new_tokens=8,
   )
@@ -257,7 +258,7 @@ def test_flips_are_where_rows_part_and_have_the_gap_of_the_best_two_logits():
     results,
     [[[1], [2, 1]]],
     {'float32': pair},
-    peer_lib.BenchmarkTask(batch_size=2),
+    task_lib.Task(batch_size=2),
   )
   margin = pytest.approx(0.75)
   assert flip == {'batch': 0, 'row': 1, 'offset': 1, 'margin': margin}

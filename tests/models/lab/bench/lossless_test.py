@@ -1,14 +1,18 @@
 """The check that users run must pass what is right and fail what is not."""
 
 import dataclasses
+import functools
 
 import fuzzing
 import jax
 import numpy as np
 import pytest
+import tiny
 import tiny_drafters
+import tiny_served
 
 import specdec
+from specdec.models.lab.bench import endpoint as endpoint_lib
 from specdec.models.lab.bench import exactness
 from specdec.models.lab.bench import lossless
 from specdec.models.nn import table_model
@@ -75,3 +79,37 @@ def test_the_margin_is_of_logits_with_bias_and_penalty():
   assert margin(repetition_penalty=4.0) == pytest.approx(1.0)
   assert margin(logit_bias={2: 2.75}) == pytest.approx(0.25)
   assert margin(logit_bias={0: -np.inf}) == pytest.approx(2.5)
+
+
+def test_servers_are_compared_as_methods_are():
+  """A server with itself, with one of another target, and where texts part."""
+  target = tiny.gpt2(num_layers=1)
+  draft = tiny.draft('similar', num_layers=1)
+  lm = tiny_served.generator(target, tiny_drafters.simple('chain', draft))
+  params = dict(target.params, bias=target.params['bias'].at[3].add(2.0))
+  other = tiny_served.generator(target.replace(params=params), specdec.PLAIN)
+  options = {'max_new_tokens': 20, 'seed': 5, 'max_margin': 0.0}
+  prompts = ['abc', 'd', 'xyz']
+  with (
+    tiny_served.serving(lm, method='chain') as first,
+    tiny_served.serving(other, method='plain') as second,
+  ):
+    ours, others = (
+      endpoint_lib.Endpoint(server.address) for server in (first, second)
+    )
+    check = functools.partial(
+      lossless.check_servers, lm.pair, prompts, batch_size=3, **options
+    )
+    for temperature in (0.0, 0.9):
+      sampling = specdec.Sampling(temperature=temperature)
+      found = check((ours, ours), sampling=sampling)
+      assert found.passed
+      assert found.num_tokens > 3
+      assert found.block_efficiency > 1
+    parted = check((ours, others), sampling=specdec.Sampling())
+    assert not parted.passed
+    for divergence in parted.divergences:
+      assert 0 < divergence.margin < 2
+    others.kind = 'vllm'
+    with pytest.raises(ValueError, match='only servers of this library draw'):
+      check((ours, others), sampling=sampling)

@@ -1,0 +1,1 @@
+"""An endpoint: a `Generator` behind a URL, for `scripts/serve.py`."""

@@ -1,0 +1,77 @@
+"""An endpoint with OpenAI's interface; a page to try it is at its address.
+
+python scripts/serve.py --target=my/instruct --draft=my/smaller --port=8000
+
+Ctrl-C ends open streams, and then the server.
+"""
+
+from absl import flags
+import command_line
+import options
+import several_hosts
+
+options.define_method()
+_BATCH_SIZE = options.define_batch_size(4, 'requests that are decoded at once')
+_QUEUE_SIZE = flags.DEFINE_integer(
+  'queue_size', 64, 'requests that may wait; others get the status 429', 0
+)
+_CONTEXT = flags.DEFINE_integer(
+  'context',
+  None,
+  'the most tokens of a prompt and its continuation; default: the context of'
+  ' the target, and at most 2048',
+  lower_bound=1,
+)
+_READING = flags.DEFINE_integer(
+  'reading',
+  512,
+  'the most tokens of new prompts that are read between two steps of others',
+  lower_bound=1,
+)
+_HOST = flags.DEFINE_string('host', '127.0.0.1', 'the address to listen at')
+_PORT = flags.DEFINE_integer('port', 8000, 'the port, 0: a free one', 0, 65535)
+_API_KEY = flags.DEFINE_string('api_key', None, 'that clients must send')
+
+
+@command_line.checked_first
+def _check() -> None:
+  if (address := several_hosts.COORDINATOR.value) is not None:
+    raise ValueError(
+      f'--coordinator={address}: requests come to one host; leave it out'
+    )
+
+
+def main() -> None:
+  import loading
+
+  try:
+    from specdec.models.serve import listening
+  except ImportError as error:
+    raise ValueError(
+      f"the package {error.name} is needed: pip install -e '.[serve]'"
+    ) from error
+  sample = lambda: [options.DEFAULT_PROMPT]
+  generator, tree_sizes = loading.many(sample, _BATCH_SIZE.value)
+  decoding = options.decoding()
+  seed = decoding.pop('seed')
+  listening.run(
+    generator,
+    listening.Settings(
+      method=loading.method(),
+      model=loading.model_name(),
+      batch_size=_BATCH_SIZE.value,
+      queue_size=_QUEUE_SIZE.value,
+      context=_CONTEXT.value,
+      max_new_tokens=decoding.pop('max_new_tokens'),
+      sampling=decoding.pop('sampling'),
+      seed=seed if options.SEED.present else None,
+      slots=decoding | {'reading': _READING.value, 'tree_sizes': tree_sizes},
+      host=_HOST.value,
+      port=_PORT.value,
+      api_key=_API_KEY.value,
+    ),
+  )
+
+
+if __name__ == '__main__':
+  command_line.run(main)

@@ -1,0 +1,642 @@
+"""An endpoint: every answer is that of `generate` alone, whoever else asks."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import gc
+import json
+import socket
+import time
+
+import httpx
+import jax
+import numpy as np
+import openai
+import pytest
+import tiny
+import tiny_drafters
+import tiny_heads
+import tiny_recurrent
+import tiny_served
+
+import specdec
+from specdec.models.serve import app as app_lib
+from specdec.models.serve import engine as engine_lib
+
+_CLIENTS = 16
+
+
+def _gpt2():
+  draft = tiny.draft('similar', num_layers=1)
+  return tiny.gpt2(num_layers=1), tiny_drafters.simple('staged', draft)
+
+
+def _recurrent():
+  target = tiny_recurrent.hashed(tiny.VOCAB_SIZE, max_positions=80)
+  draft = tiny_recurrent.hashed(tiny.VOCAB_SIZE, 1.0, max_positions=80)
+  return target, tiny_drafters.simple('chain', draft, length=2)
+
+
+def _head():
+  scorer = specdec.HeadScorer(tiny_heads.random_head())
+  chain = specdec.chain(2)
+  return tiny_heads.target(), specdec.fixed_drafter(scorer, chain)
+
+
+_KINDS = {'gpt2': _gpt2, 'recurrent': _recurrent, 'head': _head}
+
+
+@functools.cache
+def _generator(kind='gpt2'):
+  return tiny_served.generator(*_KINDS[kind]())
+
+
+def _plain(kind='gpt2'):
+  return dataclasses.replace(_generator(kind), drafter=specdec.PLAIN)
+
+
+@pytest.fixture(scope='module', name='server')
+def _server():
+  with tiny_served.serving(_generator()) as server:
+    yield server
+
+
+@pytest.fixture(scope='module', name='http')
+def _http(server):
+  with httpx.Client(base_url=server.address, timeout=60) as client:
+    yield client
+
+
+@pytest.fixture(scope='module', name='client')
+def _client(server):
+  url = f'{server.address}/v1'
+  with openai.OpenAI(base_url=url, api_key='none', max_retries=0) as client:
+    yield client
+
+
+def _is_idle(server):
+  for _ in range(200):
+    if server.engine.gauges() == {'waiting': 0, 'running': 0}:
+      return True
+    time.sleep(0.05)
+  return False
+
+
+_LETTERS = np.array([*tiny_served.LETTERS])
+
+
+def _asked(rng):
+  """A request with random options, and the same for `generate`."""
+  length = int(rng.integers(1, 30))
+  body = {
+    'prompt': ''.join(rng.choice(_LETTERS[:12], length)),
+    'max_tokens': int(rng.integers(0, 40)),
+    'seed': int(rng.integers(2**32)),
+    'temperature': float(rng.choice([0.0, 0.7, 1.5])),
+    'return_token_ids': True,
+  }
+  more = {
+    'top_k': int(rng.integers(1, 50)),
+    'top_p': float(rng.uniform(0.3, 1)),
+    'min_p': float(rng.uniform(0, 0.3)),
+    'repetition_penalty': float(rng.uniform(0.8, 1.5)),
+    'logit_bias': {str(rng.integers(40)): 3.0},
+  }
+  names = {*rng.permutation([*more])[: rng.choice([0, 0, 1, 3])]}
+  if names & {'top_p', 'min_p'}:
+    names.add('top_k')  # Fewer programs.
+  body |= {name: more[name] for name in names}
+  if rng.random() < 0.3:
+    body['stop'] = [*rng.choice(_LETTERS, rng.integers(1, 4))]
+  if rng.random() < 0.25:
+    body['regex'] = str(rng.choice(['[a-h]{2,9}', '(ab|Cd)*', '[^x]*']))
+  if rng.random() < 0.2:
+    body['method'] = 'plain'
+  return body
+
+
+def _alone(kind, bodies):
+  """The same by one plain batch, whose rows are as alone."""
+  own = lambda name, other=None: [body.get(name, other) for body in bodies]
+  bias = [
+    {int(token): value for token, value in (one or {}).items()}
+    for one in own('logit_bias')
+  ]
+  sampling = specdec.Sampling(
+    logit_bias=bias,
+    repetition_penalty=own('repetition_penalty', 1.0),
+    temperature=own('temperature'),
+    top_k=own('top_k'),
+    top_p=own('top_p', 1.0),
+    min_p=own('min_p', 0.0),
+  )
+  return _plain(kind).generate(
+    own('prompt'),
+    max_new_tokens=own('max_tokens'),
+    room_for_new_tokens=48,
+    seed=own('seed'),
+    sampling=sampling,
+    stop=own('stop', []),
+    regex=own('regex'),
+  )
+
+
+def _streamed(http, body, most=None):
+  """Text, ids and the last chunk of a stream; it is left after `most`."""
+  text, last = '', None
+  with http.stream('POST', '/v1/completions', json=body) as reply:
+    assert reply.status_code == 200, reply.read()
+    for number, line in enumerate(reply.iter_lines()):
+      if line and line != 'data: [DONE]':
+        (choice,) = json.loads(line.removeprefix('data: '))['choices']
+        text, last = text + choice['text'], choice
+      if most is not None and number >= most:
+        break
+  return text, last
+
+
+def _check_many(kind, number):
+  rng = np.random.default_rng(7)
+  bodies = [_asked(rng) for _ in range(number)]
+  expected = _alone(kind, bodies)
+  ways = rng.integers(3, size=number)
+  with (
+    tiny_served.serving(_generator(kind), queue_size=number) as server,
+    httpx.Client(base_url=server.address, timeout=300) as http,
+    concurrent.futures.ThreadPoolExecutor(_CLIENTS) as pool,
+  ):
+
+    def ask(index):
+      body, way = bodies[index], ways[index]
+      if way == 0:
+        reply = http.post('/v1/completions', json=body)
+        assert reply.status_code == 200, (body, reply.text)
+        (choice,) = reply.json()['choices']
+        return choice['text'], choice
+      streamed = body | {'stream': True}
+      return _streamed(http, streamed, None if way == 1 else 2)
+
+    found = [*pool.map(ask, range(number))]
+    assert _is_idle(server)
+    counts = []
+    for _ in range(3):
+      assert len([*pool.map(ask, range(16))]) == 16
+      assert _is_idle(server)
+      gc.collect()
+      counts.append(len(jax.live_arrays()))
+    # Options come and go with the prompts that have them.
+    assert counts[-1] < counts[0] + 40
+    pools = server.engine._pools.values()
+    assert all(len(pool.slots.free) == 4 for pool in pools)
+  for index, (text, choice) in enumerate(found):
+    own = bodies[index], expected.tokens[index]
+    if ways[index] == 2 and 'token_ids' not in choice:
+      assert expected.text[index].startswith(text), own
+      continue
+    assert choice['token_ids'] == expected.tokens[index], own
+    assert text == expected.text[index], own
+    reason = expected.finish_reasons[index].replace('eos', 'stop')
+    assert choice['finish_reason'] == reason, own
+    evidence = choice['specdec']
+    assert evidence['digest'] == engine_lib.digest(expected.tokens[index])
+    assert sum(evidence['origins'].values()) == len(expected.tokens[index])
+    method = bodies[index].get('method', 'tree')
+    assert evidence['method'] == method
+    assert evidence['seed'] == bodies[index]['seed']
+    assert method != 'plain' or evidence['forwards'] >= len(choice['token_ids'])
+
+
+@pytest.mark.parametrize(
+  ('kind', 'number'), [('gpt2', 200), ('recurrent', 60), ('head', 60)]
+)
+def test_every_answer_is_that_of_decoding_it_alone(kind, number):
+  """Among many clients, of whom a third leave half-way."""
+  _check_many(kind, number)
+
+
+def test_the_official_client(client):
+  """Texts and chats, whole and streamed, with usage."""
+  lm = _plain()
+  expected = lm.generate(['abc', 'de'], max_new_tokens=8, seed=[0, 0])
+  assert [model.id for model in client.models.list()] == ['tiny']
+  found = client.completions.create(
+    model='tiny', prompt=['abc', 'de'], max_tokens=8, temperature=0
+  )
+  assert [one.text for one in found.choices] == expected.text
+  assert found.usage.prompt_tokens == 5
+  assert found.usage.completion_tokens == sum(map(len, expected.tokens))
+  messages = [
+    {'role': 'system', 'content': 'x'},
+    {'role': 'user', 'content': [{'type': 'text', 'text': 'abc'}]},
+  ]
+  plain = [messages[0], {'role': 'user', 'content': 'abc'}]
+  options = {'model': 'tiny', 'messages': messages, 'temperature': 1.5}
+  seeds = [3, 4, 5]
+  whole = lm.generate(
+    [plain] * 3,
+    max_new_tokens=8,
+    seed=seeds,
+    sampling=specdec.Sampling(temperature=1.5),
+  )
+  chat = client.chat.completions.create(
+    **options, max_completion_tokens=8, seed=3, n=3
+  )
+  texts = [one.message.content for one in chat.choices]
+  assert texts == whole.text
+  assert len({*texts}) > 1
+  digests = [one.specdec['digest'] for one in chat.choices]
+  assert digests == [*map(engine_lib.digest, whole.tokens)]
+  stream = client.chat.completions.create(
+    **options,
+    max_tokens=8,
+    seed=3,
+    stream=True,
+    stream_options={'include_usage': True},
+  )
+  first, *chunks, last = stream
+  assert first.choices[0].delta.role == 'assistant'
+  added = [chunk.choices[0].delta.content or '' for chunk in chunks]
+  assert ''.join(added) == whole.text[0]
+  assert last.usage.completion_tokens == len(whole.tokens[0])
+  pieces = [
+    (piece, origin)
+    for chunk in chunks[:-1]
+    for piece, origin in zip(
+      chunk.choices[0].specdec['pieces'],
+      chunk.choices[0].specdec['origins'],
+      strict=True,
+    )
+  ]
+  assert ''.join(piece for piece, _ in pieces) == whole.text[0]
+  assert {origin for _, origin in pieces} <= {'target', 'draft', 'lookup'}
+  with pytest.raises(openai.BadRequestError) as refused:
+    client.chat.completions.create(**options, frequency_penalty=0.5)
+  assert refused.value.param == 'frequency_penalty'
+  with pytest.raises(openai.NotFoundError):
+    client.completions.create(model='other', prompt='a')
+
+
+def test_a_conversation_reads_only_what_is_new():
+  """Ten turns; where the target keeps states, too."""
+  for kind in ('gpt2', 'recurrent'):
+    lm, messages, before = _plain(kind), [], None
+    with (
+      tiny_served.serving(_generator(kind)) as server,
+      httpx.Client(base_url=server.address, timeout=60) as http,
+    ):
+      for turn in range(10):
+        messages.append({'role': 'user', 'content': 'abcdefghij'[turn]})
+        other = [{'role': 'user', 'content': 'zz'}]
+        for asked in (messages, other):
+          body = {'messages': asked, 'max_tokens': 2, 'temperature': 0}
+          body |= {'return_token_ids': True, 'logit_bias': _NO_ENDS}
+          reply = http.post('/v1/chat/completions', json=body).json()
+          (choice,), usage = reply['choices'], reply['usage']
+          if asked is messages:
+            answer = choice
+            size = usage['prompt_tokens']
+            cached = usage['prompt_tokens_details']['cached_tokens']
+        alone = lm.generate(
+          [messages],
+          max_new_tokens=2,
+          room_for_new_tokens=tiny.MAX_POSITIONS,
+          sampling=specdec.Sampling(logit_bias=_bias()),
+        )
+        assert answer['token_ids'] == alone.tokens[0]
+        # All but the last token, which was never read.
+        assert cached == (0 if before is None else before - 1)
+        before = size + 2
+        content = answer['message']['content']
+        messages.append({'role': 'assistant', 'content': content})
+
+
+_NO_ENDS = {str(token): -100 for token in tiny_served.EOS_IDS}
+
+
+def _bias():
+  return {int(token): float(bias) for token, bias in _NO_ENDS.items()}
+
+
+def test_plain_decoding_proves_what_was_drafted(http):
+  body = {'prompt': 'abcab', 'max_tokens': 30, 'temperature': 0.9, 'seed': 1}
+  body |= {'logit_bias': _NO_ENDS}
+  ask = lambda **more: http.post('/v1/completions', json=body | more).json()
+  own, plain, auto = (
+    ask(method=method)['choices'][0]['specdec']
+    for method in ('tree', 'plain', 'auto')
+  )
+  assert own['digest'] == plain['digest'] == auto['digest']
+  assert plain['origins'] == {'target': sum(own['origins'].values())}
+  assert plain['forwards'] == plain['origins']['target'] > own['forwards']
+  assert sum(own['accepted_histogram']) == own['forwards']
+  # A seed that nobody chose is told, so that the answer can be had again.
+  del body['seed']
+  first, other = (ask()['choices'][0] for _ in range(2))
+  assert first['specdec']['seed'] != other['specdec']['seed']
+  again = ask(seed=first['specdec']['seed'])['choices'][0]
+  assert again['text'] == first['text']
+
+
+def test_log_probabilities_are_those_of_the_target(http):
+  body = {'prompt': 'abcde', 'max_tokens': 6, 'temperature': 0, 'logprobs': 2}
+  (choice,) = http.post('/v1/completions', json=body).json()['choices']
+  alone = _plain().generate(
+    'abcde', max_new_tokens=6, log_probs=True, eos_ids=None
+  )
+  found = choice['logprobs']
+  np.testing.assert_allclose(
+    found['token_logprobs'], alone.log_probs[0], atol=1e-4
+  )
+  assert found['tokens'] == [
+    _generator().pair.token_text(token) for token in alone.tokens[0]
+  ]
+  for log_prob, best in zip(
+    found['token_logprobs'], found['top_logprobs'], strict=True
+  ):
+    assert max(best.values()) == log_prob  # Greedy.
+    assert len(best) == 2
+  body |= {'echo': True, 'prompt': [[0, 1, 2, 3, 4]]}
+  (echoed,) = http.post('/v1/completions', json=body).json()['choices']
+  assert echoed['text'] == 'abcde' + choice['text']
+  assert echoed['logprobs']['token_logprobs'][0] is None
+  assert echoed['logprobs']['token_logprobs'][5:] == found['token_logprobs']
+  messages = [{'role': 'user', 'content': 'a'}]
+  body = {'messages': messages, 'logprobs': True, 'top_logprobs': 1}
+  reply = http.post('/v1/chat/completions', json=body | {'max_tokens': 3})
+  content = reply.json()['choices'][0]['logprobs']['content']
+  for token in content:
+    assert token['top_logprobs'][0]['token'] == token['token']
+
+
+def test_json_that_a_schema_describes():
+  """And any object."""
+  lm = tiny_served.generator(*_gpt2(), letters='{}[]":, 0123456789abtruefalsn')
+  schema = {'type': 'object', 'properties': {'a': {'type': 'boolean'}}}
+  schema |= {'required': ['a']}
+  forms = (
+    {'type': 'json_object'},
+    {
+      'type': 'json_schema',
+      'json_schema': {'name': 'x', 'schema': schema},
+    },
+  )
+  with (
+    tiny_served.serving(lm) as server,
+    httpx.Client(base_url=server.address, timeout=60) as http,
+  ):
+    for form in forms:
+      body = {'prompt': '0', 'response_format': form, 'max_tokens': 60}
+      (choice,) = http.post('/v1/completions', json=body).json()['choices']
+      if choice['finish_reason'] == 'stop':
+        assert isinstance(json.loads(choice['text']), dict)
+      assert choice['text'].startswith('{')
+  assert set(json.loads(choice['text'])) == {'a'}
+
+
+_MESSAGE = {'role': 'user', 'content': 'a'}
+_WRONG = {
+  'max_tokens': [True, -1, 1.5, '8', [8], 10**9, 10**40],
+  'temperature': ['hot', -1, True, [1], 1e9, 10**400],
+  'top_p': [0, 2, 'x', -0.1, {}],
+  'top_k': [-2, 1.5, 'x', True],
+  'min_p': [-1, 2, 'x'],
+  'repetition_penalty': [0, -1, 'x', 1e9],
+  'logit_bias': [{'x': 1}, {'1': 'x'}, {'999': 1}, [1], {'-1': 1}, {'1': True}],
+  'seed': [1.5, 'x', 2**32, -(2**40), True],
+  'stop': [5, [1], [''], '', ['\ud800'], ['a'] * 17, {'a': 1}],
+  'stop_token_ids': [[99], ['a'], 3, [-1], [0, 1, 2]],
+  'n': [0, -1, 1.5, 'x', 1000],
+  'regex': ['[', '(?=a)', 5, ['a'], '(' * 2000, '\ud800', 'é', 'a{99999}'],
+  'response_format': [
+    'json',
+    {},
+    {'type': 'xml'},
+    {'type': 'json_schema'},
+    [],
+    {'type': 'json_schema', 'json_schema': {'schema': 3}},
+    {'type': 'json_schema', 'json_schema': {'schema': {'type': 'x'}}},
+    {'type': 'json_schema', 'json_schema': {'schema': {'not': {}}}},
+  ],
+  'method': ['fast', 3, ''],
+  'stream': ['yes', 1],
+  'stream_options': [{'include_usage': 3}, {'other': True}, True],
+  'return_token_ids': [1],
+  'frequency_penalty': [0.5],
+  'presence_penalty': [-1],
+  'best_of': [2],
+  'suffix': ['x'],
+  'tools': [[{}]],
+  'model': [3],
+  'user': [3],
+  'unknown': [1],
+}
+_WRONG_TEXT = {
+  'prompt': [
+    '',
+    [],
+    [[]],
+    5,
+    {},
+    [1.5],
+    [99],
+    [-1],
+    [True],
+    ['a', 1],
+    [''],
+    '\ud800',
+    'é',
+    'a' * 81,
+    [[1] * 80],
+    ['a'] * 1000,
+    [[1], ['a']],
+  ],
+  'logprobs': [-1, 21, True, 'x'],
+  'echo': ['x'],
+  'messages': [[_MESSAGE]],
+}
+_WRONG_CHAT = {
+  'messages': [
+    [],
+    'x',
+    [5],
+    {},
+    [{}],
+    [{'role': 'user'}],
+    [{'content': 'a'}],
+    [_MESSAGE | {'content': 5}],
+    [_MESSAGE | {'content': [{'type': 'x'}]}],
+    [_MESSAGE | {'content': ['a']}],
+    [_MESSAGE | {'role': 5}],
+    [_MESSAGE | {'other': 5}],
+    [_MESSAGE | {'content': '\ud800'}],
+    [_MESSAGE | {'content': 'a' * 100}],
+  ],
+  'max_completion_tokens': [-1, 'x', 5],
+  'top_logprobs': [1, -1, 'x'],
+  'logprobs': [3],
+  'prompt': ['a'],
+}
+
+
+def _bad():
+  for path, base, own in (
+    ('completions', {'prompt': 'a'}, _WRONG | _WRONG_TEXT),
+    ('chat/completions', {'messages': [_MESSAGE]}, _WRONG_CHAT),
+  ):
+    for name, values in own.items():
+      for value in values:
+        body = base | {'max_tokens': 4} | {name: value}
+        yield f'/v1/{path}', name, json.dumps(body)
+
+
+_BODIES = {
+  'no JSON': b'{',
+  'no UTF-8': b'{"prompt": "\xff"}',
+  'nothing': b'',
+  'a list': b'[]',
+  'a number': b'3',
+  'NaN': b'{"prompt": "a", "temperature": NaN}',
+  'deep': b'[' * 100_000,
+  'deep and complete': b'{"prompt": ' + b'[' * 9000 + b']' * 9000 + b'}',
+  'many digits': b'{"prompt": "a", "seed": 1' + b'0' * 9000 + b'}',
+  'large': b'{"prompt": "' + b'a' * (9 << 20) + b'"}',
+}
+
+
+def test_bad_input_is_refused_by_name_and_the_server_lives(http, server):
+  number = 0
+  for path, name, body in _bad():
+    reply = http.post(path, content=body)
+    assert 400 <= reply.status_code < 500, (name, body, reply.text)
+    error = reply.json()['error']
+    assert error['message'], body
+    assert (error['param'] or '').startswith(name[:6]), (body, error)
+    number += 1
+  for what, content in _BODIES.items():
+    reply = http.post('/v1/completions', content=content)
+    assert 400 <= reply.status_code < 500, (what, reply.text)
+    assert reply.json()['error']['type'] == 'invalid_request_error'
+    number += 1
+  assert http.get('/nowhere').status_code == 404
+  assert http.get('/v1/completions').status_code == 405
+  assert number > 100
+  assert _is_idle(server)
+  body = {'prompt': 'a', 'max_tokens': 1}
+  assert http.post('/v1/completions', json=body).status_code == 200
+
+
+def test_broken_and_slow_connections_take_no_slot(http, server, monkeypatch):
+  host, port = server.address.removeprefix('http://').split(':')
+  body = b'{"prompt": "a", "max_tokens": 70}'
+  first = b'POST /v1/completions HTTP/1.1\r\n'
+  head = first + b'Host: x\r\nContent-Length: %d\r\n\r\n'
+  for sent in (
+    b'nonsense\r\n\r\n',
+    head % len(body) + body,  # Leaves before the answer.
+    head % (len(body) + 9) + body,  # Leaves before the end of the body.
+    first,
+    head % 5,
+  ):
+    with socket.create_connection((host, int(port))) as connection:
+      connection.sendall(sent)
+  assert _is_idle(server)
+  monkeypatch.setattr(app_lib, '_MOST_SECONDS', 0.2)
+  stream = b'{"prompt": "a", "max_tokens": 70, "stream": true}'
+  with contextlib.ExitStack() as stack:
+    connect = lambda: stack.enter_context(
+      socket.create_connection((host, int(port)))
+    )
+    for _ in range(6):  # Nobody reads what these are told.
+      connect().sendall(head % len(stream) + stream)
+    slow = connect()
+    slow.sendall(head % 99 + b'{"prompt"')
+    assert b' 408 ' in slow.recv(100)
+    reply = http.post('/v1/completions', json={'prompt': 'a'})
+    assert reply.status_code == 200
+  assert _is_idle(server)
+  assert http.get('/health').json() == {'status': 'ok'}
+
+
+def test_a_full_queue_refuses_and_a_stopped_server_ends_its_streams():
+  body = {'prompt': 'ab', 'max_tokens': 70, 'stream': True}
+  body |= {'logit_bias': _NO_ENDS}
+  with (
+    tiny_served.serving(_generator(), batch_size=1, queue_size=0) as server,
+    httpx.Client(base_url=server.address, timeout=60) as http,
+  ):
+    step, steps = server.engine._pools, []
+    del step
+    pause = engine_lib._Pool.step
+
+    def slow(pool):
+      steps.append(1)
+      time.sleep(0.05)
+      return pause(pool)
+
+    with contextlib.ExitStack() as patches:
+      patch = patches.enter_context(pytest.MonkeyPatch.context())
+      patch.setattr(engine_lib, '_MOST_STEPS', 1)
+      patch.setattr(engine_lib._Pool, 'step', slow)
+      with http.stream('POST', '/v1/completions', json=body) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        second = http.post('/v1/completions', json=body | {'stream': False})
+        assert second.status_code == 429
+        assert second.json()['error']['code'] == 'queue_full'
+        server.engine.stop()
+        rest = [line for line in lines if line]
+    assert rest[-1] == 'data: [DONE]'
+    assert json.loads(rest[-2].removeprefix('data: '))['error']['code'] == (
+      'stopped'
+    )
+    assert http.post('/v1/completions', json=body).status_code == 503
+
+
+def test_a_failure_in_decoding_harms_no_later_request(monkeypatch):
+  with (
+    tiny_served.serving(_generator()) as server,
+    httpx.Client(base_url=server.address, timeout=60) as http,
+  ):
+    body = {'prompt': 'ab', 'max_tokens': 3}
+    with monkeypatch.context() as patch:
+      patch.setattr(specdec.Slots, 'step', lambda *_: 1 / 0)
+      reply = http.post('/v1/completions', json=body)
+      assert reply.status_code == 500
+      assert reply.json()['error']['type'] == 'server_error'
+    assert http.post('/v1/completions', json=body).status_code == 200
+
+
+def test_a_key_is_needed_where_there_is_one():
+  with (
+    tiny_served.serving(_generator(), api_key='sésame') as server,
+    httpx.Client(base_url=server.address) as http,
+  ):
+    for path in ('/v1/models', '/metrics'):
+      assert http.get(path).status_code == 401
+    wrong = {'Authorization': b'Bearer \xff'}
+    assert http.post('/v1/completions', headers=wrong).status_code == 401
+    right = {'Authorization': 'Bearer sésame'.encode()}
+    assert http.get('/v1/models', headers=right).status_code == 200
+    assert http.get('/health').status_code == 200
+
+
+def test_figures_are_those_of_the_requests():
+  with (
+    tiny_served.serving(_generator()) as server,
+    httpx.Client(base_url=server.address, timeout=60) as http,
+  ):
+    bodies = [{'prompt': 'abcab', 'max_tokens': 9}] * 3
+    choices = [
+      http.post('/v1/completions', json=body).json() for body in bodies
+    ]
+    lines = http.get('/metrics').text.splitlines()
+  found = dict(line.split() for line in lines if line[0] != '#')
+  usages = [one['usage'] for one in choices]
+  total = lambda name: str(sum(usage[name] for usage in usages))
+  assert found['specdec_requests_total'] == '3'
+  assert found['specdec_prompt_tokens_total'] == total('prompt_tokens')
+  assert found['specdec_new_tokens_total'] == total('completion_tokens')
+  # The second and third are the first again, but for its last token.
+  assert found['specdec_cached_tokens_total'] == '8'
+  assert found['specdec_running'] == found['specdec_waiting'] == '0'

@@ -1,0 +1,55 @@
+"""Servers of tiny models, and what their clients send.
+
+Every token is a letter or special, so that a text has one way to be cut.
+"""
+
+import contextlib
+import string
+import threading
+import time
+
+import byte_level
+import tiny
+
+from specdec.models.serve import listening
+from specdec.models.text import generator as generator_lib
+from specdec.models.text import pair as pair_lib
+
+LETTERS = string.ascii_letters[:40]
+SPECIAL = ('<end>', '<system>', '<user>', '<assistant>', '<a>', '<b>', '<c>')
+EOS_IDS = tuple(range(40, 40 + len(SPECIAL)))
+TEMPLATE = (
+  '{% for message in messages %}'
+  "<{{ message['role'] }}>{{ message['content'] }}<end>"
+  '{% endfor %}'
+  '{% if add_generation_prompt %}<assistant>{% endif %}'
+)
+
+
+def generator(target, drafter, template=TEMPLATE, letters=LETTERS):
+  """A generator whose tokens are letters."""
+  options = {'eos_token': '<end>', 'chat_template': template}
+  tokenizer = byte_level.tokenizer(letters, *SPECIAL, **options)
+  pair = pair_lib.Pair(target, None, tokenizer, eos_ids=EOS_IDS)
+  return generator_lib.Generator(pair, drafter)
+
+
+@contextlib.contextmanager
+def serving(lm, **settings):
+  """A server at `address` until the end of the block."""
+  chosen = {'method': 'tree', 'model': 'tiny', 'port': 0} | settings
+  chosen = {'context': tiny.MAX_POSITIONS, 'max_new_tokens': 8} | chosen
+  server = listening.make_server(lm, listening.Settings(**chosen))
+  thread = threading.Thread(target=server.run, daemon=True)
+  thread.start()
+  while not server.address:
+    assert thread.is_alive()
+    time.sleep(0.01)
+  try:
+    yield server
+  finally:
+    server.engine.stop()
+    server.should_exit = True
+    thread.join(20)
+    server.engine.join()
+    assert not thread.is_alive()
