@@ -21,7 +21,7 @@ from specdec.text import whole_files
 
 _Read = TypeVar('_Read')
 
-# Ends of the names of a matrix in MXFP4, of which folders have two tensors.
+# Folders store a matrix in MXFP4 as two tensors, whose names end so.
 BLOCKS, SCALES = '_blocks', '_scales'
 
 # Bytes of a draft's files that a processor's cache may hold.
@@ -29,7 +29,7 @@ _CACHED = 1 << 26
 
 
 class StoredTensor(Protocol):
-  """A tensor of a checkpoint, whose matrices are `[out, in]`."""
+  """A tensor of a checkpoint; matrices are `[out, in]`."""
 
   @property
   def name(self) -> str:
@@ -52,8 +52,8 @@ class StoredTensor(Protocol):
 class Checkpoint(Protocol):
   """A stored model or head; see `hub.locate`.
 
-  Everything is read when it is asked for, and shape and tokenizer once. Shape,
-  tokenizer and ends of texts are those of a model.
+  Everything is read when it is asked for, and shape and tokenizer once. Only a
+  model has a shape, a tokenizer and ends of texts.
 
   Attributes:
     path: the folder or file.
@@ -90,11 +90,11 @@ class Checkpoint(Protocol):
 
   @property
   def tokenizer(self) -> transformers.PreTrainedTokenizerBase | None:
-    """The tokenizer, None if there is none; ValueError if it is not usable."""
+    """The tokenizer, None without one; ValueError if it cannot be used."""
 
   @property
   def eos_ids(self) -> tuple[int, ...]:
-    """The tokens that end a text; raises ValueError if one is no token id."""
+    """The tokens that end a text; raises ValueError if an id is invalid."""
 
 
 def named(read: Callable[[Any], _Read]) -> Callable[[Any], _Read]:
@@ -123,7 +123,7 @@ def naming(path: pathlib.Path) -> Iterator[None]:
 def usable_ids(
   checkpoint: Checkpoint, stated: Sequence[Any]
 ) -> tuple[int, ...]:
-  """The first usable EOS ids that are stated, or those of the tokenizer.
+  """The first usable EOS ids that are stated, or the tokenizer's.
 
   Ids outside the vocabulary are skipped: published configs of small
   vocabularies often keep GPT-2's 50256.
@@ -158,7 +158,7 @@ def resolve_dtype(
 
   Args:
     dtype: a format, or `auto`.
-    checkpoint: whose matrices are loaded.
+    checkpoint: the model.
     packed: whether the kernels are used.
 
   Raises:
@@ -193,9 +193,9 @@ def resolve_draft_dtype(
 
   No format of the draft changes what is decoded, and a forward that reads fewer
   bytes is faster. So if the kernels of `models/nn/cpu` are used, a draft has
-  four bits (as stored, if it has blocks) beside a target in bfloat16 or fewer
-  bits; but a small one, which the processor's cache holds, has eight beside
-  bfloat16. Otherwise its format is that of the target.
+  four bits (as stored, if it has blocks) next to a target in bfloat16 or fewer
+  bits. A small draft, which the processor's cache holds, has eight next to
+  bfloat16. Otherwise a draft has the target's format.
 
   Args:
     dtype: None or a dtype, `auto` as for `resolve_dtype`.

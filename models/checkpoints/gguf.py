@@ -75,16 +75,16 @@ class GGUFFile:
     Blocks of few bits have scales in float16 and are made from models in either
     16-bit type.
     """
-    kind = gguf_tensor.quants().GGMLQuantizationType
+    types = gguf_tensor.quants().GGMLQuantizationType
     tensors = gguf_header.read_header(self.path).tensors.values()
     kinds = {tensor.kind for tensor in tensors if len(tensor.shape) > 1}
-    if kinds == {kind.F32}:
+    if kinds == {types.F32}:
       return ['float32']
-    exact = {kind.BF16: 'bfloat16', kind.F16: 'float16'}
-    known = [exact[one] for one in exact if one in kinds]
-    if kinds <= {*exact, kind.F32}:
-      return known
-    computed = any(one.name in blocks_lib.KINDS for one in map(kind, kinds))
+    exact = {types.BF16: 'bfloat16', types.F16: 'float16'}
+    floats = [exact[kind] for kind in exact if kind in kinds]
+    if kinds <= {*exact, types.F32}:
+      return floats
+    computed = any(kind.name in blocks_lib.KINDS for kind in map(types, kinds))
     return ['stored'] * computed + ['bfloat16', 'float16']
 
   @property
@@ -99,7 +99,7 @@ class GGUFFile:
     """Yields canonical names and tensors, in the order of the file."""
     header = gguf_header.read_header(self.path)
     arch = gguf_config.architecture_of(header)
-    kind = gguf_config.ARCHITECTURES[arch]
+    architecture = gguf_config.ARCHITECTURES[arch]
     config, tensor = self.config, gguf_tensor.Tensor
     family = families.family_of(config)
     heads = {'attn_q': config.num_heads, 'attn_k': config.num_kv_heads}
@@ -108,7 +108,9 @@ class GGUFFile:
     for name, info in header.tensors.items():
       if name in unread:
         continue
-      canonical = gguf_config.canonical_name(name, kind.names, kind.layers)
+      canonical = gguf_config.canonical_name(
+        name, architecture.names, architecture.layers
+      )
       if canonical is None:
         raise ValueError(f'{self.path}: tensor {name} is not part of a {arch}')
       if family.is_unused(canonical, config):
@@ -119,9 +121,11 @@ class GGUFFile:
           yield canonical.format(expert), tensor(info, part)
         continue
       if parts := family.parts(canonical, config):
-        yield from ((one, tensor(info, parts[one])) for one in parts)
+        yield from ((key, tensor(info, part)) for key, part in parts.items())
         continue
-      rotated = heads.get(name.split('.')[-2]) if kind.swaps_rows else None
+      rotated = (
+        heads.get(name.split('.')[-2]) if architecture.swaps_rows else None
+      )
       is_convolution = tensor_names.is_convolution(canonical)
       yield (
         canonical,

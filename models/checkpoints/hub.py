@@ -41,7 +41,7 @@ Path = tuple[Any, ...]
 Shapes = dict[Path, jax.ShapeDtypeStruct]
 """The shapes of parameters by their paths."""
 
-# The first that holds a path has it.
+# Tried in order; the first whose `holds(path)` is true opens it.
 _CONTAINERS = (
   gguf.GGUFFile,
   rounded.RoundedFolder,
@@ -57,7 +57,7 @@ _EMBEDDED = {
 }
 
 _HUB_FILES = ('*.json', '*.jinja', '*.safetensors', '*.txt', '*.model')
-_NO_HUB_FILES = ('consolidated*',)  # The weights once more, in one file.
+_SKIPPED_HUB_FILES = ('consolidated*',)  # Second copies of the weights.
 
 
 def locate(
@@ -73,17 +73,17 @@ def locate(
     revision: branch, tag or commit on the hub.
 
   Raises:
-    ValueError: there is no such folder or file, and no such model can be
-      downloaded.
+    ValueError: the folder or file does not exist, and no model of this name can
+      be downloaded.
   """
   try:
     path = _EMBEDDED.get(str(name), pathlib.Path(name).expanduser())
   except RuntimeError as error:  # An unknown user, or none has a home.
     raise ValueError(f'there is no folder {name}: {error}') from error
-  if found := _at(path):
+  if checkpoint := _at(path):
     if revision is not None:
       raise ValueError(f'{name} is not a hub id, and a revision needs one')
-    return found
+    return checkpoint
   if path.is_file():
     text_files.refuse_stand_in(path)
     raise ValueError(
@@ -93,13 +93,16 @@ def locate(
     raise ValueError(f'there is no file {name}')
   if isinstance(name, pathlib.Path) or name.startswith(('/', '.', '~')):
     raise ValueError(f'there is no folder {name}')
-  found = _at(_download(name, revision))
-  assert found is not None
-  return found
+  checkpoint = _at(_download(name, revision))
+  assert checkpoint is not None
+  return checkpoint
 
 
 def _at(path: pathlib.Path) -> checkpoint_lib.Checkpoint | None:
-  return next((kind(path) for kind in _CONTAINERS if kind.holds(path)), None)
+  return next(
+    (container(path) for container in _CONTAINERS if container.holds(path)),
+    None,
+  )
 
 
 def _download(name: str, revision: str | None) -> pathlib.Path:
@@ -109,7 +112,7 @@ def _download(name: str, revision: str | None) -> pathlib.Path:
       name,
       revision=revision,
       allow_patterns=list(_HUB_FILES),
-      ignore_patterns=list(_NO_HUB_FILES),
+      ignore_patterns=list(_SKIPPED_HUB_FILES),
     )
   except (
     huggingface_hub.errors.HFValidationError,
@@ -202,11 +205,11 @@ def read_module(
       four, but embedding and head to eight. `stored` leaves those in blocks of
       few bits as they are.
     packed: whether matrices are packed for the kernels of `models/nn/cpu`,
-      which must be available; those of float16 are not. Not with several
+      which must be available; matrices in float16 are not. Not with several
       devices.
-    layout: where the tensors lie.
-    outputs: `[N]` int, ascending, the tokens whose logits are computed; those
-      of the others are -inf. None: all.
+    layout: the devices that hold the tensors.
+    outputs: `[N]` int, ascending, the tokens whose logits are computed; other
+      logits are -inf. None: all.
 
   Raises:
     ValueError: a config or tensor is unknown, missing, left over or misshapen;
@@ -276,9 +279,9 @@ def drawn_tensors(shapes: Shapes) -> Iterator[tuple[str, _Array]]:
 
 
 class DrawnFolder(hugging_face.HuggingFaceFolder):
-  """A folder of which only config.json is read; its weights are random.
+  """A folder with random weights; only its config.json is read.
 
-  Forwards take as long as those of a trained model.
+  A forward takes as long as a forward of a trained model.
   """
 
   size = 0
@@ -328,7 +331,7 @@ def read_parameters(
 
 
 def _held_bytes(expected: Shapes, form: matrices_lib.WeightFormat) -> int:
-  """Bytes of the parameters that a device has, of which shapes are given."""
+  """Bytes of parameters of these shapes on a device."""
   ratio = form.bytes_per_weight / jnp.dtype(form.float_dtype).itemsize
   return sum(
     int(memory.bytes_on_device(leaf) * (ratio if leaf.ndim == 2 else 1))
@@ -344,7 +347,7 @@ def _read(
   config: adapter.Config,
 ) -> Iterator[tuple[Path, str, Any]]:
   """Yields paths in the module, stored names, and parameters on the host."""
-  expanded, found = list[str](), set[str]()
+  expanded, read_names = list[str](), set[str]()
   # Rows that are looked up cost little, so they have eight bits, too.
   heads = {config.embedding, config.looked_up, 'lm_head'}
   heads |= {*block_drafter.LOOKED_UP}
@@ -377,10 +380,10 @@ def _read(
         host = make(tensor.blocks(), leaf.shape)
     except ValueError as error:
       raise ValueError(f'{where}: {error}') from error
-    found.add(key)
+    read_names.add(key)
     yield path, tensor.name, host
     del host  # Before the next tensor is read.
-  if missing := sorted(paths.keys() - found):
+  if missing := sorted(paths.keys() - read_names):
     lacks = f'lacks {len(missing)} tensors, the first is {missing[0]}'
     raise ValueError(f'{checkpoint.path} {lacks}')
   if expanded:
@@ -396,17 +399,16 @@ def _read(
 def _joined(
   arrays: Mapping[str, np.ndarray], parts: Mapping[str, tensor_parts.Part]
 ) -> np.ndarray:
-  """The tensor that holds all of some arrays, each at its part; {} of one."""
+  """Joins arrays to a tensor, each at its part; {} of parts: the only array."""
   first = next(iter(arrays.values()))
   if not parts:
     return first
-  part = next(iter(parts.values()))
-  experts = part.experts or 1
-  rows = sum(len(arrays[name]) for name in parts) // experts
-  whole = np.empty((experts, rows, *first.shape[1:]), first.dtype)
-  for name, one in parts.items():
-    whole[one.expert or 0, one.rows] = arrays[name]
-  return whole if part.experts else whole[0]
+  num_experts = next(iter(parts.values())).experts
+  rows = sum(len(arrays[name]) for name in parts) // (num_experts or 1)
+  whole = np.empty((num_experts or 1, rows, *first.shape[1:]), first.dtype)
+  for name, part in parts.items():
+    whole[part.expert or 0, part.rows] = arrays[name]
+  return whole if num_experts else whole[0]
 
 
 def save_pretrained(
@@ -418,7 +420,7 @@ def save_pretrained(
 ) -> None:
   """Writes a folder that both `load_module` and transformers read.
 
-  The folder is made if it does not exist, and the tokenizer saved beside the
+  The folder is made if it does not exist, and the tokenizer saved next to the
   weights. Without a dtype every tensor keeps its own.
 
   Raises:
@@ -448,16 +450,16 @@ def save_pretrained(
     name = families.parameter_name(path)
     values = family.convert(-1, name, np.asarray(matrices_lib.unpack(leaf)))
     array = np.asarray(values, dtype=dtype or values.dtype)
-    own = tensor_names.stored_name(name, module.config)
-    stored.setdefault(own, {})[name] = array
+    stored_name = tensor_names.stored_name(name, module.config)
+    stored.setdefault(stored_name, {})[name] = array
   tensors = {}
-  for own, arrays in stored.items():
-    known = family.canonical_name(own, module.config) or own
-    whole = _joined(arrays, family.parts(known, module.config))
-    name, one = next(iter(arrays.items()))
+  for stored_name, arrays in stored.items():
+    canonical = family.canonical_name(stored_name, module.config) or stored_name
+    whole = _joined(arrays, family.parts(canonical, module.config))
+    name, part = next(iter(arrays.items()))
     if family.is_transposed(name):
-      whole = whole.swapaxes(whole.ndim - one.ndim, -1)
-    tensors[own] = np.ascontiguousarray(whole)
+      whole = whole.swapaxes(whole.ndim - part.ndim, -1)
+    tensors[stored_name] = np.ascontiguousarray(whole)
   whole_files.write_tensors(
     folder / hugging_face.WEIGHTS, tensors, {'format': 'pt'}
   )

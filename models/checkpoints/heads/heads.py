@@ -45,14 +45,14 @@ _NAMES = {
 
 
 def default_reads(num_layers: int) -> tuple[int, ...]:
-  """The states that EAGLE-3 reads of a target with so many layers.
+  """The states that EAGLE-3 reads of a target with n layers.
 
-  What layers 2, n / 2 and n - 3 read, counted from 0; of a target too small for
-  these, three that differ.
+  They are the inputs of layers 2, n / 2 and n - 3, counted from 0. A smaller
+  target gives three others that differ.
   """
-  found = (2, num_layers // 2, num_layers - 3)
-  if list(found) == sorted({*found}):
-    return found
+  reads = (2, num_layers // 2, num_layers - 3)
+  if list(reads) == sorted({*reads}):
+    return reads
   return tuple(sorted({1, (num_layers + 1) // 2, num_layers}))
 
 
@@ -82,8 +82,7 @@ class StoredHead(head_tensors.Drafter):
       raise ValueError(families.NO_ASSISTANTS)
     if 'layers.0.input_layernorm.weight' in self.stored.all:
       raise ValueError(
-        'is no drafting head; its tensors are those of a language model, which'
-        ' is a draft'
+        'is a language model, not a drafting head; give it as the draft'
       )
     claims = [
       f'{key}={self.stored.keys[key]!r}'
@@ -92,7 +91,7 @@ class StoredHead(head_tensors.Drafter):
     ]
     if claims:
       raise ValueError(
-        f'{claims[0]} says EAGLE-3, but the tensors are those of EAGLE-1'
+        f'{claims[0]} says EAGLE-3, but the tensors belong to EAGLE-1'
         f' (fc.weight of shape {self.stored.shape("fc.weight")}, no'
         ' midlayer.hidden_norm.weight); correct config.json'
       )
@@ -197,20 +196,20 @@ class StoredHead(head_tensors.Drafter):
 
   def _reads(self, fused: int) -> tuple[int, ...]:
     """The states of the target that an EAGLE-3 head reads."""
-    number, rest = divmod(fused, self.target.width)
-    if rest or not number:
+    num_states, rest = divmod(fused, self.target.width)
+    if rest or not num_states:
       raise ValueError(
-        f'fc.weight reads {fused} numbers, which are no states of a target of'
+        f'fc.weight reads {fused} numbers, not whole states of a target of'
         f' width {self.target.width}'
       )
     key, layers = head_keys.READS, self.target.num_layers
     stated = self._keys.get(key) or default_reads(layers)
-    if len(stated) != number:
+    if len(stated) != num_states:
       raise ValueError(
-        f'fc.weight reads {number} states of a target of width'
+        f'fc.weight reads {num_states} states of a target of width'
         f' {self.target.width}, but {key}={stated!r}'
       )
-    if not all(0 <= one <= layers for one in stated):
+    if not all(0 <= layer <= layers for layer in stated):
       raise ValueError(
         f'{key}={stated!r}: the target has {layers} layers; is this a head for'
         ' another target?'
@@ -248,17 +247,17 @@ def locate(name: str | pathlib.Path, target: Any) -> Stored:
     target: the shape of the target.
 
   Raises:
-    ValueError: there is no such folder, it holds no head, or one for another
-      target.
+    ValueError: the folder does not exist, has no head, or has a head for
+      another target.
   """
   name = 'demo-head' if name == 'demo' else name
   path = hub.locate(name).path
   with checkpoint_lib.naming(path):
-    found: Stored = StoredHead(path, target)
-    if 'hidden_norm.weight' in found.stored.all:
-      found = block_drafters.StoredBlockDrafter(path, target)
-    _ = found.config
-  return found
+    head: Stored = StoredHead(path, target)
+    if 'hidden_norm.weight' in head.stored.all:
+      head = block_drafters.StoredBlockDrafter(path, target)
+    _ = head.config
+  return head
 
 
 def load(
@@ -345,7 +344,7 @@ def rows_of(matrix: Any, ids: np.ndarray) -> np.ndarray:
 def _of_own_vocabulary(
   head: Stored, lm_head: Any, ids: np.ndarray, outputs: np.ndarray | None
 ) -> Any:
-  """The output matrix of a head with `d2t`; `outputs` are those of `load`."""
+  """The output matrix of a head with `d2t`; for `outputs` see `load`."""
   if lm_head.shape[0] != len(ids):
     raise ValueError(f'{head.path}: has d2t, but no lm_head.weight of its own')
   if outputs is not None:
@@ -362,9 +361,8 @@ def _check_widths(head: Stored, **matrices: Any) -> None:
   for what, matrix in matrices.items():
     if matrix.shape[1] != head.config.width:
       raise ValueError(
-        f'{head.path}: has no {what} of its own, and the width'
-        f' {head.config.width} of the head is not that of the target,'
-        f' {matrix.shape[1]}'
+        f'{head.path}: has no {what} of its own, and the head has the width'
+        f' {head.config.width}, but the target {matrix.shape[1]}'
       )
 
 
@@ -394,7 +392,7 @@ def save(
   Args:
     module: an EAGLE-3 head.
     folder: made if it does not exist.
-    lm_head: `[D, H]`, its own output matrix; None: that of the target.
+    lm_head: `[D, H]`, its own output matrix; None: the target's.
     ids: `[D]` ascending, the tokens of a reduced vocabulary.
     dtype: of the matrices and norms.
   """
