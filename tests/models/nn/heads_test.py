@@ -229,7 +229,7 @@ _SAYS_3 = {'architectures': ['LlamaForCausalLMEagle3']}
     ('speculators', {_UP: None}, f'lacks 1 tensors, the first is {_UP}'),
     ('mimo', {_MIMO: _ones(3)}, r'norm.weight has shape \(3,\), exp'),
     ('sglang', {'fc.weight': _ones(16, 40)}, 'reads 40 numbers, not whole'),
-    ('eagle', {_NORM: _ones(16)}, 'those of a language model'),
+    ('eagle', {_NORM: _ones(16)}, 'is a language model, not'),
     ('sglang', {'d2t': tiny_heads.IDS}, 'd2t: ids must differ and lie below'),
     ('sglang', _IDS, 'd2t .* and t2d .* do not say the same'),
     ('eagle', {'vocab_size': 99}, 'vocabulary of 99 tokens; the target has 48'),
