@@ -134,7 +134,7 @@ def _forward(sizes: list[int]) -> list[dict]:
   rows = measure(model, sizes, _REPEATS.value, context=_CONTEXT.value)
   dtype = models.dtype
   if of_draft:
-    dtype = sources_lib.open_sources(models).draft_dtype
+    dtype = sources_lib.open_sources(models).draft_placement.form.name
   return [{'dtype': dtype} | row for row in rows]
 
 

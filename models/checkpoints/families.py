@@ -53,6 +53,7 @@ class Family:
       called with `(name, config)`.
     stays_float: whether the matrix of a canonical name is never rounded to
       eight bits.
+    extras: shapes of matrices by path that are stored next to the module.
   """
 
   name: str
@@ -69,6 +70,9 @@ class Family:
   )
   is_unused: Callable[[str, Any], bool] = lambda name, config: False
   stays_float: Callable[[str], bool] = lambda name: False
+  extras: Mapping[tuple[Any, ...], tuple[int, ...]] = dataclasses.field(
+    default_factory=dict
+  )
 
 
 FAMILIES = (

@@ -55,6 +55,10 @@ class GGUFFile:
   def config(self) -> adapter.Config:
     return families.config_from_keys(config_keys(self.path), self.path)
 
+  @property
+  def family(self) -> families.Family:
+    return families.family_of(self.config)
+
   @functools.cached_property
   @checkpoint_lib.named
   def tokenizer(self) -> transformers.PreTrainedTokenizerBase | None:
@@ -100,8 +104,7 @@ class GGUFFile:
     header = gguf_header.read_header(self.path)
     arch = gguf_config.architecture_of(header)
     architecture = gguf_config.ARCHITECTURES[arch]
-    config, tensor = self.config, gguf_tensor.Tensor
-    family = families.family_of(config)
+    config, family, tensor = self.config, self.family, gguf_tensor.Tensor
     heads = {'attn_q': config.num_heads, 'attn_k': config.num_kv_heads}
     unread = {gguf_config.ROPE_FACTORS, *gguf_config.LONGROPE.values()}
     unread |= gguf_config.of_further_tokens(header, arch)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from collections.abc import Mapping
 import dataclasses
-import functools
 import pathlib
 from typing import Any
 
@@ -23,11 +22,11 @@ from specdec.models.checkpoints import families
 from specdec.models.checkpoints import gguf
 from specdec.models.checkpoints import hugging_face
 from specdec.models.checkpoints import model_configs
+from specdec.models.checkpoints import placement as placement_lib
 from specdec.models.checkpoints import rounded
 from specdec.models.checkpoints import tensor_names
 from specdec.models.checkpoints.keys import tensor_parts
 from specdec.models.nn import adapter
-from specdec.models.nn import block_drafter
 from specdec.models.nn import blocks as blocks_lib
 from specdec.models.nn import llama_config
 from specdec.models.nn import matrices as matrices_lib
@@ -137,9 +136,10 @@ def shape_module(
   config: adapter.Config,
   dtype: jnp.dtype,
   layout: sharding_lib.Layout = sharding_lib.Layout(),
+  family: families.Family | None = None,
 ) -> adapter.Module:
   """A module with shapes and shardings in place of weights."""
-  make = families.family_of(config).module
+  make = (family or families.family_of(config)).module
   graph, shapes = flat_params(
     nnx.eval_shape(lambda: make(config, dtype=dtype, rngs=nnx.Rngs(0)))
   )
@@ -162,7 +162,9 @@ def flat_params(
   return graph, traverse_util.flatten_dict(nnx.to_pure_dict(variables))
 
 
-def layer_bytes(config: adapter.Config, dtype: jax.typing.DTypeLike) -> float:
+def layer_bytes(
+  config: adapter.Config, form: matrices_lib.WeightFormat
+) -> float:
   """The bytes of the matrices of one layer."""
   _, shapes = flat_params(shape_module(config, jnp.dtype(jnp.float32)))
   in_layers = lambda path: any(isinstance(part, int) for part in path)
@@ -171,9 +173,7 @@ def layer_bytes(config: adapter.Config, dtype: jax.typing.DTypeLike) -> float:
     for path, leaf in shapes.items()
     if leaf.ndim > 1 and in_layers(path)
   )
-  return (
-    matrices_lib.format_of(dtype).bytes_per_weight * size / config.num_layers
-  )
+  return form.bytes_per_weight * size / config.num_layers
 
 
 def load_module(
@@ -184,53 +184,17 @@ def load_module(
 
 
 def read_module(
-  checkpoint: checkpoint_lib.Checkpoint,
-  *,
-  dtype: jax.typing.DTypeLike = jnp.float32,
-  packed: bool = False,
-  layout: sharding_lib.Layout = sharding_lib.Layout(),
-  outputs: np.ndarray | None = None,
+  checkpoint: checkpoint_lib.Checkpoint, **options: Any
 ) -> adapter.Module:
-  """Reads the weights of a model.
+  """Loads a model; for options and errors see `placement.make`."""
+  return load_model(checkpoint, placement_lib.make(**options))
 
-  One tensor at a time is converted and put on the device, so the peak memory is
-  the size of the model plus one tensor (of a tied head that is stored twice).
-  On a mesh each device receives only its own parts.
 
-  Args:
-    checkpoint: where the model is stored.
-    dtype: of the matrices, one of `matrices.DTYPES`; norms
-      are float32. `int8` rounds all others to eight bits, except position
-      embeddings and routers, and the rest is computed in bfloat16; `int4` to
-      four, but embedding and head to eight. `stored` leaves those in blocks of
-      few bits as they are.
-    packed: whether matrices are packed for the kernels of `models/nn/cpu`,
-      which must be available; matrices in float16 are not. Not with several
-      devices.
-    layout: the devices that hold the tensors.
-    outputs: `[N]` int, ascending, the tokens whose logits are computed; other
-      logits are -inf. None: all.
-
-  Raises:
-    ValueError: a config or tensor is unknown, missing, left over or misshapen;
-      the message names it.
-  """
-  config, form = checkpoint.config, matrices_lib.format_of(dtype)
-  family = families.family_of(config)
-  with whole_files.reading(checkpoint.path):
-    # One matrix per layer, before shapes are made of absurd sizes.
-    least = config.num_layers * config.width**2 // layout.num_devices
-    memory.check_fits({'the weights; see config.json': least})
-    shapes = shape_module(config, jnp.dtype(form.float_dtype), layout)
-    graph, expected = flat_params(shapes)
-    memory.check_fits({'the weights; see dtype': _held_bytes(expected, form)})
-  if whole := sharding_lib.undivided(layout, config):
-    logging.warning(
-      '%s: every device has all of %s, which %d devices cannot divide',
-      checkpoint.path.name,
-      ', '.join(whole),
-      layout.parts('heads'),
-    )
+def load_model(
+  checkpoint: checkpoint_lib.Checkpoint, placement: placement_lib.Placement
+) -> adapter.Module:
+  """`load_network` of a target or draft; warns if its context is short."""
+  config = checkpoint.config
   if isinstance(config, llama_config.LlamaConfig) and config.ends_with_training:
     logging.warning(
       '%s: the context is %d tokens, so --context may not be larger: a longer'
@@ -238,17 +202,55 @@ def read_module(
       checkpoint.path.name,
       config.num_positions,
     )
-  loaded = read_parameters(
-    checkpoint,
-    family,
-    expected,
-    form,
-    config,
-    packed=packed,
-    layout=layout,
-    outputs=outputs,
-  )
-  return nnx.merge(graph, traverse_util.unflatten_dict(loaded))
+  return load_network(checkpoint, placement)[0]
+
+
+def load_network(
+  stored: checkpoint_lib.StoredNetwork, placement: placement_lib.Placement
+) -> tuple[Any, dict[Path, matrices_lib.Weight]]:
+  """Loads a target, draft, head or block drafter.
+
+  One tensor at a time is converted and put on the device, so the peak memory is
+  the size of the network plus one tensor (of a tied head that is stored twice).
+  On a mesh each device receives only its own parts.
+
+  Returns:
+    The module, and the matrices of `Family.extras`.
+
+  Raises:
+    ValueError: a config or tensor is unknown, missing, left over or misshapen;
+      the message names it.
+  """
+  config, family, layout = stored.config, stored.family, placement.layout
+  with whole_files.reading(stored.path):
+    # One matrix per layer, before shapes are made of absurd sizes.
+    least = config.num_layers * config.width**2 // layout.num_devices
+    memory.check_fits({'the weights; see config.json': least})
+    graph, expected = _shapes(stored, placement)
+    held = _held_bytes(expected, placement.form)
+    memory.check_fits({'the weights; see dtype': held})
+  if whole := sharding_lib.undivided(layout, config):
+    logging.warning(
+      '%s: every device has all of %s, which %d devices cannot divide',
+      stored.path.name,
+      ', '.join(whole),
+      layout.parts('heads'),
+    )
+  loaded, origin = dict[Path, matrices_lib.Weight](), dict[Path, str]()
+  read = _read(stored, expected, placement)
+  for path, name, host in whole_files.reading_each(stored.path, read):
+    final = placement.hold(path, host, config)
+    if path not in loaded:
+      loaded[path] = jax.block_until_ready(final)
+      origin[path] = name
+    elif not jax.tree.all(jax.tree.map(jnp.array_equal, loaded[path], final)):
+      raise ValueError(
+        f'{stored.path}: tensors {origin[path]} and {name} must be equal'
+        ' but are not; is tie_word_embeddings wrong in config.json?'
+      )
+    del host  # Before the next tensor is read.
+  extras = {path: loaded.pop(path) for path in family.extras}
+  return nnx.merge(graph, traverse_util.unflatten_dict(loaded)), extras
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,10 +271,13 @@ class _Array:
     """There are no blocks of few bits."""
 
 
-def drawn_tensors(shapes: Shapes) -> Iterator[tuple[str, _Array]]:
-  """Yields random tensors of some shapes by their canonical names."""
+def drawn_tensors(
+  stored: checkpoint_lib.StoredNetwork,
+) -> Iterator[tuple[str, _Array]]:
+  """Yields random tensors of a network by their canonical names."""
   rng = np.random.default_rng(0)
-  for path, leaf in shapes.items():
+  placement = placement_lib.make(jnp.bfloat16)
+  for path, leaf in _shapes(stored, placement)[1].items():
     name = families.parameter_name(path)
     array = 0.02 * rng.standard_normal(leaf.shape, np.float32)
     yield name, _Array(name, array)
@@ -288,46 +293,19 @@ class DrawnFolder(hugging_face.HuggingFaceFolder):
 
   def tensors(self) -> Iterator[tuple[str, Any]]:
     """Yields canonical names and tensors."""
-    shapes = shape_module(self.config, jnp.dtype(jnp.bfloat16))
-    return drawn_tensors(flat_params(shapes)[1])
+    return drawn_tensors(self)
 
 
-def read_parameters(
-  checkpoint: checkpoint_lib.Checkpoint,
-  family: families.Family,
-  expected: Shapes,
-  form: matrices_lib.WeightFormat,
-  config: adapter.Config,
-  *,
-  packed: bool,
-  layout: sharding_lib.Layout,
-  outputs: np.ndarray | None = None,
-) -> dict[Path, matrices_lib.Weight]:
-  """Reads parameters of the expected shapes by path; see `read_module`."""
-  loaded, origin = dict[Path, matrices_lib.Weight](), dict[Path, str]()
-  read = _read(checkpoint, family, expected, form, config)
-  for path, name, host in whole_files.reading_each(checkpoint.path, read):
-    tied = outputs is not None and config.tie_embeddings
-    if outputs is not None and path[0] == (
-      config.embedding if tied else 'lm_head'
-    ):
-      host = matrices_lib.few_outputs(host, outputs, is_embedding=tied)
-    # Some embeddings are added, not multiplied.
-    if not packed or path[0] == config.looked_up:
-      host = matrices_lib.for_xla(host)
-    elif len(host.shape) == 2:
-      host = matrices_lib.pack(host)
-    final = layout.put_parameter(path, host, config)
-    if path not in loaded:
-      loaded[path] = jax.block_until_ready(final)
-      origin[path] = name
-    elif not jax.tree.all(jax.tree.map(jnp.array_equal, loaded[path], final)):
-      raise ValueError(
-        f'{checkpoint.path}: tensors {origin[path]} and {name} must be equal'
-        ' but are not; is tie_word_embeddings wrong in config.json?'
-      )
-    del host  # Before the next tensor is read.
-  return loaded
+def _shapes(
+  stored: checkpoint_lib.StoredNetwork, placement: placement_lib.Placement
+) -> tuple[nnx.GraphDef[Any], Shapes]:
+  """The graph of a module, and the shapes of all that is stored."""
+  dtype, family = jnp.dtype(placement.form.float_dtype), stored.family
+  module = shape_module(stored.config, dtype, placement.layout, family)
+  graph, shapes = flat_params(module)
+  for path, shape in family.extras.items():
+    shapes[path] = jax.ShapeDtypeStruct(shape, dtype)
+  return graph, shapes
 
 
 def _held_bytes(expected: Shapes, form: matrices_lib.WeightFormat) -> int:
@@ -340,44 +318,33 @@ def _held_bytes(expected: Shapes, form: matrices_lib.WeightFormat) -> int:
 
 
 def _read(
-  checkpoint: checkpoint_lib.Checkpoint,
-  family: families.Family,
+  stored: checkpoint_lib.StoredNetwork,
   expected: Shapes,
-  form: matrices_lib.WeightFormat,
-  config: adapter.Config,
+  placement: placement_lib.Placement,
 ) -> Iterator[tuple[Path, str, Any]]:
   """Yields paths in the module, stored names, and parameters on the host."""
+  config, family = stored.config, stored.family
   expanded, read_names = list[str](), set[str]()
-  # Rows that are looked up cost little, so they have eight bits, too.
-  heads = {config.embedding, config.looked_up, 'lm_head'}
-  heads |= {*block_drafter.LOOKED_UP}
   paths = {families.parameter_name(path): path for path in expected}
   for key, tensor in waiting.progress(
-    checkpoint.tensors(),
-    f'reading {checkpoint.path.name}',
-    len(paths),
-    checkpoint.size,
+    stored.tensors(), f'reading {stored.path.name}', len(paths), stored.size
   ):
-    where = f'{checkpoint.path}: tensor {tensor.name}'
+    where = f'{stored.path}: tensor {tensor.name}'
     if key not in paths:
       raise ValueError(f'{where} is not part of a {family.name}')
-    leaf = expected[paths[key]]
+    path, leaf = paths[key], expected[paths[key]]
     if tensor.shape != leaf.shape:
       by = -1 if getattr(tensor, 'transposed', False) else 1  # As in the file.
       raise ValueError(
         f'{where} has shape {tensor.shape[::by]}, expected {leaf.shape[::by]}'
       )
-    path, make, host = paths[key], form.from_blocks, None
     try:
       if leaf.ndim != 2 or family.stays_float(key):
-        make = functools.partial(matrices_lib.fill, dtype=leaf.dtype)
-      elif form.keeps_blocks:
-        host = tensor.in_blocks()
-        expanded += [tensor.name] * (host is None)
-      elif form.of_head is not None and heads.intersection(path):
-        make = form.of_head
-      if host is None:
-        host = make(tensor.blocks(), leaf.shape)
+        host = matrices_lib.fill(tensor.blocks(), leaf.shape, dtype=leaf.dtype)
+      else:
+        host = placement.rounded(path, tensor, config)
+        if placement.form.keeps_blocks and isinstance(host, np.ndarray):
+          expanded.append(tensor.name)
     except ValueError as error:
       raise ValueError(f'{where}: {error}') from error
     read_names.add(key)
@@ -385,12 +352,12 @@ def _read(
     del host  # Before the next tensor is read.
   if missing := sorted(paths.keys() - read_names):
     lacks = f'lacks {len(missing)} tensors, the first is {missing[0]}'
-    raise ValueError(f'{checkpoint.path} {lacks}')
+    raise ValueError(f'{stored.path} {lacks}')
   if expanded:
     logging.warning(
       '%s: %d matrices are in bfloat16, since no kernel computes their types:'
       ' %s, ...',
-      checkpoint.path.name,
+      stored.path.name,
       len(expanded),
       expanded[0],
     )
@@ -488,9 +455,8 @@ def save_in_four_bits(name: str, folder: str | pathlib.Path) -> None:
     )
   if pathlib.Path(folder).resolve() == checkpoint.path.resolve():
     raise ValueError(f'{folder} is the folder of the model; give another')
-  config, form = checkpoint.config, matrices_lib.FORMATS['int4']
-  _, expected = flat_params(shape_module(config, jnp.dtype(form.float_dtype)))
-  read = _read(checkpoint, families.family_of(config), expected, form, config)
+  placement = placement_lib.Placement(matrices_lib.FORMATS['int4'])
+  read = _read(checkpoint, _shapes(checkpoint, placement)[1], placement)
   parameters = {
     families.parameter_name(path): host
     for path, _, host in whole_files.reading_each(checkpoint.path, read)

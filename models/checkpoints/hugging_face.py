@@ -175,6 +175,10 @@ class HuggingFaceFolder:
       )
     return families.config_from_keys(text_files.read_object(path), path)
 
+  @property
+  def family(self) -> families.Family:
+    return families.family_of(self.config)
+
   @functools.cached_property
   @checkpoint_lib.named
   def tokenizer(self) -> transformers.PreTrainedTokenizerBase | None:
@@ -210,8 +214,7 @@ class HuggingFaceFolder:
 
   def tensors(self) -> Iterator[tuple[str, Tensor | _Blocks]]:
     """Yields canonical names and tensors, in the order of the files."""
-    config = self.config
-    family = families.family_of(config)
+    config, family = self.config, self.family
     stored = {tensor.name: tensor for tensor in self.stored()}
     for tensor in stored.values():
       canonical = family.canonical_name(tensor.name, config)

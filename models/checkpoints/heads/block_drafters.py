@@ -8,14 +8,12 @@ What a drafter is follows from its tensors, as for `heads`. Names of tensors:
     DFlash 2  also layers.*.{attention,mlp}_conv, candidate_selector.*
 """
 
-from collections.abc import Callable
 from collections.abc import Iterator
-import dataclasses
 import functools
 import pathlib
+import types
 from typing import Any
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,7 +43,6 @@ _OTHERS = {
 class StoredBlockDrafter(head_tensors.Drafter):
   """A block drafter."""
 
-  name = 'block drafter'
   as_drafter = staticmethod(block_drafter.as_drafter)
 
   @functools.cached_property
@@ -133,24 +130,19 @@ class StoredBlockDrafter(head_tensors.Drafter):
         ' another target?'
       )
 
-  def make(self, num_outputs: int, dtype: jnp.dtype) -> nnx.Module:
-    """The module with random weights; see `models/nn/block_drafter`."""
-    return block_drafter.BlockDrafter(
-      self.config, num_outputs, dtype=dtype, rngs=nnx.Rngs(0)
+  @property
+  def family(self) -> families.Family:
+    """See `checkpoint.StoredNetwork`."""
+    return self._family(
+      'block drafter', self.config, block_drafter.BlockDrafter
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _DrawnTensors(head_tensors.HeadFolder):
-  """The keys of config.json, and random tensors; see `hub.DrawnFolder`."""
+class _NoTensors(head_tensors.HeadFolder):
+  """The keys of config.json."""
 
-  make: Callable[[], nnx.Module] = nnx.Module
   size = 0
-  all: Any = dataclasses.field(default_factory=dict, init=False)
-
-  def tensors(self) -> Iterator[tuple[str, Any]]:
-    """Yields canonical names and tensors."""
-    return hub.drawn_tensors(hub.flat_params(nnx.eval_shape(self.make))[1])
+  all: Any = types.MappingProxyType({})  # No tensors.
 
 
 class DrawnBlockDrafter(StoredBlockDrafter):
@@ -158,9 +150,12 @@ class DrawnBlockDrafter(StoredBlockDrafter):
 
   @functools.cached_property
   def stored(self) -> head_tensors.HeadFolder:
-    """The tensors."""
-    make = lambda: self.make(self.config.vocab_size, jnp.dtype(jnp.bfloat16))
-    return _DrawnTensors(self.path, make=make)
+    """The keys."""
+    return _NoTensors(self.path)
+
+  def tensors(self) -> Iterator[tuple[str, Any]]:
+    """Yields canonical names and random tensors; see `hub.DrawnFolder`."""
+    return hub.drawn_tensors(self)
 
   @functools.cached_property
   def _facts(self) -> dict[str, Any]:

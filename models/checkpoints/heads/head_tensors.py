@@ -4,6 +4,7 @@ GGUF files count the layers that read a state, as `models/checkpoints/heads`
 does, and store the ids of a reduced vocabulary where others store offsets.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 import dataclasses
@@ -14,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from specdec.models.checkpoints import checkpoint as checkpoint_lib
+from specdec.models.checkpoints import families
 from specdec.models.checkpoints import gguf
 from specdec.models.checkpoints import hugging_face
 from specdec.models.checkpoints.gguf_parts import gguf_config
@@ -335,6 +338,42 @@ class Drafter:
 
   path: pathlib.Path
   target: Any
+
+  @property
+  def size(self) -> int:
+    """Bytes of the files with weights."""
+    return self.stored.size
+
+  def tensors(self) -> Iterator[tuple[str, Any]]:
+    """Yields canonical names and tensors; see `HeadTensors`."""
+    return self.stored.tensors()
+
+  @functools.cached_property
+  @checkpoint_lib.named
+  def ids(self) -> np.ndarray | None:
+    """The ids `[D]` of a reduced vocabulary, None if it has all tokens."""
+    return self.stored.vocabulary(self.target.vocab_size)
+
+  def _family(
+    self, name: str, config: Any, module: Callable[..., Any]
+  ) -> families.Family:
+    """The family of a drafter, whose module takes `num_outputs`, too."""
+    size = config.vocab_size if self.ids is None else len(self.ids)
+    shapes: dict[tuple[str, ...], tuple[int, int]] = {
+      ('embed_tokens', 'embedding'): (config.vocab_size, config.width),
+      ('lm_head',): (size, config.width),
+    }
+    return families.Family(
+      name,
+      type(config),
+      module=functools.partial(module, num_outputs=size),
+      stays_float=lambda name: name.startswith('confidence_head.'),
+      extras={
+        path: shape
+        for path, shape in shapes.items()
+        if families.parameter_name(path) in self.stored.all
+      },
+    )
 
   @functools.cached_property
   def stored(self) -> HeadFolder | HeadFile:

@@ -37,6 +37,7 @@ from specdec.models.lab.compiled import counts
 from specdec.models.nn import adapter
 from specdec.models.nn import gpt2 as nn_gpt2
 from specdec.models.nn import llama_config
+from specdec.models.nn import matrices as matrices_lib
 from specdec.models.nn import sharding as sharding_lib
 from specdec.models.text import choice as choice_lib
 from specdec.models.text import drafters
@@ -338,7 +339,9 @@ def _drafter(
   choice = task.models
   assert choice.draft is not None
   config = config_of(hub.draft_name(choice.draft), vocab_size)
-  layer_bytes = functools.partial(hub.layer_bytes, config, choice.dtype)
+  layer_bytes = functools.partial(
+    hub.layer_bytes, config, matrices_lib.format_of(choice.dtype)
+  )
   draft_layout = sharding_lib.draft_layout(
     layout, choice.draft_mesh, layer_bytes
   )

@@ -25,6 +25,7 @@ from specdec import cache as cache_lib
 from specdec import model as model_lib
 from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import hub
+from specdec.models.checkpoints import placement as placement_lib
 from specdec.models.checkpoints.heads import heads
 from specdec.models.lab.training import kept
 from specdec.models.lab.training import trainer
@@ -366,9 +367,9 @@ class TargetTraining(trainer.Training):
     if checkpoint.tokenizer is None:
       raise ValueError(f'--target={self.target} has no tokenizer')
     config = self.config(checkpoint.config)
-    dtype = checkpoint_lib.resolve_dtype(self.target_dtype, checkpoint)
-    module = hub.read_module(
-      checkpoint, dtype=dtype, packed=build.is_available()
+    form = checkpoint_lib.resolve_dtype(self.target_dtype, checkpoint)
+    module = hub.load_model(
+      checkpoint, placement_lib.Placement(form, build.is_available())
     )
     hidden = (*config.reads, cache_lib.AFTER_NORM)
     target = adapter.as_model(module, hidden=hidden)
