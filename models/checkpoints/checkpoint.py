@@ -50,10 +50,7 @@ class StoredTensor(Protocol):
 
 
 class StoredNetwork(Protocol):
-  """A stored model, head or block drafter; see `hub.load_network`.
-
-  Everything is read when it is asked for, and shape and tokenizer once.
-  """
+  """A stored model, head or block drafter; see `hub.load_network`."""
 
   @property
   def path(self) -> pathlib.Path:
@@ -80,7 +77,7 @@ class StoredNetwork(Protocol):
 
 
 class Checkpoint(StoredNetwork, Protocol):
-  """A stored model; see `hub.locate`."""
+  """A stored model; see `hub.locate`. Each part is read when it is needed."""
 
   @property
   def files(self) -> Sequence[pathlib.Path]:

@@ -53,7 +53,7 @@ class Family:
       called with `(name, config)`.
     stays_float: whether the matrix of a canonical name is never rounded to
       eight bits.
-    extras: shapes of matrices by path that are stored next to the module.
+    extras: paths and shapes of matrices that are stored next to the module.
   """
 
   name: str
@@ -70,9 +70,7 @@ class Family:
   )
   is_unused: Callable[[str, Any], bool] = lambda name, config: False
   stays_float: Callable[[str], bool] = lambda name: False
-  extras: Mapping[tuple[Any, ...], tuple[int, ...]] = dataclasses.field(
-    default_factory=dict
-  )
+  extras: tuple[tuple[tuple[Any, ...], tuple[int, ...]], ...] = ()
 
 
 FAMILIES = (

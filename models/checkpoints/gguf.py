@@ -102,20 +102,19 @@ class GGUFFile:
   def tensors(self) -> Iterator[tuple[str, gguf_tensor.Tensor]]:
     """Yields canonical names and tensors, in the order of the file."""
     header = gguf_header.read_header(self.path)
-    arch = gguf_config.architecture_of(header)
-    architecture = gguf_config.ARCHITECTURES[arch]
+    arch_name = gguf_config.architecture_of(header)
+    arch = gguf_config.ARCHITECTURES[arch_name]
     config, family, tensor = self.config, self.family, gguf_tensor.Tensor
     heads = {'attn_q': config.num_heads, 'attn_k': config.num_kv_heads}
     unread = {gguf_config.ROPE_FACTORS, *gguf_config.LONGROPE.values()}
-    unread |= gguf_config.of_further_tokens(header, arch)
+    unread |= gguf_config.of_further_tokens(header, arch_name)
     for name, info in header.tensors.items():
       if name in unread:
         continue
-      canonical = gguf_config.canonical_name(
-        name, architecture.names, architecture.layers
-      )
+      canonical = gguf_config.canonical_name(name, arch.names, arch.layers)
       if canonical is None:
-        raise ValueError(f'{self.path}: tensor {name} is not part of a {arch}')
+        where = f'{self.path}: tensor {name}'
+        raise ValueError(f'{where} is not part of a {arch_name}')
       if family.is_unused(canonical, config):
         continue
       if '{}' in canonical:
@@ -126,9 +125,7 @@ class GGUFFile:
       if parts := family.parts(canonical, config):
         yield from ((key, tensor(info, part)) for key, part in parts.items())
         continue
-      rotated = (
-        heads.get(name.split('.')[-2]) if architecture.swaps_rows else None
-      )
+      rotated = heads.get(name.split('.')[-2]) if arch.swaps_rows else None
       is_convolution = tensor_names.is_convolution(canonical)
       yield (
         canonical,

@@ -28,7 +28,6 @@ from specdec.models.checkpoints import tensor_names
 from specdec.models.checkpoints.keys import tensor_parts
 from specdec.models.nn import adapter
 from specdec.models.nn import blocks as blocks_lib
-from specdec.models.nn import llama_config
 from specdec.models.nn import matrices as matrices_lib
 from specdec.models.nn import sharding as sharding_lib
 from specdec.text import text_files
@@ -187,22 +186,7 @@ def read_module(
   checkpoint: checkpoint_lib.Checkpoint, **options: Any
 ) -> adapter.Module:
   """Loads a model; for options and errors see `placement.make`."""
-  return load_model(checkpoint, placement_lib.make(**options))
-
-
-def load_model(
-  checkpoint: checkpoint_lib.Checkpoint, placement: placement_lib.Placement
-) -> adapter.Module:
-  """`load_network` of a target or draft; warns if its context is short."""
-  config = checkpoint.config
-  if isinstance(config, llama_config.LlamaConfig) and config.ends_with_training:
-    logging.warning(
-      '%s: the context is %d tokens, so --context may not be larger: a longer'
-      ' text would rotate what is cached by other factors (longrope)',
-      checkpoint.path.name,
-      config.num_positions,
-    )
-  return load_network(checkpoint, placement)[0]
+  return load_network(checkpoint, placement_lib.make(**options))[0]
 
 
 def load_network(
@@ -236,6 +220,13 @@ def load_network(
       ', '.join(whole),
       layout.parts('heads'),
     )
+  if family in families.FAMILIES and getattr(config, 'ends_with_training', 0):
+    logging.warning(
+      '%s: the context is %d tokens, so --context may not be larger: a longer'
+      ' text would rotate what is cached by other factors (longrope)',
+      stored.path.name,
+      config.num_positions,
+    )
   loaded, origin = dict[Path, matrices_lib.Weight](), dict[Path, str]()
   read = _read(stored, expected, placement)
   for path, name, host in whole_files.reading_each(stored.path, read):
@@ -249,7 +240,7 @@ def load_network(
         ' but are not; is tie_word_embeddings wrong in config.json?'
       )
     del host  # Before the next tensor is read.
-  extras = {path: loaded.pop(path) for path in family.extras}
+  extras = {path: loaded.pop(path) for path, _ in family.extras}
   return nnx.merge(graph, traverse_util.unflatten_dict(loaded)), extras
 
 
@@ -303,7 +294,7 @@ def _shapes(
   dtype, family = jnp.dtype(placement.form.float_dtype), stored.family
   module = shape_module(stored.config, dtype, placement.layout, family)
   graph, shapes = flat_params(module)
-  for path, shape in family.extras.items():
+  for path, shape in family.extras:
     shapes[path] = jax.ShapeDtypeStruct(shape, dtype)
   return graph, shapes
 

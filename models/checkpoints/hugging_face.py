@@ -251,10 +251,7 @@ class HuggingFaceFolder:
         files have a tensor that the index does not name.
     """
     files, index = self._weights(), self._index()
-    files_by_key, left_out = (
-      dict[str, pathlib.Path](),
-      dict[str, pathlib.Path](),
-    )
+    owner, left_out = dict[str, pathlib.Path](), dict[str, pathlib.Path]()
     for file in files:
       with opened(file) as mapped:
         described = [
@@ -266,13 +263,13 @@ class HuggingFaceFolder:
         if self.path / index.get(tensor.key, file.name) != file:
           left_out[tensor.key] = file
           continue
-        if (first := files_by_key.setdefault(tensor.key, file)) != file:
+        if (first := owner.setdefault(tensor.key, file)) != file:
           raise ValueError(
             f'{first.name} and {file.name} both have the tensor {tensor.key},'
             f' and {_INDEX} does not say which one counts'
           )
         yield tensor
-    if lost := sorted(left_out.keys() - files_by_key.keys()):
+    if lost := sorted(left_out.keys() - owner.keys()):
       raise ValueError(
         f'{_INDEX} says that {index[lost[0]]} has the tensor {lost[0]}, but'
         f' {left_out[lost[0]].name} has it'

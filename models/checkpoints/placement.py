@@ -15,7 +15,17 @@ from specdec.models.nn import sharding as sharding_lib
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placement:
-  """How the weights of a network are held; for the fields see `make`."""
+  """How the weights of a network are held.
+
+  Attributes:
+    form: the format of the matrices.
+    packed: whether matrices are packed for the kernels of `models/nn/cpu`,
+      which must be available; matrices in float16 are not. Not with several
+      devices.
+    layout: the devices that hold the tensors.
+    outputs: `[N]` int, ascending, the tokens whose logits are computed; other
+      logits are -inf. None: all.
+  """
 
   form: matrices_lib.WeightFormat
   packed: bool = False
@@ -61,26 +71,18 @@ class Placement:
 
 
 def make(
-  dtype: jax.typing.DTypeLike = jnp.float32,
-  packed: bool = False,
-  layout: sharding_lib.Layout = sharding_lib.Layout(),
-  outputs: np.ndarray | None = None,
+  dtype: jax.typing.DTypeLike = jnp.float32, **options: Any
 ) -> Placement:
-  """How the weights of a network are held.
+  """The placement of a dtype; `options` are the other fields.
 
   Args:
     dtype: of the matrices, one of `matrices.DTYPES`; norms are float32. `int8`
       rounds all others to eight bits, except position embeddings and routers,
       and the rest is computed in bfloat16; `int4` to four, but embedding and
       head to eight. `stored` leaves those in blocks of few bits as they are.
-    packed: whether matrices are packed for the kernels of `models/nn/cpu`,
-      which must be available; matrices in float16 are not. Not with several
-      devices.
-    layout: the devices that hold the tensors.
-    outputs: `[N]` int, ascending, the tokens whose logits are computed; other
-      logits are -inf. None: all.
+    options: fields of a `Placement`.
 
   Raises:
     ValueError: the dtype is not known.
   """
-  return Placement(matrices_lib.format_of(dtype), packed, layout, outputs)
+  return Placement(matrices_lib.format_of(dtype), **options)

@@ -191,9 +191,9 @@ def load_weights(vocabulary: vocabulary_lib.Vocabulary) -> Pair:
   draft_placement = dataclasses.replace(
     sources.draft_placement, outputs=vocabulary.draft_outputs
   )
-  module = hub.load_model(sources.target, placement)
+  module, _ = hub.load_network(sources.target, placement)
   if sources.draft is not None:
-    draft_module = hub.load_model(sources.draft, draft_placement)
+    draft_module, _ = hub.load_network(sources.draft, draft_placement)
     draft = _with_target_tokens(draft_module, vocabulary)
   target = adapter.as_model(module, placement.layout, sources.hidden)
   if draft and draft.spec.weight_bytes > target.spec.weight_bytes:
@@ -260,15 +260,15 @@ def drawn_pair(choice: choice_lib.ModelChoice) -> Pair:
     stored = block_drafters.DrawnBlockDrafter(
       hub.locate(choice.head).path, checkpoint.config
     )
-  placement = placement_lib.make(choice.dtype, packed)
-  module = hub.load_model(hub.DrawnFolder(checkpoint.path), placement)
+  placement = placement_lib.make(choice.dtype, packed=packed)
+  module, _ = hub.load_network(hub.DrawnFolder(checkpoint.path), placement)
   hidden = () if stored is None else stored.config.reads
   target = adapter.as_model(module, hidden=hidden)
   if stored is not None:
     size = draft_vocabulary.size_of(choice.draft_vocab)
     draft_placement = placement_lib.make(
       choice.draft_dtype or choice.dtype,
-      packed,
+      packed=packed,
       outputs=None if size is None else np.arange(size),
     )
     head = heads.load_head(stored, target, draft_placement)

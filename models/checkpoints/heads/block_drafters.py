@@ -43,7 +43,9 @@ _OTHERS = {
 class StoredBlockDrafter(head_tensors.Drafter):
   """A block drafter."""
 
+  name = 'block drafter'
   as_drafter = staticmethod(block_drafter.as_drafter)
+  module = block_drafter.BlockDrafter
 
   @functools.cached_property
   def _facts(self) -> dict[str, Any]:
@@ -129,13 +131,6 @@ class StoredBlockDrafter(head_tensors.Drafter):
         f' of width {width} have {len(reads) * width}; is this a drafter for'
         ' another target?'
       )
-
-  @property
-  def family(self) -> families.Family:
-    """See `checkpoint.StoredNetwork`."""
-    return self._family(
-      'block drafter', self.config, block_drafter.BlockDrafter
-    )
 
 
 class _NoTensors(head_tensors.HeadFolder):

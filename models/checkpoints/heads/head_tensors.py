@@ -4,7 +4,6 @@ GGUF files count the layers that read a state, as `models/checkpoints/heads`
 does, and store the ids of a reduced vocabulary where others store offsets.
 """
 
-from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 import dataclasses
@@ -354,25 +353,22 @@ class Drafter:
     """The ids `[D]` of a reduced vocabulary, None if it has all tokens."""
     return self.stored.vocabulary(self.target.vocab_size)
 
-  def _family(
-    self, name: str, config: Any, module: Callable[..., Any]
-  ) -> families.Family:
-    """The family of a drafter, whose module takes `num_outputs`, too."""
-    size = config.vocab_size if self.ids is None else len(self.ids)
-    shapes: dict[tuple[str, ...], tuple[int, int]] = {
-      ('embed_tokens', 'embedding'): (config.vocab_size, config.width),
-      ('lm_head',): (size, config.width),
-    }
+  @functools.cached_property
+  def family(self: Any) -> families.Family:
+    """See `checkpoint.StoredNetwork`."""
+    config, ids = self.config, self.ids
+    size = config.vocab_size if ids is None else len(ids)
+    extras = (
+      (('embed_tokens', 'embedding'), (config.vocab_size, config.width)),
+      (('lm_head',), (size, config.width)),
+    )
+    is_stored = lambda path: families.parameter_name(path) in self.stored.all
     return families.Family(
-      name,
+      self.name,
       type(config),
-      module=functools.partial(module, num_outputs=size),
+      module=functools.partial(self.module, num_outputs=size),
       stays_float=lambda name: name.startswith('confidence_head.'),
-      extras={
-        path: shape
-        for path, shape in shapes.items()
-        if families.parameter_name(path) in self.stored.all
-      },
+      extras=tuple(extra for extra in extras if is_stored(extra[0])),
     )
 
   @functools.cached_property

@@ -59,13 +59,14 @@ class StoredHead(head_tensors.Drafter):
   """An EAGLE or MTP head."""
 
   as_drafter = staticmethod(eagle.as_head)
+  module = staticmethod(
+    lambda config, num_outputs, **options: eagle.Head(config, **options)
+  )
 
   @property
-  def family(self) -> families.Family:
-    """See `checkpoint.StoredNetwork`."""
-    name = f'head of the kind {_NAMES[self.kind]}'
-    make = lambda config, num_outputs, **options: eagle.Head(config, **options)
-    return self._family(name, self.config, make)
+  def name(self) -> str:
+    """A name for messages."""
+    return f'head of the kind {_NAMES[self.kind]}'
 
   @property
   def kind(self) -> str:
@@ -290,11 +291,6 @@ def matrices_of(
   if config.tie_embeddings:
     return embedding, embedding
   return embedding, whole(target.params['lm_head'])
-
-
-def rows_of(matrix: Any, ids: np.ndarray) -> np.ndarray:
-  """Rows `[D, in]` float32 of an array or another matrix `[V, in]`."""
-  return np.asarray(matrices_lib.take_rows(matrix, jnp.asarray(ids)))
 
 
 def _of_own_vocabulary(

@@ -157,7 +157,7 @@ class Lesson:
     There are no gradients of matrices that are packed for kernels.
     """
     rows = np.arange(self.target.spec.vocab_size) if ids is None else ids
-    return jnp.asarray(heads.rows_of(self.lm_head, rows))
+    return matrices_lib.take_rows(self.lm_head, jnp.asarray(rows))
 
   def answers(
     self,
@@ -368,7 +368,7 @@ class TargetTraining(trainer.Training):
       raise ValueError(f'--target={self.target} has no tokenizer')
     config = self.config(checkpoint.config)
     form = checkpoint_lib.resolve_dtype(self.target_dtype, checkpoint)
-    module = hub.load_model(
+    module, _ = hub.load_network(
       checkpoint, placement_lib.Placement(form, build.is_available())
     )
     hidden = (*config.reads, cache_lib.AFTER_NORM)
