@@ -220,7 +220,8 @@ def load_network(
       ', '.join(whole),
       layout.parts('heads'),
     )
-  if family in families.FAMILIES and getattr(config, 'ends_with_training', 0):
+  is_model = family in families.FAMILIES
+  if is_model and getattr(config, 'ends_with_training', False):
     logging.warning(
       '%s: the context is %d tokens, so --context may not be larger: a longer'
       ' text would rotate what is cached by other factors (longrope)',
