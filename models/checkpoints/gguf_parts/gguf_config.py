@@ -231,7 +231,7 @@ _GEMMA_NAMES = _POST_NORM_NAMES | {'ffn_norm': 'pre_feedforward_layernorm'}
 
 
 _PROJECTOR = 'the projector (mmproj) of a vision model, without the model'
-# What files with other contents are, by their `general.type` or architecture.
+# Files with other contents, by their `general.type` or architecture.
 _NO_MODELS = {
   'adapter': 'an adapter (LoRA) of one; merge it into the model it is for',
   **dict.fromkeys(('clip', 'mmproj'), _PROJECTOR),
