@@ -151,7 +151,7 @@ def _output(name: str, num_prompts: float) -> Any:
     return _Printed()
   sources = sources_lib.open_sources(loading.models())
   settings = options.as_dict() | {
-    'dtype': sources.dtype,
+    'dtype': sources.placement.form.name,
     'models': plan_lib.model_digests(sources),
   }
   settings = {name: settings[name] for name in settings if name not in _FREE}

@@ -36,7 +36,7 @@ def models() -> choice_lib.ModelChoice:
       mesh = sharding_lib.make_mesh(choice.mesh)
     choice = dataclasses.replace(choice, mesh=mesh)
   if choice.dtype == dtypes.AUTO:
-    dtype = sources_lib.open_sources(choice.of_target).dtype
+    dtype = sources_lib.open_sources(choice.of_target).placement.form.name
     how = 'as stored in the file' if dtype == matrices.STORED else f'in {dtype}'
     print(f'computing with weights {how} (--dtype=auto)', file=sys.stderr)
     choice = dataclasses.replace(choice, dtype=dtype)

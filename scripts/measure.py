@@ -68,7 +68,7 @@ def _forward(sizes: list[int]) -> list[dict]:
     model = pair_lib.load_pair(models).draft
     if model is None:
       raise ValueError('--of_draft measures a draft model; give --draft')
-    dtype = sources_lib.open_sources(models).draft_dtype
+    dtype = sources_lib.open_sources(models).draft_placement.form.name
   else:
     load = pair_lib.drawn_pair if _RANDOM.value else pair_lib.load_pair
     model = load(models.of_target).target

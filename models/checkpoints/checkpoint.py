@@ -21,7 +21,7 @@ from specdec.text import whole_files
 
 _Read = TypeVar('_Read')
 
-# Ends of the names of a matrix in MXFP4, of which folders have two tensors.
+# Folders store a matrix in MXFP4 as two tensors, whose names end so.
 BLOCKS, SCALES = '_blocks', '_scales'
 
 # Bytes of a draft's files that a processor's cache may hold.
@@ -29,7 +29,7 @@ _CACHED = 1 << 26
 
 
 class StoredTensor(Protocol):
-  """A tensor of a checkpoint, whose matrices are `[out, in]`."""
+  """A tensor of a checkpoint; matrices are `[out, in]`."""
 
   @property
   def name(self) -> str:
@@ -49,29 +49,12 @@ class StoredTensor(Protocol):
     """The matrix as it is stored, if `models/nn/blocks` has that kind."""
 
 
-class Checkpoint(Protocol):
-  """A stored model or head; see `hub.locate`.
-
-  Everything is read when it is asked for, and shape and tokenizer once. Shape,
-  tokenizer and ends of texts are those of a model.
-
-  Attributes:
-    path: the folder or file.
-  """
+class StoredNetwork(Protocol):
+  """A stored model, head or block drafter; see `hub.load_network`."""
 
   @property
-  def path(self) -> pathlib.Path: ...
-
-  @property
-  def files(self) -> Sequence[pathlib.Path]:
-    """The files with shape and weights; raises ValueError if some lack."""
-
-  @property
-  def stored_dtypes(self) -> Sequence[str]:
-    """Dtypes that the matrices can be loaded as without much loss.
-
-    `stored` is one if there are blocks of few bits that can be computed with.
-    """
+  def path(self) -> pathlib.Path:
+    """The folder or file."""
 
   @property
   def size(self) -> int:
@@ -89,12 +72,31 @@ class Checkpoint(Protocol):
     """The shape; raises ValueError if no family supports it."""
 
   @property
+  def family(self) -> Any:
+    """Its `families.Family`."""
+
+
+class Checkpoint(StoredNetwork, Protocol):
+  """A stored model; see `hub.locate`. Each part is read when it is needed."""
+
+  @property
+  def files(self) -> Sequence[pathlib.Path]:
+    """The files with shape and weights; raises ValueError if some lack."""
+
+  @property
+  def stored_dtypes(self) -> Sequence[str]:
+    """Dtypes that the matrices can be loaded as without much loss.
+
+    `stored` is one if there are blocks of few bits that can be computed with.
+    """
+
+  @property
   def tokenizer(self) -> transformers.PreTrainedTokenizerBase | None:
-    """The tokenizer, None if there is none; ValueError if it is not usable."""
+    """The tokenizer, None without one; ValueError if it cannot be used."""
 
   @property
   def eos_ids(self) -> tuple[int, ...]:
-    """The tokens that end a text; raises ValueError if one is no token id."""
+    """The tokens that end a text; raises ValueError if an id is invalid."""
 
 
 def named(read: Callable[[Any], _Read]) -> Callable[[Any], _Read]:
@@ -123,7 +125,7 @@ def naming(path: pathlib.Path) -> Iterator[None]:
 def usable_ids(
   checkpoint: Checkpoint, stated: Sequence[Any]
 ) -> tuple[int, ...]:
-  """The first usable EOS ids that are stated, or those of the tokenizer.
+  """The first usable EOS ids that are stated, or the tokenizer's.
 
   Ids outside the vocabulary are skipped: published configs of small
   vocabularies often keep GPT-2's 50256.
@@ -148,8 +150,8 @@ def resolve_dtype(
   checkpoint: Checkpoint,
   *,
   packed: bool = False,
-) -> str:
-  """The name of a format of weights, where `auto` is chosen for a checkpoint.
+) -> matrices_lib.WeightFormat:
+  """The format of a dtype, where `auto` is chosen for a checkpoint.
 
   It is `stored` for blocks of few bits if the kernels of `models/nn/cpu` are
   used. Otherwise it is the 16-bit type of the checkpoint's matrices if this
@@ -158,7 +160,7 @@ def resolve_dtype(
 
   Args:
     dtype: a format, or `auto`.
-    checkpoint: whose matrices are loaded.
+    checkpoint: the model.
     packed: whether the kernels are used.
 
   Raises:
@@ -166,51 +168,50 @@ def resolve_dtype(
       has no such blocks.
   """
   if dtype != dtypes.AUTO:
-    name = matrices_lib.format_of(dtype).name
-    is_stored = name == matrices_lib.STORED
-    if is_stored and matrices_lib.STORED not in checkpoint.stored_dtypes:
+    form = matrices_lib.format_of(dtype)
+    if form.keeps_blocks and form.name not in checkpoint.stored_dtypes:
       raise ValueError(
-        f'dtype={name} is for files in blocks of few bits, such as GGUF, and'
-        f' {checkpoint.path} has none; choose another, such as int4'
+        f'dtype={form.name} is for files in blocks of few bits, such as GGUF,'
+        f' and {checkpoint.path} has none; choose another, such as int4'
       )
-    return name
+    return form
   stored, native = checkpoint.stored_dtypes, dtypes.native_dtypes()
   if packed and matrices_lib.STORED in stored:
-    return matrices_lib.STORED
+    return matrices_lib.FORMATS[matrices_lib.STORED]
   in_order = ('bfloat16', 'float16')
   usable = [name for name in in_order if name in {*stored} & native]
-  return usable[0] if usable else 'float32'
+  return matrices_lib.FORMATS[usable[0] if usable else 'float32']
 
 
 def resolve_draft_dtype(
   dtype: jax.typing.DTypeLike | None,
   checkpoint: Checkpoint,
   *,
-  target_dtype: str,
+  target: matrices_lib.WeightFormat,
   packed: bool,
-) -> str:
-  """The name of the format of a draft, where None is chosen for it.
+) -> matrices_lib.WeightFormat:
+  """The format of a draft, where None is chosen for it.
 
   No format of the draft changes what is decoded, and a forward that reads fewer
   bytes is faster. So if the kernels of `models/nn/cpu` are used, a draft has
-  four bits (as stored, if it has blocks) beside a target in bfloat16 or fewer
-  bits; but a small one, which the processor's cache holds, has eight beside
-  bfloat16. Otherwise its format is that of the target.
+  four bits (as stored, if it has blocks) next to a target in bfloat16 or fewer
+  bits. A small draft, which the processor's cache holds, has eight next to
+  bfloat16. Otherwise a draft has the target's format.
 
   Args:
     dtype: None or a dtype, `auto` as for `resolve_dtype`.
     checkpoint: of the draft.
-    target_dtype: of the target.
+    target: the format of the target.
     packed: whether the kernels are used.
   """
   if dtype is not None:
     return resolve_dtype(dtype, checkpoint, packed=packed)
   has_blocks = matrices_lib.STORED in checkpoint.stored_dtypes
-  few_bits = matrices_lib.STORED if has_blocks else 'int4'
-  if target_dtype == matrices_lib.STORED:
+  few_bits = matrices_lib.FORMATS[matrices_lib.STORED if has_blocks else 'int4']
+  if target.keeps_blocks:
     return few_bits
-  if not packed or target_dtype not in ('bfloat16', 'int8', 'int4'):
-    return target_dtype
+  if not packed or target.name not in ('bfloat16', 'int8', 'int4'):
+    return target
   if checkpoint.size > _CACHED:
     return few_bits
-  return 'int8' if target_dtype == 'bfloat16' else target_dtype
+  return matrices_lib.FORMATS['int8'] if target.name == 'bfloat16' else target

@@ -63,10 +63,10 @@ def _widen(
 
 
 def _row_of_added_tokens(params: Mapping[tuple[Any, ...], Any]) -> np.ndarray:
-  """The embedding `[width]` whose logit is `_ADDED_LOGIT` after every text.
+  """The embedding `[width]` with the logit `_ADDED_LOGIT` after every text.
 
-  The last layer norm gives `x * scale + bias`, in which the sum of x is zero.
-  So its product with `1 / scale` is the sum of `bias / scale` for every text.
+  The last layer norm gives `x * scale + bias`, and the sum of x is zero. So its
+  product with `1 / scale` is the sum of `bias / scale` for every text.
   """
   scale, bias = (
     np.asarray(params['ln_f', name], np.float64) for name in ('scale', 'bias')
@@ -122,8 +122,8 @@ def expand(
     module: a GPT-2; shares no arrays with the result.
     width_factor: r, multiplies width, heads and inner width.
     num_layers: number of layers of the result, at least that of `module`.
-    vocab_size: tokens of the result, at least those of `module`, which is the
-      default; those that are added are hardly ever chosen.
+    vocab_size: number of tokens of the result, at least the number of `module`,
+      which is the default; added tokens are hardly ever chosen.
 
   Returns:
     A module of the dtype of `module`.
@@ -154,10 +154,10 @@ def expand(
     row = _row_of_added_tokens(expanded)
     for path in (('wte', 'embedding'), ('lm_head',)):
       if path in expanded:
-        known = expanded[path]
+        matrix = expanded[path]
         rest = config.vocab_size - old.vocab_size, config.width
-        added = jnp.broadcast_to(jnp.asarray(row, known.dtype), rest)
-        expanded[path] = jnp.concatenate([known, added])
+        added = jnp.broadcast_to(jnp.asarray(row, matrix.dtype), rest)
+        expanded[path] = jnp.concatenate([matrix, added])
   return nnx.merge(graph, traverse_util.unflatten_dict(expanded))
 
 
@@ -173,13 +173,13 @@ def expand_pretrained(
   """Expands a model and copies its tokenizer, if any, into a new folder.
 
   For the name see `hub.locate`, for the other arguments `expand`. The expansion
-  is done in float32; `dtype` is that of the stored tensors. Returns the shape
-  of the expanded model.
+  is done in float32; the stored tensors have `dtype`. Returns the shape of the
+  expanded model.
   """
-  found = hub.locate(name)
-  tokenizer = found.tokenizer
+  checkpoint = hub.locate(name)
+  tokenizer = checkpoint.tokenizer
   expanded = expand(
-    hub.read_module(found),
+    hub.read_module(checkpoint),
     width_factor=width_factor,
     num_layers=num_layers,
     vocab_size=vocab_size,

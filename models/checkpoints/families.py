@@ -46,13 +46,14 @@ class Family:
       by itself.
     is_transposed: whether the axes of a canonical name are stored in reverse,
       such as `[in, out]`.
-    convert: called with `(sign, canonical name, rows)`, of which rows are some,
-      `[n, in]` or `[n]`; makes our values of stored ones (1) or these of ours
-      (-1), by default the same.
+    convert: called with `(sign, canonical name, rows)`; `rows` is a slice of
+      the tensor's rows, `[n, in]` or `[n]`. Makes our values of stored values
+      (sign 1) or stored values of ours (-1), by default the same.
     is_unused: whether the tensor of a canonical name is stored, but not read;
       called with `(name, config)`.
     stays_float: whether the matrix of a canonical name is never rounded to
       eight bits.
+    extras: paths and shapes of matrices that are stored next to the module.
   """
 
   name: str
@@ -69,6 +70,7 @@ class Family:
   )
   is_unused: Callable[[str, Any], bool] = lambda name, config: False
   stays_float: Callable[[str], bool] = lambda name: False
+  extras: tuple[tuple[tuple[Any, ...], tuple[int, ...]], ...] = ()
 
 
 FAMILIES = (
@@ -204,8 +206,8 @@ def config_from_keys(
     except StrictDataclassError as error:
       # It names the class, then the key and the reason, which is its cause.
       reason = str(error.__cause__ or error).partition('. Errors:')[0]
-      found = _QUOTED.search(str(error))
-      named = f'{found[1]}={raw.get(found[1])!r:.40}: ' if found else ''
+      field = _QUOTED.search(str(error))
+      named = f'{field[1]}={raw.get(field[1])!r:.40}: ' if field else ''
       raise ValueError(f'{named}{reason}') from error
     if config.num_layers > _MAX_LAYERS:
       raise ValueError(

@@ -1,7 +1,7 @@
 """Tokenizers of Hugging Face folders.
 
 The file `tokenizer.json` is all that decides which ids a text gets. The library
-transformers would build a tokenizer anew from the name of a class, and leave
+transformers would build another tokenizer from the name of a class, and leave
 out what the class does not have, such as a pre-tokenizer.
 """
 
@@ -45,7 +45,7 @@ _TEMPLATES = 'additional_chat_templates'
 
 
 def _read_object(path: pathlib.Path) -> dict[str, Any]:
-  """A JSON object, empty if there is no file; ValueError if it is another."""
+  """A JSON object, {} without a file; ValueError if it is not an object."""
   return text_files.read_object(path) if path.is_file() else {}
 
 
@@ -56,16 +56,18 @@ def _chat_template(
   files = {file.stem: file for file in folder.glob(f'{_TEMPLATES}/*.jinja')}
   if (folder / 'chat_template.jinja').is_file():
     files['default'] = folder / 'chat_template.jinja'
-  found = dict[str, str]()
+  templates = dict[str, str]()
   for name, file in files.items():
     text_files.refuse_stand_in(file)  # Any text is a template.
-    found[name] = text_files.read(file)
-  if found:
-    return found['default'] if found.keys() == {'default'} else found
+    templates[name] = text_files.read(file)
+  if templates:
+    return (
+      templates['default'] if templates.keys() == {'default'} else templates
+    )
   stated = config.get('chat_template')
   try:
     if isinstance(stated, list):
-      stated = {one['name']: one['template'] for one in stated}
+      stated = {entry['name']: entry['template'] for entry in stated}
     texts = stated.values() if isinstance(stated, dict) else [stated or '']
     if all(isinstance(text, str) for text in texts):
       return stated
@@ -83,16 +85,16 @@ def _special_tokens(
   """The tokens with a role, of those that the vocabulary has."""
   stated = _read_object(folder / 'special_tokens_map.json') | config
   model = _read_object(folder / 'config.json')
-  found = {}
+  tokens = {}
   for role in _ROLES:
     token = stated.get(role)
     if isinstance(token, dict):  # Beside flags, which tokenizer.json has.
       token = token.get('content')
-    number = model.get(f'{role}_id')
-    if token is None and type(number) is int and number >= 0:
-      token = backend.id_to_token(number)
+    token_id = model.get(f'{role}_id')
+    if token is None and type(token_id) is int and token_id >= 0:
+      token = backend.id_to_token(token_id)
     if isinstance(token, str) and backend.token_to_id(token) is not None:
-      found[role] = token
+      tokens[role] = token
     elif token is not None:
       logging.warning(
         '%s: the %s %r is left out, because %s does not have it',
@@ -101,7 +103,7 @@ def _special_tokens(
         token,
         _JSON,
       )
-  return found
+  return tokens
 
 
 def _from_json(folder: pathlib.Path) -> transformers.PreTrainedTokenizerBase:

@@ -55,6 +55,10 @@ class GGUFFile:
   def config(self) -> adapter.Config:
     return families.config_from_keys(config_keys(self.path), self.path)
 
+  @property
+  def family(self) -> families.Family:
+    return families.family_of(self.config)
+
   @functools.cached_property
   @checkpoint_lib.named
   def tokenizer(self) -> transformers.PreTrainedTokenizerBase | None:
@@ -75,16 +79,16 @@ class GGUFFile:
     Blocks of few bits have scales in float16 and are made from models in either
     16-bit type.
     """
-    kind = gguf_tensor.quants().GGMLQuantizationType
+    types = gguf_tensor.quants().GGMLQuantizationType
     tensors = gguf_header.read_header(self.path).tensors.values()
     kinds = {tensor.kind for tensor in tensors if len(tensor.shape) > 1}
-    if kinds == {kind.F32}:
+    if kinds == {types.F32}:
       return ['float32']
-    exact = {kind.BF16: 'bfloat16', kind.F16: 'float16'}
-    known = [exact[one] for one in exact if one in kinds]
-    if kinds <= {*exact, kind.F32}:
-      return known
-    computed = any(one.name in blocks_lib.KINDS for one in map(kind, kinds))
+    exact = {types.BF16: 'bfloat16', types.F16: 'float16'}
+    floats = [exact[kind] for kind in exact if kind in kinds]
+    if kinds <= {*exact, types.F32}:
+      return floats
+    computed = any(kind.name in blocks_lib.KINDS for kind in map(types, kinds))
     return ['stored'] * computed + ['bfloat16', 'float16']
 
   @property
@@ -98,19 +102,19 @@ class GGUFFile:
   def tensors(self) -> Iterator[tuple[str, gguf_tensor.Tensor]]:
     """Yields canonical names and tensors, in the order of the file."""
     header = gguf_header.read_header(self.path)
-    arch = gguf_config.architecture_of(header)
-    kind = gguf_config.ARCHITECTURES[arch]
-    config, tensor = self.config, gguf_tensor.Tensor
-    family = families.family_of(config)
+    arch_name = gguf_config.architecture_of(header)
+    arch = gguf_config.ARCHITECTURES[arch_name]
+    config, family, tensor = self.config, self.family, gguf_tensor.Tensor
     heads = {'attn_q': config.num_heads, 'attn_k': config.num_kv_heads}
     unread = {gguf_config.ROPE_FACTORS, *gguf_config.LONGROPE.values()}
-    unread |= gguf_config.of_further_tokens(header, arch)
+    unread |= gguf_config.of_further_tokens(header, arch_name)
     for name, info in header.tensors.items():
       if name in unread:
         continue
-      canonical = gguf_config.canonical_name(name, kind.names, kind.layers)
+      canonical = gguf_config.canonical_name(name, arch.names, arch.layers)
       if canonical is None:
-        raise ValueError(f'{self.path}: tensor {name} is not part of a {arch}')
+        where = f'{self.path}: tensor {name}'
+        raise ValueError(f'{where} is not part of a {arch_name}')
       if family.is_unused(canonical, config):
         continue
       if '{}' in canonical:
@@ -119,9 +123,9 @@ class GGUFFile:
           yield canonical.format(expert), tensor(info, part)
         continue
       if parts := family.parts(canonical, config):
-        yield from ((one, tensor(info, parts[one])) for one in parts)
+        yield from ((key, tensor(info, part)) for key, part in parts.items())
         continue
-      rotated = heads.get(name.split('.')[-2]) if kind.swaps_rows else None
+      rotated = heads.get(name.split('.')[-2]) if arch.swaps_rows else None
       is_convolution = tensor_names.is_convolution(canonical)
       yield (
         canonical,

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from collections.abc import Mapping
 import dataclasses
-import functools
 import pathlib
 from typing import Any
 
@@ -23,13 +22,12 @@ from specdec.models.checkpoints import families
 from specdec.models.checkpoints import gguf
 from specdec.models.checkpoints import hugging_face
 from specdec.models.checkpoints import model_configs
+from specdec.models.checkpoints import placement as placement_lib
 from specdec.models.checkpoints import rounded
 from specdec.models.checkpoints import tensor_names
 from specdec.models.checkpoints.keys import tensor_parts
 from specdec.models.nn import adapter
-from specdec.models.nn import block_drafter
 from specdec.models.nn import blocks as blocks_lib
-from specdec.models.nn import llama_config
 from specdec.models.nn import matrices as matrices_lib
 from specdec.models.nn import sharding as sharding_lib
 from specdec.text import text_files
@@ -41,7 +39,7 @@ Path = tuple[Any, ...]
 Shapes = dict[Path, jax.ShapeDtypeStruct]
 """The shapes of parameters by their paths."""
 
-# The first that holds a path has it.
+# Tried in order; the first whose `holds(path)` is true opens it.
 _CONTAINERS = (
   gguf.GGUFFile,
   rounded.RoundedFolder,
@@ -57,7 +55,7 @@ _EMBEDDED = {
 }
 
 _HUB_FILES = ('*.json', '*.jinja', '*.safetensors', '*.txt', '*.model')
-_NO_HUB_FILES = ('consolidated*',)  # The weights once more, in one file.
+_SKIPPED_HUB_FILES = ('consolidated*',)  # Second copies of the weights.
 
 
 def locate(
@@ -73,17 +71,17 @@ def locate(
     revision: branch, tag or commit on the hub.
 
   Raises:
-    ValueError: there is no such folder or file, and no such model can be
-      downloaded.
+    ValueError: the folder or file does not exist, and no model of this name can
+      be downloaded.
   """
   try:
     path = _EMBEDDED.get(str(name), pathlib.Path(name).expanduser())
   except RuntimeError as error:  # An unknown user, or none has a home.
     raise ValueError(f'there is no folder {name}: {error}') from error
-  if found := _at(path):
+  if checkpoint := _at(path):
     if revision is not None:
       raise ValueError(f'{name} is not a hub id, and a revision needs one')
-    return found
+    return checkpoint
   if path.is_file():
     text_files.refuse_stand_in(path)
     raise ValueError(
@@ -93,13 +91,16 @@ def locate(
     raise ValueError(f'there is no file {name}')
   if isinstance(name, pathlib.Path) or name.startswith(('/', '.', '~')):
     raise ValueError(f'there is no folder {name}')
-  found = _at(_download(name, revision))
-  assert found is not None
-  return found
+  checkpoint = _at(_download(name, revision))
+  assert checkpoint is not None
+  return checkpoint
 
 
 def _at(path: pathlib.Path) -> checkpoint_lib.Checkpoint | None:
-  return next((kind(path) for kind in _CONTAINERS if kind.holds(path)), None)
+  return next(
+    (container(path) for container in _CONTAINERS if container.holds(path)),
+    None,
+  )
 
 
 def _download(name: str, revision: str | None) -> pathlib.Path:
@@ -109,7 +110,7 @@ def _download(name: str, revision: str | None) -> pathlib.Path:
       name,
       revision=revision,
       allow_patterns=list(_HUB_FILES),
-      ignore_patterns=list(_NO_HUB_FILES),
+      ignore_patterns=list(_SKIPPED_HUB_FILES),
     )
   except (
     huggingface_hub.errors.HFValidationError,
@@ -134,9 +135,10 @@ def shape_module(
   config: adapter.Config,
   dtype: jnp.dtype,
   layout: sharding_lib.Layout = sharding_lib.Layout(),
+  family: families.Family | None = None,
 ) -> adapter.Module:
   """A module with shapes and shardings in place of weights."""
-  make = families.family_of(config).module
+  make = (family or families.family_of(config)).module
   graph, shapes = flat_params(
     nnx.eval_shape(lambda: make(config, dtype=dtype, rngs=nnx.Rngs(0)))
   )
@@ -159,7 +161,9 @@ def flat_params(
   return graph, traverse_util.flatten_dict(nnx.to_pure_dict(variables))
 
 
-def layer_bytes(config: adapter.Config, dtype: jax.typing.DTypeLike) -> float:
+def layer_bytes(
+  config: adapter.Config, form: matrices_lib.WeightFormat
+) -> float:
   """The bytes of the matrices of one layer."""
   _, shapes = flat_params(shape_module(config, jnp.dtype(jnp.float32)))
   in_layers = lambda path: any(isinstance(part, int) for part in path)
@@ -168,9 +172,7 @@ def layer_bytes(config: adapter.Config, dtype: jax.typing.DTypeLike) -> float:
     for path, leaf in shapes.items()
     if leaf.ndim > 1 and in_layers(path)
   )
-  return (
-    matrices_lib.format_of(dtype).bytes_per_weight * size / config.num_layers
-  )
+  return form.bytes_per_weight * size / config.num_layers
 
 
 def load_module(
@@ -181,71 +183,66 @@ def load_module(
 
 
 def read_module(
-  checkpoint: checkpoint_lib.Checkpoint,
-  *,
-  dtype: jax.typing.DTypeLike = jnp.float32,
-  packed: bool = False,
-  layout: sharding_lib.Layout = sharding_lib.Layout(),
-  outputs: np.ndarray | None = None,
+  checkpoint: checkpoint_lib.Checkpoint, **options: Any
 ) -> adapter.Module:
-  """Reads the weights of a model.
+  """Loads a model; for options and errors see `placement.make`."""
+  return load_network(checkpoint, placement_lib.make(**options))[0]
+
+
+def load_network(
+  stored: checkpoint_lib.StoredNetwork, placement: placement_lib.Placement
+) -> tuple[Any, dict[Path, matrices_lib.Weight]]:
+  """Loads a target, draft, head or block drafter.
 
   One tensor at a time is converted and put on the device, so the peak memory is
-  the size of the model plus one tensor (of a tied head that is stored twice).
+  the size of the network plus one tensor (of a tied head that is stored twice).
   On a mesh each device receives only its own parts.
 
-  Args:
-    checkpoint: where the model is stored.
-    dtype: of the matrices, one of `matrices.DTYPES`; norms
-      are float32. `int8` rounds all others to eight bits, except position
-      embeddings and routers, and the rest is computed in bfloat16; `int4` to
-      four, but embedding and head to eight. `stored` leaves those in blocks of
-      few bits as they are.
-    packed: whether matrices are packed for the kernels of `models/nn/cpu`,
-      which must be available; those of float16 are not. Not with several
-      devices.
-    layout: where the tensors lie.
-    outputs: `[N]` int, ascending, the tokens whose logits are computed; those
-      of the others are -inf. None: all.
+  Returns:
+    The module, and the matrices of `Family.extras`.
 
   Raises:
     ValueError: a config or tensor is unknown, missing, left over or misshapen;
       the message names it.
   """
-  config, form = checkpoint.config, matrices_lib.format_of(dtype)
-  family = families.family_of(config)
-  with whole_files.reading(checkpoint.path):
+  config, family, layout = stored.config, stored.family, placement.layout
+  with whole_files.reading(stored.path):
     # One matrix per layer, before shapes are made of absurd sizes.
     least = config.num_layers * config.width**2 // layout.num_devices
     memory.check_fits({'the weights; see config.json': least})
-    shapes = shape_module(config, jnp.dtype(form.float_dtype), layout)
-    graph, expected = flat_params(shapes)
-    memory.check_fits({'the weights; see dtype': _held_bytes(expected, form)})
+    graph, expected = _shapes(stored, placement)
+    held = _held_bytes(expected, placement.form)
+    memory.check_fits({'the weights; see dtype': held})
   if whole := sharding_lib.undivided(layout, config):
     logging.warning(
       '%s: every device has all of %s, which %d devices cannot divide',
-      checkpoint.path.name,
+      stored.path.name,
       ', '.join(whole),
       layout.parts('heads'),
     )
-  if isinstance(config, llama_config.LlamaConfig) and config.ends_with_training:
+  is_model = family in families.FAMILIES
+  if is_model and getattr(config, 'ends_with_training', False):
     logging.warning(
       '%s: the context is %d tokens, so --context may not be larger: a longer'
       ' text would rotate what is cached by other factors (longrope)',
-      checkpoint.path.name,
+      stored.path.name,
       config.num_positions,
     )
-  loaded = read_parameters(
-    checkpoint,
-    family,
-    expected,
-    form,
-    config,
-    packed=packed,
-    layout=layout,
-    outputs=outputs,
-  )
-  return nnx.merge(graph, traverse_util.unflatten_dict(loaded))
+  loaded, origin = dict[Path, matrices_lib.Weight](), dict[Path, str]()
+  read = _read(stored, expected, placement)
+  for path, name, host in whole_files.reading_each(stored.path, read):
+    final = placement.hold(path, host, config)
+    if path not in loaded:
+      loaded[path] = jax.block_until_ready(final)
+      origin[path] = name
+    elif not jax.tree.all(jax.tree.map(jnp.array_equal, loaded[path], final)):
+      raise ValueError(
+        f'{stored.path}: tensors {origin[path]} and {name} must be equal'
+        ' but are not; is tie_word_embeddings wrong in config.json?'
+      )
+    del host  # Before the next tensor is read.
+  extras = {path: loaded.pop(path) for path, _ in family.extras}
+  return nnx.merge(graph, traverse_util.unflatten_dict(loaded)), extras
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,69 +263,45 @@ class _Array:
     """There are no blocks of few bits."""
 
 
-def drawn_tensors(shapes: Shapes) -> Iterator[tuple[str, _Array]]:
-  """Yields random tensors of some shapes by their canonical names."""
+def drawn_tensors(
+  stored: checkpoint_lib.StoredNetwork,
+) -> Iterator[tuple[str, _Array]]:
+  """Yields random tensors of a network by their canonical names."""
   rng = np.random.default_rng(0)
-  for path, leaf in shapes.items():
+  placement = placement_lib.make(jnp.bfloat16)
+  for path, leaf in _shapes(stored, placement)[1].items():
     name = families.parameter_name(path)
     array = 0.02 * rng.standard_normal(leaf.shape, np.float32)
     yield name, _Array(name, array)
 
 
 class DrawnFolder(hugging_face.HuggingFaceFolder):
-  """A folder of which only config.json is read; its weights are random.
+  """A folder with random weights; only its config.json is read.
 
-  Forwards take as long as those of a trained model.
+  A forward takes as long as a forward of a trained model.
   """
 
   size = 0
 
   def tensors(self) -> Iterator[tuple[str, Any]]:
     """Yields canonical names and tensors."""
-    shapes = shape_module(self.config, jnp.dtype(jnp.bfloat16))
-    return drawn_tensors(flat_params(shapes)[1])
+    return drawn_tensors(self)
 
 
-def read_parameters(
-  checkpoint: checkpoint_lib.Checkpoint,
-  family: families.Family,
-  expected: Shapes,
-  form: matrices_lib.WeightFormat,
-  config: adapter.Config,
-  *,
-  packed: bool,
-  layout: sharding_lib.Layout,
-  outputs: np.ndarray | None = None,
-) -> dict[Path, matrices_lib.Weight]:
-  """Reads parameters of the expected shapes by path; see `read_module`."""
-  loaded, origin = dict[Path, matrices_lib.Weight](), dict[Path, str]()
-  read = _read(checkpoint, family, expected, form, config)
-  for path, name, host in whole_files.reading_each(checkpoint.path, read):
-    tied = outputs is not None and config.tie_embeddings
-    if outputs is not None and path[0] == (
-      config.embedding if tied else 'lm_head'
-    ):
-      host = matrices_lib.few_outputs(host, outputs, is_embedding=tied)
-    # Some embeddings are added, not multiplied.
-    if not packed or path[0] == config.looked_up:
-      host = matrices_lib.for_xla(host)
-    elif len(host.shape) == 2:
-      host = matrices_lib.pack(host)
-    final = layout.put_parameter(path, host, config)
-    if path not in loaded:
-      loaded[path] = jax.block_until_ready(final)
-      origin[path] = name
-    elif not jax.tree.all(jax.tree.map(jnp.array_equal, loaded[path], final)):
-      raise ValueError(
-        f'{checkpoint.path}: tensors {origin[path]} and {name} must be equal'
-        ' but are not; is tie_word_embeddings wrong in config.json?'
-      )
-    del host  # Before the next tensor is read.
-  return loaded
+def _shapes(
+  stored: checkpoint_lib.StoredNetwork, placement: placement_lib.Placement
+) -> tuple[nnx.GraphDef[Any], Shapes]:
+  """The graph of a module, and the shapes of all that is stored."""
+  dtype, family = jnp.dtype(placement.form.float_dtype), stored.family
+  module = shape_module(stored.config, dtype, placement.layout, family)
+  graph, shapes = flat_params(module)
+  for path, shape in family.extras:
+    shapes[path] = jax.ShapeDtypeStruct(shape, dtype)
+  return graph, shapes
 
 
 def _held_bytes(expected: Shapes, form: matrices_lib.WeightFormat) -> int:
-  """Bytes of the parameters that a device has, of which shapes are given."""
+  """Bytes of parameters of these shapes on a device."""
   ratio = form.bytes_per_weight / jnp.dtype(form.float_dtype).itemsize
   return sum(
     int(memory.bytes_on_device(leaf) * (ratio if leaf.ndim == 2 else 1))
@@ -337,57 +310,46 @@ def _held_bytes(expected: Shapes, form: matrices_lib.WeightFormat) -> int:
 
 
 def _read(
-  checkpoint: checkpoint_lib.Checkpoint,
-  family: families.Family,
+  stored: checkpoint_lib.StoredNetwork,
   expected: Shapes,
-  form: matrices_lib.WeightFormat,
-  config: adapter.Config,
+  placement: placement_lib.Placement,
 ) -> Iterator[tuple[Path, str, Any]]:
   """Yields paths in the module, stored names, and parameters on the host."""
-  expanded, found = list[str](), set[str]()
-  # Rows that are looked up cost little, so they have eight bits, too.
-  heads = {config.embedding, config.looked_up, 'lm_head'}
-  heads |= {*block_drafter.LOOKED_UP}
+  config, family = stored.config, stored.family
+  expanded, read_names = list[str](), set[str]()
   paths = {families.parameter_name(path): path for path in expected}
   for key, tensor in waiting.progress(
-    checkpoint.tensors(),
-    f'reading {checkpoint.path.name}',
-    len(paths),
-    checkpoint.size,
+    stored.tensors(), f'reading {stored.path.name}', len(paths), stored.size
   ):
-    where = f'{checkpoint.path}: tensor {tensor.name}'
+    where = f'{stored.path}: tensor {tensor.name}'
     if key not in paths:
       raise ValueError(f'{where} is not part of a {family.name}')
-    leaf = expected[paths[key]]
+    path, leaf = paths[key], expected[paths[key]]
     if tensor.shape != leaf.shape:
       by = -1 if getattr(tensor, 'transposed', False) else 1  # As in the file.
       raise ValueError(
         f'{where} has shape {tensor.shape[::by]}, expected {leaf.shape[::by]}'
       )
-    path, make, host = paths[key], form.from_blocks, None
     try:
       if leaf.ndim != 2 or family.stays_float(key):
-        make = functools.partial(matrices_lib.fill, dtype=leaf.dtype)
-      elif form.keeps_blocks:
-        host = tensor.in_blocks()
-        expanded += [tensor.name] * (host is None)
-      elif form.of_head is not None and heads.intersection(path):
-        make = form.of_head
-      if host is None:
-        host = make(tensor.blocks(), leaf.shape)
+        host = matrices_lib.fill(tensor.blocks(), leaf.shape, dtype=leaf.dtype)
+      else:
+        host = placement.rounded(path, tensor, config)
+        if placement.form.keeps_blocks and isinstance(host, np.ndarray):
+          expanded.append(tensor.name)
     except ValueError as error:
       raise ValueError(f'{where}: {error}') from error
-    found.add(key)
+    read_names.add(key)
     yield path, tensor.name, host
     del host  # Before the next tensor is read.
-  if missing := sorted(paths.keys() - found):
+  if missing := sorted(paths.keys() - read_names):
     lacks = f'lacks {len(missing)} tensors, the first is {missing[0]}'
-    raise ValueError(f'{checkpoint.path} {lacks}')
+    raise ValueError(f'{stored.path} {lacks}')
   if expanded:
     logging.warning(
       '%s: %d matrices are in bfloat16, since no kernel computes their types:'
       ' %s, ...',
-      checkpoint.path.name,
+      stored.path.name,
       len(expanded),
       expanded[0],
     )
@@ -396,17 +358,16 @@ def _read(
 def _joined(
   arrays: Mapping[str, np.ndarray], parts: Mapping[str, tensor_parts.Part]
 ) -> np.ndarray:
-  """The tensor that holds all of some arrays, each at its part; {} of one."""
+  """Joins arrays to a tensor, each at its part; {} of parts: the only array."""
   first = next(iter(arrays.values()))
   if not parts:
     return first
-  part = next(iter(parts.values()))
-  experts = part.experts or 1
-  rows = sum(len(arrays[name]) for name in parts) // experts
-  whole = np.empty((experts, rows, *first.shape[1:]), first.dtype)
-  for name, one in parts.items():
-    whole[one.expert or 0, one.rows] = arrays[name]
-  return whole if part.experts else whole[0]
+  num_experts = next(iter(parts.values())).experts
+  rows = sum(len(arrays[name]) for name in parts) // (num_experts or 1)
+  whole = np.empty((num_experts or 1, rows, *first.shape[1:]), first.dtype)
+  for name, part in parts.items():
+    whole[part.expert or 0, part.rows] = arrays[name]
+  return whole if num_experts else whole[0]
 
 
 def save_pretrained(
@@ -418,7 +379,7 @@ def save_pretrained(
 ) -> None:
   """Writes a folder that both `load_module` and transformers read.
 
-  The folder is made if it does not exist, and the tokenizer saved beside the
+  The folder is made if it does not exist, and the tokenizer saved next to the
   weights. Without a dtype every tensor keeps its own.
 
   Raises:
@@ -448,16 +409,16 @@ def save_pretrained(
     name = families.parameter_name(path)
     values = family.convert(-1, name, np.asarray(matrices_lib.unpack(leaf)))
     array = np.asarray(values, dtype=dtype or values.dtype)
-    own = tensor_names.stored_name(name, module.config)
-    stored.setdefault(own, {})[name] = array
+    stored_name = tensor_names.stored_name(name, module.config)
+    stored.setdefault(stored_name, {})[name] = array
   tensors = {}
-  for own, arrays in stored.items():
-    known = family.canonical_name(own, module.config) or own
-    whole = _joined(arrays, family.parts(known, module.config))
-    name, one = next(iter(arrays.items()))
+  for stored_name, arrays in stored.items():
+    canonical = family.canonical_name(stored_name, module.config) or stored_name
+    whole = _joined(arrays, family.parts(canonical, module.config))
+    name, part = next(iter(arrays.items()))
     if family.is_transposed(name):
-      whole = whole.swapaxes(whole.ndim - one.ndim, -1)
-    tensors[own] = np.ascontiguousarray(whole)
+      whole = whole.swapaxes(whole.ndim - part.ndim, -1)
+    tensors[stored_name] = np.ascontiguousarray(whole)
   whole_files.write_tensors(
     folder / hugging_face.WEIGHTS, tensors, {'format': 'pt'}
   )
@@ -486,9 +447,8 @@ def save_in_four_bits(name: str, folder: str | pathlib.Path) -> None:
     )
   if pathlib.Path(folder).resolve() == checkpoint.path.resolve():
     raise ValueError(f'{folder} is the folder of the model; give another')
-  config, form = checkpoint.config, matrices_lib.FORMATS['int4']
-  _, expected = flat_params(shape_module(config, jnp.dtype(form.float_dtype)))
-  read = _read(checkpoint, families.family_of(config), expected, form, config)
+  placement = placement_lib.Placement(matrices_lib.FORMATS['int4'])
+  read = _read(checkpoint, _shapes(checkpoint, placement)[1], placement)
   parameters = {
     families.parameter_name(path): host
     for path, _, host in whole_files.reading_each(checkpoint.path, read)

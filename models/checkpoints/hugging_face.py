@@ -35,7 +35,7 @@ _FLOATS = {
 
 @contextlib.contextmanager
 def opened(file: pathlib.Path) -> Iterator[Any]:
-  """A safetensors file; ValueError if it is another."""
+  """A safetensors file; ValueError if it has another format."""
   try:
     with safetensors.safe_open(file, 'numpy') as mapped:
       yield mapped
@@ -76,9 +76,9 @@ class Tensor:
     return self.rows()
 
   def rows(self) -> Iterator[blocks_lib.Rows]:
-    """The same, whatever its type is.
+    """Yields the same as `blocks`, of a tensor of any type.
 
-    The file is mapped anew for every block: pages of a mapping that were
+    The file is mapped again for every block: pages of a mapping that were
     touched stay resident until it is closed, and would double the peak memory.
     """
     if self.part.expert == 0 and self.stored_shape[0] != self.part.experts:
@@ -120,7 +120,7 @@ class Packed:
 
 @dataclasses.dataclass(frozen=True)
 class _Blocks(Packed):
-  """A matrix in MXFP4, whose blocks and exponents are two tensors.
+  """A matrix in MXFP4: a tensor of blocks and a tensor of exponents.
 
   A block has 32 inputs, neighbours in the halves of a byte; in a GGUF file it
   is the exponent, and then inputs 16 apart in the halves of a byte.
@@ -139,16 +139,16 @@ class _Blocks(Packed):
     return outputs, 32 * groups
 
   def in_blocks(self) -> blocks_lib.BlockMatrix:
-    if (found := self.exponents.shape) != self.blocks_of.shape[:-1]:
-      raise ValueError(f'{self.exponents.name} has shape {found}')
+    if (shape := self.exponents.shape) != self.blocks_of.shape[:-1]:
+      raise ValueError(f'{self.exponents.name} has shape {shape}')
     if {self.blocks_of.dtype, self.exponents.dtype} != {'U8'}:
       raise ValueError('its bytes have another dtype than U8')
-    read = lambda one: np.concatenate([rows for _, rows in one.rows()])
+    read = lambda tensor: np.concatenate([rows for _, rows in tensor.rows()])
     pairs = read(self.blocks_of)
     codes = np.stack([pairs & 15, pairs >> 4], axis=-1)
     low, high = np.split(codes.reshape(*pairs.shape[:-1], 32), 2, axis=-1)
-    parts = [read(self.exponents)[..., None], low | high << 4]
-    raw = np.concatenate(parts, axis=-1).reshape(len(pairs), -1)
+    pieces = [read(self.exponents)[..., None], low | high << 4]
+    raw = np.concatenate(pieces, axis=-1).reshape(len(pairs), -1)
     return blocks_lib.from_raw([(slice(None), raw)], self.shape, 'MXFP4')
 
 
@@ -175,6 +175,10 @@ class HuggingFaceFolder:
       )
     return families.config_from_keys(text_files.read_object(path), path)
 
+  @property
+  def family(self) -> families.Family:
+    return families.family_of(self.config)
+
   @functools.cached_property
   @checkpoint_lib.named
   def tokenizer(self) -> transformers.PreTrainedTokenizerBase | None:
@@ -194,7 +198,9 @@ class HuggingFaceFolder:
   @property
   @checkpoint_lib.named
   def stored_dtypes(self) -> list[str]:
-    kinds = [one.dtype for one in self.stored() if len(one.stored_shape) > 1]
+    kinds = [
+      tensor.dtype for tensor in self.stored() if len(tensor.stored_shape) > 1
+    ]
     names = _FLOATS | {'U8': matrices_lib.STORED}  # Others are refused.
     return list(dict.fromkeys(names.get(kind, kind) for kind in kinds))
 
@@ -208,21 +214,22 @@ class HuggingFaceFolder:
 
   def tensors(self) -> Iterator[tuple[str, Tensor | _Blocks]]:
     """Yields canonical names and tensors, in the order of the files."""
-    config = self.config
-    family = families.family_of(config)
+    config, family = self.config, self.family
     stored = {tensor.name: tensor for tensor in self.stored()}
     for tensor in stored.values():
-      known = family.canonical_name(tensor.name, config)
-      if known is None or family.is_unused(known, config):
+      canonical = family.canonical_name(tensor.name, config)
+      if canonical is None or family.is_unused(canonical, config):
         continue
-      parts = family.parts(known, config) or {known: tensor_parts.Part()}
+      parts = family.parts(canonical, config) or {
+        canonical: tensor_parts.Part()
+      }
       stem = tensor.name.removesuffix(checkpoint_lib.BLOCKS)
       exponents = stored.get(stem + checkpoint_lib.SCALES)
       for name, part in parts.items():
         if exponents is not None:
           both = (tensor, exponents)
-          own = (dataclasses.replace(one, part=part) for one in both)
-          yield name, _Blocks(*own)
+          halves = (dataclasses.replace(half, part=part) for half in both)
+          yield name, _Blocks(*halves)
           continue
         yield (
           name,
@@ -244,7 +251,7 @@ class HuggingFaceFolder:
         files have a tensor that the index does not name.
     """
     files, index = self._weights(), self._index()
-    found, left_out = dict[str, pathlib.Path](), dict[str, pathlib.Path]()
+    owner, left_out = dict[str, pathlib.Path](), dict[str, pathlib.Path]()
     for file in files:
       with opened(file) as mapped:
         described = [
@@ -256,13 +263,13 @@ class HuggingFaceFolder:
         if self.path / index.get(tensor.key, file.name) != file:
           left_out[tensor.key] = file
           continue
-        if (first := found.setdefault(tensor.key, file)) != file:
+        if (first := owner.setdefault(tensor.key, file)) != file:
           raise ValueError(
             f'{first.name} and {file.name} both have the tensor {tensor.key},'
             f' and {_INDEX} does not say which one counts'
           )
         yield tensor
-    if lost := sorted(left_out.keys() - found.keys()):
+    if lost := sorted(left_out.keys() - owner.keys()):
       raise ValueError(
         f'{_INDEX} says that {index[lost[0]]} has the tensor {lost[0]}, but'
         f' {left_out[lost[0]].name} has it'
@@ -272,13 +279,13 @@ class HuggingFaceFolder:
     """The file of each tensor by the index; empty if one file has all."""
     if (self.path / WEIGHTS).exists() or not (self.path / _INDEX).exists():
       return {}
-    found = text_files.read_object(self.path / _INDEX).get('weight_map')
-    if not found or not text_files.fits(found, dict[str, str]):
+    index = text_files.read_object(self.path / _INDEX).get('weight_map')
+    if not index or not text_files.fits(index, dict[str, str]):
       raise ValueError(
         f'{self.path / _INDEX} is not an index of shards: its weight_map must'
-        f' name the file of each tensor, got {found!r:.60}'
+        f' name the file of each tensor, got {index!r:.60}'
       )
-    return found
+    return index
 
   def _weights(self) -> list[pathlib.Path]:
     """The files with weights; ValueError if there are none or some lack."""

@@ -20,7 +20,7 @@ _COPIED = ('*.json', '*.jinja', '*.txt', '*.model')
 
 @dataclasses.dataclass(frozen=True)
 class _Matrix(hugging_face.Packed):
-  """A matrix in blocks, whose words are a stored tensor."""
+  """A matrix in blocks; a stored tensor has its words."""
 
   words: hugging_face.Tensor
   kind: str  # The kind of its blocks.
@@ -81,7 +81,7 @@ def save(
 
   Args:
     parameters: by canonical names, on the host: arrays and `BlockMatrix`.
-    source: the folder of the model, of which everything else is copied.
+    source: the folder of the model; everything but the weights is copied.
     folder: to be written.
   """
   folder.mkdir(parents=True, exist_ok=True)

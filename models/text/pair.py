@@ -16,6 +16,7 @@ from specdec import model as model_lib
 from specdec.draft import block as block_lib
 from specdec.draft import head as head_lib
 from specdec.models.checkpoints import hub
+from specdec.models.checkpoints import placement as placement_lib
 from specdec.models.checkpoints.heads import block_drafters
 from specdec.models.checkpoints.heads import heads
 from specdec.models.nn import adapter
@@ -186,22 +187,15 @@ def load_weights(vocabulary: vocabulary_lib.Vocabulary) -> Pair:
     ValueError: a tensor is unknown, missing, left over or misshapen.
   """
   sources, draft, head = vocabulary.sources, None, None
-  packed, layout = sources.packed, sources.layout
-  draft_format: dict[str, Any] = {
-    'dtype': sources.draft_dtype,
-    'packed': packed,
-    'layout': sources.draft_layout,
-  }
-  module = hub.read_module(
-    sources.target, dtype=sources.dtype, packed=packed, layout=layout
+  placement = sources.placement
+  draft_placement = dataclasses.replace(
+    sources.draft_placement, outputs=vocabulary.draft_outputs
   )
-  outputs = vocabulary.draft_outputs
+  module, _ = hub.load_network(sources.target, placement)
   if sources.draft is not None:
-    draft_module = hub.read_module(
-      sources.draft, outputs=outputs, **draft_format
-    )
+    draft_module, _ = hub.load_network(sources.draft, draft_placement)
     draft = _with_target_tokens(draft_module, vocabulary)
-  target = adapter.as_model(module, layout, sources.hidden)
+  target = adapter.as_model(module, placement.layout, sources.hidden)
   if draft and draft.spec.weight_bytes > target.spec.weight_bytes:
     logging.warning(
       'a forward of the draft %s reads more than one of the target %s, so'
@@ -210,10 +204,9 @@ def load_weights(vocabulary: vocabulary_lib.Vocabulary) -> Pair:
       sources.choice.target,
     )
   if sources.head is not None:
-    head = heads.load(sources.head, target, outputs=outputs, **draft_format)
-  return Pair(
-    target, draft, vocabulary.tokenizer, vocabulary.eos_ids, layout, head
-  )
+    head = heads.load_head(sources.head, target, draft_placement)
+  tokens = vocabulary.tokenizer, vocabulary.eos_ids
+  return Pair(target, draft, *tokens, placement.layout, head)
 
 
 def _with_target_tokens(
@@ -221,8 +214,9 @@ def _with_target_tokens(
 ) -> model_lib.LanguageModel:
   """A draft that reads and proposes tokens of the target."""
   sources, shared = vocabulary.sources, vocabulary.shared
-  draft = adapter.as_model(module, sources.draft_layout)
-  place = lambda arrays: jax.device_put(arrays, sources.draft_layout.everywhere)
+  layout = sources.draft_placement.layout
+  draft = adapter.as_model(module, layout)
+  place = lambda arrays: jax.device_put(arrays, layout.everywhere)
   if shared is None:
     model = adapter.with_vocab_size(draft, sources.target.config.vocab_size)
   else:
@@ -267,20 +261,18 @@ def drawn_pair(choice: choice_lib.ModelChoice) -> Pair:
     stored = block_drafters.DrawnBlockDrafter(
       hub.locate(choice.head).path, checkpoint.config
     )
-  module = hub.read_module(
-    hub.DrawnFolder(checkpoint.path), dtype=choice.dtype, packed=packed
-  )
+  placement = placement_lib.make(choice.dtype, packed=packed)
+  module, _ = hub.load_network(hub.DrawnFolder(checkpoint.path), placement)
   hidden = () if stored is None else stored.config.reads
   target = adapter.as_model(module, hidden=hidden)
   if stored is not None:
-    num_outputs = draft_vocabulary.size_of(choice.draft_vocab)
-    head = heads.load(
-      stored,
-      target,
-      dtype=choice.draft_dtype or choice.dtype,
+    size = draft_vocabulary.size_of(choice.draft_vocab)
+    draft_placement = placement_lib.make(
+      choice.draft_dtype or choice.dtype,
       packed=packed,
-      outputs=None if num_outputs is None else np.arange(num_outputs),
+      outputs=None if size is None else np.arange(size),
     )
+    head = heads.load_head(stored, target, draft_placement)
   tokenizer: Any = None
   return Pair(target, None, tokenizer, (), head=head)
 

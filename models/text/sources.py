@@ -12,8 +12,8 @@ import transformers
 
 from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import hub
+from specdec.models.checkpoints import placement as placement_lib
 from specdec.models.checkpoints.heads import heads
-from specdec.models.nn import matrices as matrices_lib
 from specdec.models.nn import sharding as sharding_lib
 from specdec.models.nn.cpu import build
 from specdec.models.text import choice as choice_lib
@@ -28,22 +28,16 @@ class Sources:
     target: the checkpoint of the target.
     draft: the checkpoint of the draft model, if there is one.
     head: the files of the drafting head, if there is one.
-    layout: the devices of the target.
-    draft_layout: the devices of the draft or the head.
-    packed: whether the kernels of `models/nn/cpu` are used.
-    dtype: the format of the target.
-    draft_dtype: the format of the draft or the head, if there is one.
+    placement: how the target is held.
+    draft_placement: how the draft or the head is held, if there is one.
   """
 
   choice: choice_lib.ModelChoice
   target: checkpoint_lib.Checkpoint
   draft: checkpoint_lib.Checkpoint | None
   head: heads.Stored | None
-  layout: sharding_lib.Layout
-  draft_layout: sharding_lib.Layout
-  packed: bool
-  dtype: str
-  draft_dtype: str
+  placement: placement_lib.Placement
+  draft_placement: placement_lib.Placement
 
   @property
   def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
@@ -63,8 +57,9 @@ class Sources:
   @property
   def is_exact(self) -> bool:
     """Whether drafted tokens always equal the tokens of plain decoding."""
-    exact = matrices_lib.KERNEL_DTYPES if self.packed else ('float32',)
-    return self.dtype in ('float32', *exact)
+    form = self.placement.form
+    has_kernels = self.placement.packed and form.has_kernels
+    return has_kernels or form.name == 'float32'
 
 
 def open_sources(choice: choice_lib.ModelChoice) -> Sources:
@@ -87,24 +82,22 @@ def open_sources(choice: choice_lib.ModelChoice) -> Sources:
     packed = False
     message = 'cpu_kernels are for one device; on %d XLA computes'
     logging.log_first_n(logging.WARNING, message, 1, layout.num_devices)
-  dtype = checkpoint_lib.resolve_dtype(choice.dtype, target, packed=packed)
-  draft_dtype, drafting = dtype, head.stored if head else draft
+  form = checkpoint_lib.resolve_dtype(choice.dtype, target, packed=packed)
+  draft_form, drafting = form, head.stored if head else draft
   if drafting is not None:
-    draft_dtype = checkpoint_lib.resolve_draft_dtype(
-      choice.draft_dtype, drafting, target_dtype=dtype, packed=packed
+    draft_form = checkpoint_lib.resolve_draft_dtype(
+      choice.draft_dtype, drafting, target=form, packed=packed
     )
+  draft_layout = sharding_lib.draft_layout(
+    layout,
+    'replicated' if head else choice.draft_mesh,
+    functools.partial(hub.layer_bytes, config, draft_form),
+  )
   return Sources(
     choice=choice,
     target=target,
     draft=draft,
     head=head,
-    layout=layout,
-    draft_layout=sharding_lib.draft_layout(
-      layout,
-      'replicated' if head else choice.draft_mesh,
-      functools.partial(hub.layer_bytes, config, draft_dtype),
-    ),
-    packed=packed,
-    dtype=dtype,
-    draft_dtype=draft_dtype,
+    placement=placement_lib.Placement(form, packed, layout),
+    draft_placement=placement_lib.Placement(draft_form, packed, draft_layout),
   )

@@ -16,7 +16,7 @@ import numpy as np
 from specdec.models.checkpoints.gguf_parts import gguf_header
 from specdec.text import text_files
 
-# Keys of the metadata, after the architecture, and those of config.json.
+# Keys of the metadata, after the architecture, and keys of config.json.
 _GPT2_KEYS = {
   'context_length': 'n_positions',
   'embedding_length': 'n_embd',
@@ -78,13 +78,13 @@ _OFF_AT_ZERO: dict[str, float | None] = {
   'logit_scale': 1.0,
   'residual_scale': 1.0,
 }
-# Keys that a file may lack, beside those of experts.
+# Keys that a file may lack, besides the keys of experts.
 _OPTIONAL_KEYS = {'attention.head_count_kv', 'attention.key_length'}
 _OPTIONAL_KEYS |= _OFF_AT_ZERO.keys()
-# The beginnings of keys of parts that a model may have, and what the names of
-# tensors of such a part have. Converters leave keys of parts in files without
-# them: a Granite 4 without Mamba layers is a `granite`.
-_OF_PARTS = {
+# Parts that a model may have: prefixes of their keys, and texts in the names of
+# their tensors. Converters write these keys for models without the part, too: a
+# Granite 4 without Mamba layers is a `granite`.
+_OPTIONAL_PARTS = {
   'ssm.': '.ssm_',
   'shortconv.': '.shortconv.',
   'expert_shared_': 'shexp.',
@@ -121,7 +121,8 @@ _OTHER_KEYS = {
   'vocab_size',
 }
 
-# Types of keys that are no integers; those of which a part is here are numbers.
+# Types of keys that are not integers; a key with a part from `_NUMBERS` is a
+# number.
 _LISTS: dict[str, Any] = {
   PATTERN: int | list[bool] | list[int],
   'extract_layers': list[int],
@@ -199,7 +200,7 @@ NAMES = {
   'selector_successor': 'markov_head.markov_w2',
   'selector_hidden': 'markov_head.hidden_projection',
 }
-# Names whose ends are not those of the canonical names.
+# Names that end otherwise than the canonical names.
 _WHOLE_NAMES = {
   'attn_conv_base': 'attention_conv.base_kernel',
   'attn_sinks.weight': 'self_attn.sinks',
@@ -225,12 +226,12 @@ _FUSED_NAMES = NAMES | {
   'attn_qkv': 'self_attn.qkv_proj',
   'ffn_up': 'mlp.gate_up_proj',
 }
-_BEHIND_NAMES = NAMES | {'post_attention_norm': 'post_attention_layernorm'}
-_GEMMA_NAMES = _BEHIND_NAMES | {'ffn_norm': 'pre_feedforward_layernorm'}
+_POST_NORM_NAMES = NAMES | {'post_attention_norm': 'post_attention_layernorm'}
+_GEMMA_NAMES = _POST_NORM_NAMES | {'ffn_norm': 'pre_feedforward_layernorm'}
 
 
 _PROJECTOR = 'the projector (mmproj) of a vision model, without the model'
-# What files with other contents are, by their `general.type` or architecture.
+# Files with other contents, by their `general.type` or architecture.
 _NO_MODELS = {
   'adapter': 'an adapter (LoRA) of one; merge it into the model it is for',
   **dict.fromkeys(('clip', 'mmproj'), _PROJECTOR),
@@ -244,21 +245,22 @@ class Architecture(NamedTuple):
   """The properties of the files of an architecture.
 
   Attributes:
-    plain: the `model_type` without experts, None if there is none.
+    plain: the `model_type` without experts; None: all files have experts.
     mixture: the `model_type` with experts.
     windowed: the `model_type` if layers have a window, None if it is the same.
     keys: of the metadata.
     names: of the tensors.
     layers: canonical name of the list of layers.
     swaps_rows: whether rows of queries and keys have llama.cpp's order.
-    pattern: every how many layers one has no window, of files that do not say
-      it; 0 if all have one, None if it is not known.
-    local_base: the base of the rotation of layers with a window, of files that
-      do not say it; None if it is the same for all layers.
-    head_from_width: the number of layers of a model whose scores are divided by
-      the square root of the width over the number of heads, not of a head's.
-    state_layers: the entry of `layer_types` of layers with a state in place of
-      keys and values, which have 0 heads of them; None if there are none.
+    pattern: default n if a file does not say it: every n-th layer has no
+      window. 0: all layers have a window; None: there is no default.
+    local_base: default base of the rotation of layers with a window; None: the
+      base is the same for all layers.
+    head_from_width: a model with this number of layers divides its scores by
+      the square root of the width over the number of heads; others by the
+      square root of a head's width.
+    state_layers: the entry of `layer_types` of layers that keep a state; they
+      have 0 heads of keys and values. None: no layer keeps a state.
     fixed: keys of config.json that all files have.
   """
 
@@ -293,7 +295,7 @@ ARCHITECTURES = {
   'gemma4': Architecture(
     'gemma4_text', keys=_GEMMA4_KEYS, names=_GEMMA_NAMES, local_base=10000.0
   ),
-  'gpt-oss': Architecture(None, 'gpt_oss', names=_BEHIND_NAMES, pattern=2),
+  'gpt-oss': Architecture(None, 'gpt_oss', names=_POST_NORM_NAMES, pattern=2),
   'lfm2': Architecture(
     'lfm2',
     keys=_LFM2_KEYS,
@@ -310,15 +312,15 @@ ARCHITECTURES = {
   ),
   'minicpm': Architecture('granite', keys=_MINICPM_KEYS, swaps_rows=True),
   'mistral3': Architecture('ministral3', swaps_rows=True, pattern=0),
-  'olmo2': Architecture('olmo2', windowed='olmo3', names=_BEHIND_NAMES),
+  'olmo2': Architecture('olmo2', windowed='olmo3', names=_POST_NORM_NAMES),
   'phi3': Architecture('phi3', names=_FUSED_NAMES, pattern=0),
   'qwen2': Architecture('qwen2'),
   'qwen3': Architecture('qwen3'),
-  # Heads of values lie in the order in which ggml repeats keys.
+  # Heads of values are stored in the order in which ggml repeats keys.
   'qwen35': Architecture(
     'qwen3_5_text',
     keys=_DELTA_KEYS,
-    names=_BEHIND_NAMES | {'attn_qkv': 'linear_attn.in_proj_qkv'},
+    names=_POST_NORM_NAMES | {'attn_qkv': 'linear_attn.in_proj_qkv'},
     fixed={'linear_heads_tiled': True},
   ),
   'qwen3moe': Architecture(None, 'qwen3_moe'),
@@ -330,14 +332,14 @@ def canonical_name(
   name: str, names: Mapping[str, str], layers: str = 'layers'
 ) -> str | None:
   """The canonical name of a tensor; None if it is not among the names."""
-  block, number, own = (*name.split('.', 2), '', '')[:3]
+  block, layer, rest = (*name.split('.', 2), '', '')[:3]
   if block != 'blk':
-    own = name
-  stem, _, leaf = own.rpartition('.')
-  ours = _WHOLE_NAMES.get(own)
+    rest = name
+  stem, _, leaf = rest.rpartition('.')
+  ours = _WHOLE_NAMES.get(rest)
   if ours is None and stem in names:
     ours = f'{names[stem]}.{leaf}'
-  return ours and (f'{layers}.{number}.{ours}' if block == 'blk' else ours)
+  return ours and (f'{layers}.{layer}.{ours}' if block == 'blk' else ours)
 
 
 def check_is_model(header: gguf_header.Header) -> None:
@@ -345,23 +347,22 @@ def check_is_model(header: gguf_header.Header) -> None:
   for key in ('general.type', 'general.architecture'):
     if other := _NO_MODELS.get(str(header.metadata.get(key))):
       raise ValueError(f'it is no model, but {other}')
-  if (parts := header.metadata.get('split.count', 0)) > 1:  # 0: merged.
+  if (num_files := header.metadata.get('split.count', 0)) > 1:  # 0: merged.
     raise ValueError(
-      f'it is one of {parts} parts of a model; merge them with llama-gguf-split'
-      ' --merge'
+      f'it is one of {num_files} parts of a model; merge them with'
+      ' llama-gguf-split --merge'
     )
 
 
 def architecture_of(header: gguf_header.Header) -> str:
   """The name of the architecture; ValueError if it is not known."""
   check_is_model(header)
-  found = header.metadata.get('general.architecture')
-  if found not in ARCHITECTURES:
+  name = header.metadata.get('general.architecture')
+  if name not in ARCHITECTURES:
     raise ValueError(
-      f'architecture {found!r} is not known; choose from'
-      f' {sorted(ARCHITECTURES)}'
+      f'architecture {name!r} is not known; choose from {sorted(ARCHITECTURES)}'
     )
-  return found
+  return name
 
 
 def _shortest(value: Any) -> Any:
@@ -376,82 +377,82 @@ def num_layers(header: gguf_header.Header, name: str) -> int:
   """
   keys = f'{name}.block_count', f'{name}.{_NEXTN}'
   text_files.check_types(header.metadata, dict.fromkeys(keys, int))
-  number, others = (header.metadata.get(key, 0) for key in keys)
-  if not 0 <= others <= number:
-    raise ValueError(f'{keys[1]}={others} contradicts {keys[0]}={number}')
-  return number - others
+  num_blocks, others = (header.metadata.get(key, 0) for key in keys)
+  if not 0 <= others <= num_blocks:
+    raise ValueError(f'{keys[1]}={others} contradicts {keys[0]}={num_blocks}')
+  return num_blocks - others
 
 
 def of_further_tokens(header: gguf_header.Header, name: str) -> set[str]:
   """The tensors of the layers that `num_layers` does not count."""
   last = header.metadata.get(f'{name}.block_count', 0)
-  numbers = range(num_layers(header, name), last)
-  prefixes = tuple(f'blk.{number}.' for number in numbers)
-  return {one for one in header.tensors if one.startswith(prefixes)}
+  blocks = range(num_layers(header, name), last)
+  prefixes = tuple(f'blk.{block}.' for block in blocks)
+  return {tensor for tensor in header.tensors if tensor.startswith(prefixes)}
 
 
 def _is_left_over(
-  key: str, known: Collection[str], header: gguf_header.Header
+  key: str, keys: Collection[str], header: gguf_header.Header
 ) -> bool:
   """Whether a key is of a part that the tensors do not have."""
-  return key not in known and any(
+  return key not in keys and any(
     key.startswith(prefix) and not any(part in name for name in header.tensors)
-    for prefix, part in _OF_PARTS.items()
+    for prefix, part in _OPTIONAL_PARTS.items()
   )
 
 
 def own_keys(
-  header: gguf_header.Header, name: str, known: Collection[str] = ()
+  header: gguf_header.Header, name: str, keys: Collection[str] = ()
 ) -> dict[str, Any]:
   """The keys of an architecture, without its name before them.
 
-  A list that repeats a value, once for each layer, is this value. Only widths
-  of perceptrons and whether layers have windows may differ between them.
+  A list that repeats a value, once for each layer, is this value. Only the
+  widths of MLPs, and which layers have windows, may differ between layers.
 
   Args:
     header: of the file.
     name: of the architecture.
-    known: its keys, if it is none of `ARCHITECTURES`.
+    keys: the keys of an architecture outside `ARCHITECTURES`.
 
   Raises:
-    ValueError: a key is not known, a value has another type, or those of a list
-      differ or are not as many as there are layers.
+    ValueError: a key is not known, a value has another type, or the values of a
+      list differ or have another number than the layers.
   """
   architecture = ARCHITECTURES.get(name, Architecture(None))
   if name in ARCHITECTURES:
-    known = {*architecture.keys, *_OTHER_KEYS}
+    keys = {*architecture.keys, *_OTHER_KEYS}
   prefix = f'{name}.'
-  number = header.metadata.get(f'{prefix}block_count')
-  found = {}
+  num_blocks = header.metadata.get(f'{prefix}block_count')
+  metadata = {}
   for full, value in header.metadata.items():
     key = full.removeprefix(prefix)
-    if key == full or _is_left_over(key, known, header):
+    if key == full or _is_left_over(key, keys, header):
       continue
-    if key not in known:
+    if key not in keys:
       raise ValueError(f'{full} is not supported')
     if key == 'block_count':
       value = num_layers(header, name)
     if isinstance(value, list) and (key == PATTERN or key not in _LISTS):
-      if len(value) != number:
+      if len(value) != num_blocks:
         raise ValueError(
-          f'{full} has {len(value)} values for block_count={number!r}'
+          f'{full} has {len(value)} values for block_count={num_blocks!r}'
         )
       value = value[: num_layers(header, name)]
     if isinstance(value, list) and key not in _LISTS:
       if key == KV_HEADS and architecture.state_layers:
         # The layers with a state have no heads.
-        value = [one or max(value) for one in value]
-      differs = not value or any(one != value[0] for one in value)
+        value = [entry or max(value) for entry in value]
+      differs = not value or any(entry != value[0] for entry in value)
       if differs and (key != INNER or name != 'gemma4'):
         raise ValueError(
           f'{full} differs between layers; this is not supported'
         )
       value = value if differs else value[0]
-    kind = _TYPES.get(key, float if _NUMBERS.search(key) else int)
-    text_files.check_types({full: value}, {full: kind})
+    value_type = _TYPES.get(key, float if _NUMBERS.search(key) else int)
+    text_files.check_types({full: value}, {full: value_type})
     is_off = value == 0 and key in _OFF_AT_ZERO
-    found[key] = _OFF_AT_ZERO[key] if is_off else _shortest(value)
-  return found
+    metadata[key] = _OFF_AT_ZERO[key] if is_off else _shortest(value)
+  return metadata
 
 
 def check_widths(

@@ -12,7 +12,7 @@ from specdec.models.checkpoints.gguf_parts import gguf_tensor
 from specdec.models.checkpoints.keys import config_keys
 from specdec.models.nn import rope as rope_lib
 
-# Keys of each scaling, and those of `rope_parameters`.
+# Keys of each scaling, and keys of `rope_parameters`.
 _SCALINGS: dict[str, dict[str, str]] = {
   'none': {},
   'longrope': {},
@@ -40,9 +40,9 @@ _LLAMA3: dict[str, Any] = {
 
 
 def part_of(count: int, whole: int) -> float:
-  """The share that `count` is, so that its product with `whole` is no less.
+  """`count / whole`, rounded so that the product with `whole` reaches `count`.
 
-  A product is rounded down, as transformers does: 15 / 22 * 22 would be 14.
+  transformers rounds the product down: 15 / 22 * 22 would be 14.
   """
   part = count / whole
   return part if part * whole >= count else math.nextafter(part, 1.0)
@@ -58,34 +58,35 @@ def rope_parameters(
   """
   parameters = {'rope_theta': metadata.get('rope.freq_base', 10000.0)}
   default = 'linear' if 'rope.scaling.factor' in metadata else 'none'
-  kind = metadata.get('rope.scaling.type', default)
-  if kind == 'longrope' or header.tensors.keys() & {
+  scaling = metadata.get('rope.scaling.type', default)
+  if scaling == 'longrope' or header.tensors.keys() & {
     *gguf_config.LONGROPE.values()
   }:
     return _longrope(metadata, header) | parameters
   for key in (*_FACTORS, _EXTRAPOLATION):
     if metadata.get(key, 1.0) != 1.0 and (
-      kind != 'yarn' or key == _EXTRAPOLATION
+      scaling != 'yarn' or key == _EXTRAPOLATION
     ):
       raise ValueError(
-        f'{key}={metadata[key]} is not supported with rope.scaling.type={kind}'
+        f'{key}={metadata[key]} is not supported with'
+        f' rope.scaling.type={scaling}'
       )
-  if kind not in _SCALINGS:
-    raise ValueError(f'rope.scaling.type {kind!r} is not supported')
-  if kind == 'linear' and 'rope.scaling.factor' not in metadata:
+  if scaling not in _SCALINGS:
+    raise ValueError(f'rope.scaling.type {scaling!r} is not supported')
+  if scaling == 'linear' and 'rope.scaling.factor' not in metadata:
     raise ValueError('rope.scaling.type=linear needs rope.scaling.factor')
-  keys = _SCALINGS[kind]
-  found = {keys[key]: metadata[key] for key in keys if key in metadata}
-  if kind != 'none':
-    parameters |= {'rope_type': kind, **found}
-  if kind == 'yarn':
-    parameters |= _attention_factor(metadata, found.get('factor', 1.0))
+  keys = _SCALINGS[scaling]
+  stated = {keys[key]: metadata[key] for key in keys if key in metadata}
+  if scaling != 'none':
+    parameters |= {'rope_type': scaling, **stated}
+  if scaling == 'yarn':
+    parameters |= _attention_factor(metadata, stated.get('factor', 1.0))
   if 'mscale_all_dim' in parameters:  # The other factor is one in llama.cpp.
     parameters['mscale'] = 1.0
   if (factors := gguf_config.ROPE_FACTORS) in header.tensors:
-    if kind != 'none':
+    if scaling != 'none':
       raise ValueError(
-        f'rope.scaling.type={kind!r} and the tensor {factors}'
+        f'rope.scaling.type={scaling!r} and the tensor {factors}'
         ' contradict each other'
       )
     parameters |= _divided(header, parameters['rope_theta'])
@@ -112,24 +113,24 @@ def _attention_factor(
 def _longrope(
   metadata: Mapping[str, Any], header: gguf_header.Header
 ) -> dict[str, Any]:
-  """The keys of a rotation whose frequencies are divided by stored factors."""
-  found: dict[str, Any] = {'rope_type': 'longrope'}
+  """The keys of a rotation that divides frequencies by stored factors."""
+  parameters: dict[str, Any] = {'rope_type': 'longrope'}
   for key, name in gguf_config.LONGROPE.items():
     if name not in header.tensors:
       raise ValueError(f'lacks the tensor {name} of its longrope')
     [(_, stored)] = gguf_tensor.Tensor(header.tensors[name]).blocks()
-    found[key] = stored.tolist()
+    parameters[key] = stored.tolist()
   whole = metadata['context_length']
-  found['original_max_position_embeddings'] = metadata.get(
+  parameters['original_max_position_embeddings'] = metadata.get(
     'rope.scaling.original_context_length', whole
   )
   if (factor := 'rope.scaling.attn_factor') in metadata:
-    found['attention_factor'] = metadata[factor]
-  return found
+    parameters['attention_factor'] = metadata[factor]
+  return parameters
 
 
 def _divided(header: gguf_header.Header, theta: float) -> dict[str, Any]:
-  """The keys of a scaling of which a file has the divisors of frequencies."""
+  """The keys of a scaling, from the stored divisors of its frequencies."""
   info = header.tensors[gguf_config.ROPE_FACTORS]
   [(_, stored)] = gguf_tensor.Tensor(info).blocks()
   kept = np.count_nonzero(stored == 1)
@@ -143,7 +144,7 @@ def _divided(header: gguf_header.Header, theta: float) -> dict[str, Any]:
   scaled = frequencies / scaling.scale(frequencies, theta)
   if not np.allclose(stored, scaled, rtol=1e-3):
     raise ValueError(
-      f'{gguf_config.ROPE_FACTORS} holds factors {stored[:4]}... that'
-      " are not those of Llama 3's scaling, and no others are supported"
+      f'{gguf_config.ROPE_FACTORS} holds factors {stored[:4]}... that differ'
+      " from Llama 3's scaling, and no others are supported"
     )
   return {'rope_type': 'llama3', 'factor': factor, **_LLAMA3}

@@ -33,7 +33,7 @@ def quants() -> types.ModuleType:
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-  """A tensor of a file, or that of one expert in a stack of them."""
+  """A tensor of a file, or one expert's tensor in a stack of all experts."""
 
   info: gguf_header.TensorInfo
   part: tensor_parts.Part = tensor_parts.Part()
@@ -96,7 +96,7 @@ class Tensor:
     return raw.reshape(count, size)
 
   def _floats(self, start: int, end: int) -> np.ndarray:
-    """The same rows as float32, their inner axes as one."""
+    """Rows as float32, with their inner axes flattened."""
     raw = self._raw(start, end)
     try:
       return quants().dequantize(raw, self._kind)

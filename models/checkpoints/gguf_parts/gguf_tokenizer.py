@@ -27,13 +27,13 @@ _SPECIAL = {
   'unk_token': 'unknown_token_id',
   'pad_token': 'padding_token_id',
 }
-# Ids of SentencePiece vocabularies whose files do not state them.
+# Ids of SentencePiece vocabularies, if a file does not state them.
 _DEFAULTS = {'bos_token_id': 1, 'eos_token_id': 2, 'unknown_token_id': 0}
 # Types of tokens: the unknown one, special ones, others that are never cut into
 # pieces, and those that only fill the vocabulary up.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 
-# Tokens that end a text or a turn, of whatever type: many files have but one
+# Tokens that end a text or a turn, of whatever type: many files have only one
 # key, or tokens of a wrong type.
 _ENDS = {
   '<|eot_id|>',
@@ -84,7 +84,7 @@ class _Vocabulary:
   file: str  # The name of the file.
 
   def token_id(self, key: str) -> int | None:
-    """The id of a token with a role; None if there is none that is usable."""
+    """The id of a token with a role; None without a usable id."""
     default = _DEFAULTS.get(key) if self.keys.get('model') == 'llama' else None
     token = self.keys.get(key, default)
     usable = isinstance(token, int) and 0 <= token < len(self.words)
@@ -93,14 +93,14 @@ class _Vocabulary:
 
 def _array(keys: dict[str, Any], name: str, length: int) -> list[Any]:
   """An array of at least some length; ValueError if it is shorter."""
-  found = keys.get(name)
-  if not isinstance(found, list) or len(found) < length:
-    number = len(found) if isinstance(found, list) else 'no'
+  array = keys.get(name)
+  if not isinstance(array, list) or len(array) < length:
+    size = len(array) if isinstance(array, list) else 'no'
     raise ValueError(
-      f'{_PREFIX}{name} has {number} entries, expected {length};'
+      f'{_PREFIX}{name} has {size} entries, expected {length};'
       ' convert the model again'
     )
-  return found
+  return array
 
 
 def _read(path: pathlib.Path) -> _Vocabulary | None:
@@ -175,8 +175,8 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
   pre = vocabulary.keys.get('pre')
   ignores = pre in gguf_words.IGNORE_MERGES
   backend = _merging(vocabulary, ignore_merges=ignores)
-  backend.pre_tokenizer, known = gguf_words.pre_tokenizer(pre)
-  if not known:
+  backend.pre_tokenizer, is_known = gguf_words.pre_tokenizer(pre)
+  if not is_known:
     logging.warning(
       '%s: the pre-tokenizer %r is not known; texts are split into words as'
       ' llama.cpp does by default, so prompts may get other tokens than the'
@@ -190,7 +190,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
-  """SentencePiece: the pair whose token has the highest score is joined."""
+  """SentencePiece: joins the pair that makes the token of the highest score."""
   words = vocabulary.words
   scores = _array(vocabulary.keys, 'scores', len(words))
   ids = {word: token for token, word in enumerate(words)}
@@ -280,7 +280,9 @@ def load_tokenizer(
     add_bos_token=adds['bos'],
     add_eos_token=adds['eos'],
     chat_template=keys['chat_template'],
-    **{name: words[one] for name, one in roles.items() if one is not None},
+    **{
+      name: words[token] for name, token in roles.items() if token is not None
+    },
   )
 
 
@@ -293,7 +295,7 @@ def eos_ids(path: pathlib.Path) -> list[int]:
   vocabulary = _read(path)
   if vocabulary is None:
     return []
-  stated = [vocabulary.token_id(f'{kind}_token_id') for kind in _END_KEYS]
+  stated = [vocabulary.token_id(f'{role}_token_id') for role in _END_KEYS]
   words = {*vocabulary.words}
   # As in llama.cpp: between messages of one answer of gpt-oss.
   within = {'<|end|>'} if {'<|return|>', '<|call|>'} <= words else set()

@@ -1,9 +1,9 @@
 r"""How the texts of GGUF files are split into words before they are merged.
 
-A file has but a name, which llama.cpp (src/llama-vocab.cpp) knows by regular
-expressions: each in turn cuts what those before it left into its matches and
-what lies between them. They agree with llama.cpp's where these differ from the
-expressions that a model was published with; `(?i:...)` is spelled out, for
+A file has only a name. llama.cpp (src/llama-vocab.cpp) has a list of regular
+expressions for each name. Each expression in turn cuts all pieces into its
+matches and the text between them. The expressions here agree with llama.cpp's
+where it differs from the published model; `(?i:...)` is spelled out, for
 example, because it makes `\u017f` an `s`.
 """
 
@@ -66,8 +66,8 @@ _LLAMA3_NAMES = {
   'lfm2',
   'jina-v5-nano',
 }
-# Whose texts begin with the BOS token unless the file says otherwise, and whose
-# words are one token if the vocabulary has them, whatever the merges make.
+# Texts begin with the BOS token unless the file says otherwise, and a word of
+# the vocabulary is one token, whatever the merges make.
 WITH_BOS = _LLAMA3_NAMES | {'tekken'}
 IGNORE_MERGES = WITH_BOS | {'minicpm5'}
 
@@ -167,10 +167,14 @@ def pre_tokenizer(
     The pre-tokenizer, and whether the name is known; if it is not, it is
     llama.cpp's default.
   """
-  by_name = {one: parts for names, parts in _EXPRESSIONS for one in names}
+  by_name = {
+    alias: expressions
+    for aliases, expressions in _EXPRESSIONS
+    for alias in aliases
+  }
   cuts = [
-    pre_tokenizers.Split(tokenizers.Regex(part), 'isolated')
-    for part in by_name.get(name or 'default', by_name['default'])
+    pre_tokenizers.Split(tokenizers.Regex(expression), 'isolated')
+    for expression in by_name.get(name or 'default', by_name['default'])
   ]
   spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
   return pre_tokenizers.Sequence([*cuts, spell]), name in by_name

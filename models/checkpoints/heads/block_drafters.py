@@ -4,18 +4,16 @@ What a drafter is follows from its tensors, as for `heads`. Names of tensors:
 
     DFlash    fc, hidden_norm, layers.*, norm; embedding and output matrix are
               the target's, or embed_tokens, lm_head, d2t, t2d
-    DSpark    besides, markov_head.*, confidence_head.proj
-    DFlash 2  besides, layers.*.{attention,mlp}_conv, candidate_selector.*
+    DSpark    also markov_head.*, confidence_head.proj
+    DFlash 2  also layers.*.{attention,mlp}_conv, candidate_selector.*
 """
 
-from collections.abc import Callable
 from collections.abc import Iterator
-import dataclasses
 import functools
 import pathlib
+import types
 from typing import Any
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,6 +45,7 @@ class StoredBlockDrafter(head_tensors.Drafter):
 
   name = 'block drafter'
   as_drafter = staticmethod(block_drafter.as_drafter)
+  module = block_drafter.BlockDrafter
 
   @functools.cached_property
   def _facts(self) -> dict[str, Any]:
@@ -85,7 +84,7 @@ class StoredBlockDrafter(head_tensors.Drafter):
   def _keys(self) -> dict[str, Any]:
     """The keys of config.json, which agree with the tensors."""
     for prefix, name in _OTHERS.items():
-      if any(one.startswith(prefix) for one in self.stored.all):
+      if any(stored.startswith(prefix) for stored in self.stored.all):
         raise ValueError(f'is a drafter of the kind {name}, not supported')
     keys = block_keys.merged(self.stored.keys)
     head_keys.check_claims(keys, self._facts)
@@ -94,15 +93,16 @@ class StoredBlockDrafter(head_tensors.Drafter):
   @functools.cached_property
   @checkpoint_lib.named
   def config(self) -> block_drafter.BlockDrafterConfig:
-    """The shape; raises ValueError if it is no drafter for the target."""
+    """The shape; raises ValueError if the target cannot have this drafter."""
     keys, facts = self._keys, self._facts
     layers = block_keys.of_layers(keys) | {
       key: facts[key] for key in block_keys.SIZES if key in facts
     }
     layer: Any = families.config_from_keys(layers, self.path)
     slides = tuple(
-      one == 'sliding_attention' for one in keys.get('layer_types') or ()
-    ) or tuple(one is not None for one in layer.of_layers('window'))
+      layer_type == 'sliding_attention'
+      for layer_type in keys.get('layer_types') or ()
+    ) or tuple(window is not None for window in layer.of_layers('window'))
     shape = llama_config.fields_of(layer)
     markov_rank = facts['markov_rank'] or facts.get('selector_rank', 0)
     kind = keys.get('markov_head_type') or block_drafter.VANILLA
@@ -132,34 +132,25 @@ class StoredBlockDrafter(head_tensors.Drafter):
         ' another target?'
       )
 
-  def make(self, num_outputs: int, dtype: jnp.dtype) -> nnx.Module:
-    """The module with random weights; see `models/nn/block_drafter`."""
-    return block_drafter.BlockDrafter(
-      self.config, num_outputs, dtype=dtype, rngs=nnx.Rngs(0)
-    )
 
+class _NoTensors(head_tensors.HeadFolder):
+  """The keys of config.json."""
 
-@dataclasses.dataclass(frozen=True)
-class _DrawnTensors(head_tensors.HeadFolder):
-  """The keys of config.json, and random tensors; see `hub.DrawnFolder`."""
-
-  make: Callable[[], nnx.Module] = nnx.Module
   size = 0
-  all: Any = dataclasses.field(default_factory=dict, init=False)
-
-  def tensors(self) -> Iterator[tuple[str, Any]]:
-    """Yields canonical names and tensors."""
-    return hub.drawn_tensors(hub.flat_params(nnx.eval_shape(self.make))[1])
+  all: Any = types.MappingProxyType({})  # No tensors.
 
 
 class DrawnBlockDrafter(StoredBlockDrafter):
-  """A block drafter of random weights, of which only config.json is read."""
+  """A block drafter of random weights; only its config.json is read."""
 
   @functools.cached_property
   def stored(self) -> head_tensors.HeadFolder:
-    """The tensors."""
-    make = lambda: self.make(self.config.vocab_size, jnp.dtype(jnp.bfloat16))
-    return _DrawnTensors(self.path, make=make)
+    """The keys."""
+    return _NoTensors(self.path)
+
+  def tensors(self) -> Iterator[tuple[str, Any]]:
+    """Yields canonical names and random tensors; see `hub.DrawnFolder`."""
+    return hub.drawn_tensors(self)
 
   @functools.cached_property
   def _facts(self) -> dict[str, Any]:
@@ -169,7 +160,7 @@ class DrawnBlockDrafter(StoredBlockDrafter):
     return unless | stated | {'vocab_size': self.target.vocab_size}
 
   def _check_width(self, reads: tuple[int, ...]) -> None:
-    """It is as wide as they are."""
+    """Does nothing: random weights fit the states."""
 
 
 def save(
@@ -196,12 +187,12 @@ def save(
     'block_size': config.block_size,
     'num_target_layers': num_target_layers,
   }
-  own = {
+  state_keys = {
     'mask_token_id': config.mask_token,
     'target_layer_ids': [layer - 1 for layer in config.reads],
   }
   if config.markov:
-    keys |= own | {
+    keys |= state_keys | {
       'architectures': ['Qwen3DSparkModel'],
       'markov_rank': config.markov_rank,
       'markov_head_type': config.markov,
@@ -209,5 +200,5 @@ def save(
       'confidence_head_with_markov': config.confidence_with_markov,
     }
   else:
-    keys |= {'architectures': ['DFlashDraftModel'], 'dflash_config': own}
+    keys |= {'architectures': ['DFlashDraftModel'], 'dflash_config': state_keys}
   head_files.write(module, folder, keys, lm_head=lm_head, ids=ids, dtype=dtype)

@@ -34,11 +34,11 @@ def write(
   Args:
     module: a drafter.
     folder: made if it does not exist.
-    keys: of config.json, besides those of the layers.
+    keys: of config.json, besides the keys of the layers.
     lm_head: `[D, H]`, its own output matrix, if any.
     ids: `[D]`, the tokens of a reduced vocabulary, if any.
     dtype: of the matrices and norms.
-    first_layer: with what the names of tensors of the first layer begin.
+    first_layer: prefix of the names of the first layer's tensors.
 
   Raises:
     ValueError: the layers have several rotations.

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from specdec.models.checkpoints import checkpoint as checkpoint_lib
+from specdec.models.checkpoints import families
 from specdec.models.checkpoints import gguf
 from specdec.models.checkpoints import hugging_face
 from specdec.models.checkpoints.gguf_parts import gguf_config
@@ -28,7 +30,7 @@ MARKOV = 'markov_head.markov_w1.weight', 'markov_head.markov_w2.weight'
 """The matrices of the term of a block drafter for the token before."""
 
 _NUMBERED = r'(?:model\.)?(?:layers\.\d+|mtp_layers\.0)\.'
-# Stored names and canonical ones, those of parameters in `models/nn`.
+# Stored names, and canonical names, which parameters have in `models/nn`.
 _RENAMED = tuple(
   (re.compile(pattern), new)
   for pattern, new in (
@@ -41,7 +43,7 @@ _RENAMED = tuple(
     (_NUMBERED + r'embed_tokens\.', 'embed_tokens.'),
     (r'(?:model\.)?mtp_layers\.', 'layers.'),
     (r'model\.', ''),
-    # The term of DFlash 2 for the token before is almost that of DSpark.
+    # DFlash 2 and DSpark have almost the same term for the token before.
     (r'candidate_selector\.predecessor_codebook$', MARKOV[0]),
     (r'candidate_selector\.successor_codebook$', MARKOV[1]),
     (r'candidate_selector\.', 'markov_head.'),
@@ -57,7 +59,7 @@ D2T, T2D = 'd2t', 't2d'
 
 _EAGLE3, _DFLASH = 'eagle3', 'dflash'
 _MASK = 'tokenizer.ggml.mask_token_id'
-# Keys of the metadata, and those of config.json.
+# Keys of the metadata, and keys of config.json.
 _KEYS = gguf_config.LLAMA_KEYS | {
   'rope.freq_base': 'rope_theta',
   'vocab_size': 'vocab_size',
@@ -90,7 +92,11 @@ _OWN_KEYS = {
 # Keys that may say one thing only.
 _WIDTHS = {'attention.value_length', 'rope.dimension_count'}
 _OTHER_KEYS = {'tensor_data_layout', 'rope.scaling.type', *_WIDTHS}
-_OF_DFLASH = {'target_layers', gguf_config.PATTERN, 'rope.dimension_sections'}
+_OTHER_DFLASH_KEYS = {
+  'target_layers',
+  gguf_config.PATTERN,
+  'rope.dimension_sections',
+}
 _INTEGERS = {26: np.int32, 27: np.int64}  # By their numbers in GGUF.
 
 
@@ -108,9 +114,9 @@ class _Ids:
         f'tensor {self.info.name} has no integers, but the type'
         f' {self.info.kind}'
       )
-    kind, (number,) = _INTEGERS[self.info.kind], self.info.shape
-    ids = np.fromfile(self.info.file, kind, number, offset=self.info.offset)
-    yield slice(0, number), ids - np.arange(number)
+    dtype, (size,) = _INTEGERS[self.info.kind], self.info.shape
+    ids = np.fromfile(self.info.file, dtype, size, offset=self.info.offset)
+    yield slice(0, size), ids - np.arange(size)
 
 
 class HeadTensors:
@@ -150,18 +156,18 @@ class HeadTensors:
     for name, tensor in self.all.items():
       if name in (D2T, T2D):
         continue
-      if reorders and (one := _ROTATED.fullmatch(name)):
-        if (norm := f'{one[1]}_norm.weight') not in self.all:
+      if reorders and (match := _ROTATED.fullmatch(name)):
+        if (norm := f'{match[1]}_norm.weight') not in self.all:
           raise ValueError(
             'rope_is_neox_style=False is supported of block drafters only'
           )
         width = self.shape(norm)[0]
-        number = tensor.shape[0] // width
-        tensor = dataclasses.replace(tensor, num_heads=number)
+        num_heads = tensor.shape[0] // width
+        tensor = dataclasses.replace(tensor, num_heads=num_heads)
       yield name, tensor
 
   def shape(self, name: str) -> tuple[int, ...]:
-    """The shape of a tensor; ValueError if there is none of that name."""
+    """The shape of a tensor; ValueError if no tensor has this name."""
     if name not in self.all:
       raise ValueError(f'lacks the tensor {name} of a drafting head')
     return self.all[name].shape
@@ -169,7 +175,9 @@ class HeadTensors:
   @property
   def num_layers(self) -> int:
     """The number of layers, by the names of tensors."""
-    numbers = [int(one[1]) for one in map(_LAYER.fullmatch, self.all) if one]
+    numbers = [
+      int(match[1]) for match in map(_LAYER.fullmatch, self.all) if match
+    ]
     return 1 + max(numbers, default=0)
 
   def vocabulary(self, vocab_size: int) -> np.ndarray | None:
@@ -215,21 +223,23 @@ class HeadFolder(HeadTensors, hugging_face.HuggingFaceFolder):
         f" s.save_file(torch.load('{pickled}', weights_only=True),"
         f" '{self.path / hugging_face.WEIGHTS}')\""
       )
-    found = dict[str, hugging_face.Tensor]()
+    tensors = dict[str, hugging_face.Tensor]()
     for tensor in self.stored():
       if _BUFFERS.fullmatch(tensor.name):
         continue
-      same = found.setdefault(_canonical(tensor.name), tensor)
+      same = tensors.setdefault(_canonical(tensor.name), tensor)
       if same != tensor:
         raise ValueError(
           f'tensors {same.name} and {tensor.name} are the same one of a head'
         )
     # DeepSeek counts on from the layers of the target.
-    numbers = [int(one[1]) for one in map(_LAYER.fullmatch, found) if one]
+    numbers = [
+      int(match[1]) for match in map(_LAYER.fullmatch, tensors) if match
+    ]
     first = min(numbers, default=0)
-    for name, tensor in found.items():
-      if one := _LAYER.fullmatch(name):
-        name = f'layers.{int(one[1]) - first}.{one[2]}'
+    for name, tensor in tensors.items():
+      if match := _LAYER.fullmatch(name):
+        name = f'layers.{int(match[1]) - first}.{match[2]}'
       yield name, tensor
 
 
@@ -240,13 +250,13 @@ class HeadFile(HeadTensors, gguf.GGUFFile):
   def _architecture(self) -> str:
     header = gguf_header.read_header(self.path)
     gguf_config.check_is_model(header)
-    found = header.metadata.get('general.architecture')
-    if found not in _OWN_KEYS:
+    name = header.metadata.get('general.architecture')
+    if name not in _OWN_KEYS:
       raise ValueError(
-        f'architecture {found!r} is no drafting head ({", ".join(_OWN_KEYS)});'
+        f'architecture {name!r} is no drafting head ({", ".join(_OWN_KEYS)});'
         ' a language model is a draft'
       )
-    return found
+    return name
 
   @functools.cached_property
   def keys(self) -> Mapping[str, Any]:
@@ -257,7 +267,7 @@ class HeadFile(HeadTensors, gguf.GGUFFile):
     """
     name, header = self._architecture, gguf_header.read_header(self.path)
     names = _KEYS | _OWN_KEYS[name]
-    others = _OTHER_KEYS | (_OF_DFLASH if name == _DFLASH else set())
+    others = _OTHER_KEYS | (_OTHER_DFLASH_KEYS if name == _DFLASH else set())
     metadata = gguf_config.own_keys(header, name, {*names, *others})
     scaling = metadata.get('rope.scaling.type', 'none')
     if scaling != 'none':
@@ -276,14 +286,14 @@ class HeadFile(HeadTensors, gguf.GGUFFile):
     self, header: gguf_header.Header, metadata: Mapping[str, Any]
   ) -> dict[str, Any]:
     """Keys of a block drafter that are written otherwise in config.json."""
-    found: dict[str, Any] = {'mask_token_id': header.metadata.get(_MASK)}
+    keys: dict[str, Any] = {'mask_token_id': header.metadata.get(_MASK)}
     # It counts the layers that read a state.
     layers = metadata.get('target_layers', [])
-    found['target_layer_ids'] = [layer - 1 for layer in layers]
+    keys['target_layer_ids'] = [layer - 1 for layer in layers]
     if 'markov_w1.weight' in header.tensors:
-      found['markov_rank'] = header.tensors['markov_w1.weight'].shape[1]
+      keys['markov_rank'] = header.tensors['markov_w1.weight'].shape[1]
     if gguf_config.ROPE_FACTORS in header.tensors:
-      found['rope_parameters'] = gguf_rope.rope_parameters(metadata, header)
+      keys['rope_parameters'] = gguf_rope.rope_parameters(metadata, header)
     if metadata.get('attention.sliding_window'):
       pattern = metadata.get(gguf_config.PATTERN)
       if not isinstance(pattern, list):
@@ -292,28 +302,28 @@ class HeadFile(HeadTensors, gguf.GGUFFile):
           ' whether it has the window'
         )
       types = ('full_attention', 'sliding_attention')
-      found['layer_types'] = [types[bool(one)] for one in pattern]
-      found['use_sliding_window'] = True
-    return found
+      keys['layer_types'] = [types[bool(slides)] for slides in pattern]
+      keys['use_sliding_window'] = True
+    return keys
 
   def named(self) -> Iterator[tuple[str, Any]]:
     """Yields canonical names and tensors; see `HeadTensors`."""
-    keys, name_of_kind = self.keys, self._architecture
+    keys, architecture = self.keys, self._architecture
     heads: dict[str, Any] = {}
-    if name_of_kind == _EAGLE3:  # Neighbours of a head are rotated.
+    if architecture == _EAGLE3:  # Neighbours of a head are rotated.
       heads['attn_q'] = keys.get('num_attention_heads')
       heads['attn_k'] = keys.get('num_key_value_heads', heads['attn_q'])
     for name, info in gguf_header.read_header(self.path).tensors.items():
       if name.removesuffix('.weight') == 'd2t':
         yield D2T, _Ids(info)
         continue
-      if name == gguf_config.ROPE_FACTORS and name_of_kind == _DFLASH:
+      if name == gguf_config.ROPE_FACTORS and architecture == _DFLASH:
         continue  # It is read with the keys.
       ours = gguf_config.canonical_name(name, gguf_config.NAMES)
       if ours is None:
-        raise ValueError(f'tensor {name} is not part of an {name_of_kind}')
-      number = heads.get(name.rpartition('.')[0].rpartition('.')[2])
-      yield ours, gguf_tensor.Tensor(info, num_heads=number)
+        raise ValueError(f'tensor {name} is not part of an {architecture}')
+      num_heads = heads.get(name.rpartition('.')[0].rpartition('.')[2])
+      yield ours, gguf_tensor.Tensor(info, num_heads=num_heads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,6 +338,39 @@ class Drafter:
   path: pathlib.Path
   target: Any
 
+  @property
+  def size(self) -> int:
+    """Bytes of the files with weights."""
+    return self.stored.size
+
+  def tensors(self) -> Iterator[tuple[str, Any]]:
+    """Yields canonical names and tensors; see `HeadTensors`."""
+    return self.stored.tensors()
+
+  @functools.cached_property
+  @checkpoint_lib.named
+  def ids(self) -> np.ndarray | None:
+    """The ids `[D]` of a reduced vocabulary, None if it has all tokens."""
+    return self.stored.vocabulary(self.target.vocab_size)
+
+  @functools.cached_property
+  def family(self: Any) -> families.Family:
+    """See `checkpoint.StoredNetwork`."""
+    config, ids = self.config, self.ids
+    size = config.vocab_size if ids is None else len(ids)
+    extras = (
+      (('embed_tokens', 'embedding'), (config.vocab_size, config.width)),
+      (('lm_head',), (size, config.width)),
+    )
+    is_stored = lambda path: families.parameter_name(path) in self.stored.all
+    return families.Family(
+      self.name,
+      type(config),
+      module=functools.partial(self.module, num_outputs=size),
+      stays_float=lambda name: name.startswith('confidence_head.'),
+      extras=tuple(extra for extra in extras if is_stored(extra[0])),
+    )
+
   @functools.cached_property
   def stored(self) -> HeadFolder | HeadFile:
     """The tensors."""
@@ -337,8 +380,8 @@ class Drafter:
 
 def _canonical(name: str) -> str:
   for pattern, new in _RENAMED:
-    if found := pattern.match(name):
-      return new + name[found.end() :]
+    if match := pattern.match(name):
+      return new + name[match.end() :]
   return name
 
 

@@ -11,12 +11,11 @@ the target (its number of layers too) or name another kind. Names of tensors:
                (MiMo, speculators)
 """
 
+import dataclasses
 import functools
 import pathlib
 from typing import Any
 
-from flax import nnx
-from flax import traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +27,7 @@ from specdec.draft import head as head_lib
 from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import families
 from specdec.models.checkpoints import hub
+from specdec.models.checkpoints import placement as placement_lib
 from specdec.models.checkpoints.heads import block_drafters
 from specdec.models.checkpoints.heads import head_files
 from specdec.models.checkpoints.heads import head_tensors
@@ -35,7 +35,6 @@ from specdec.models.checkpoints.keys import head_keys
 from specdec.models.nn import eagle
 from specdec.models.nn import llama_config
 from specdec.models.nn import matrices as matrices_lib
-from specdec.models.nn import sharding as sharding_lib
 
 _NAMES = {
   eagle.EAGLE3: 'EAGLE-3',
@@ -45,14 +44,14 @@ _NAMES = {
 
 
 def default_reads(num_layers: int) -> tuple[int, ...]:
-  """The states that EAGLE-3 reads of a target with so many layers.
+  """The states that EAGLE-3 reads of a target with n layers.
 
-  What layers 2, n / 2 and n - 3 read, counted from 0; of a target too small for
-  these, three that differ.
+  They are the inputs of layers 2, n / 2 and n - 3, counted from 0. A smaller
+  target gives three others that differ.
   """
-  found = (2, num_layers // 2, num_layers - 3)
-  if list(found) == sorted({*found}):
-    return found
+  reads = (2, num_layers // 2, num_layers - 3)
+  if list(reads) == sorted({*reads}):
+    return reads
   return tuple(sorted({1, (num_layers + 1) // 2, num_layers}))
 
 
@@ -60,16 +59,14 @@ class StoredHead(head_tensors.Drafter):
   """An EAGLE or MTP head."""
 
   as_drafter = staticmethod(eagle.as_head)
+  module = staticmethod(
+    lambda config, num_outputs, **options: eagle.Head(config, **options)
+  )
 
   @property
   def name(self) -> str:
     """A name for messages."""
     return f'head of the kind {_NAMES[self.kind]}'
-
-  def make(self, num_outputs: int, dtype: jnp.dtype) -> nnx.Module:
-    """The module with random weights, whatever its output matrix is."""
-    del num_outputs
-    return eagle.Head(self.config, dtype=dtype, rngs=nnx.Rngs(0))
 
   @property
   def kind(self) -> str:
@@ -82,8 +79,7 @@ class StoredHead(head_tensors.Drafter):
       raise ValueError(families.NO_ASSISTANTS)
     if 'layers.0.input_layernorm.weight' in self.stored.all:
       raise ValueError(
-        'is no drafting head; its tensors are those of a language model, which'
-        ' is a draft'
+        'is a language model, not a drafting head; give it as the draft'
       )
     claims = [
       f'{key}={self.stored.keys[key]!r}'
@@ -92,7 +88,7 @@ class StoredHead(head_tensors.Drafter):
     ]
     if claims:
       raise ValueError(
-        f'{claims[0]} says EAGLE-3, but the tensors are those of EAGLE-1'
+        f'{claims[0]} says EAGLE-3, but the tensors belong to EAGLE-1'
         f' (fc.weight of shape {self.stored.shape("fc.weight")}, no'
         ' midlayer.hidden_norm.weight); correct config.json'
       )
@@ -197,20 +193,20 @@ class StoredHead(head_tensors.Drafter):
 
   def _reads(self, fused: int) -> tuple[int, ...]:
     """The states of the target that an EAGLE-3 head reads."""
-    number, rest = divmod(fused, self.target.width)
-    if rest or not number:
+    num_states, rest = divmod(fused, self.target.width)
+    if rest or not num_states:
       raise ValueError(
-        f'fc.weight reads {fused} numbers, which are no states of a target of'
+        f'fc.weight reads {fused} numbers, not whole states of a target of'
         f' width {self.target.width}'
       )
     key, layers = head_keys.READS, self.target.num_layers
     stated = self._keys.get(key) or default_reads(layers)
-    if len(stated) != number:
+    if len(stated) != num_states:
       raise ValueError(
-        f'fc.weight reads {number} states of a target of width'
+        f'fc.weight reads {num_states} states of a target of width'
         f' {self.target.width}, but {key}={stated!r}'
       )
-    if not all(0 <= one <= layers for one in stated):
+    if not all(0 <= layer <= layers for layer in stated):
       raise ValueError(
         f'{key}={stated!r}: the target has {layers} layers; is this a head for'
         ' another target?'
@@ -222,23 +218,6 @@ Stored = StoredHead | block_drafters.StoredBlockDrafter
 """A head or a block drafter, which draft with states of the target."""
 
 
-def _shapes(
-  head: Stored, dtype: jnp.dtype, size: int
-) -> tuple[nnx.GraphDef[Any], dict[hub.Path, Any]]:
-  """The graph of the module, and the shapes of all that is stored."""
-  config = head.config
-  graph, expected = hub.flat_params(
-    nnx.eval_shape(lambda: head.make(size, dtype))
-  )
-  if 'embed_tokens.weight' in head.stored.all:
-    shape = (config.vocab_size, config.width)
-    expected['embed_tokens', 'embedding'] = jax.ShapeDtypeStruct(shape, dtype)
-  if 'lm_head.weight' in head.stored.all:
-    shape = (size, config.width)
-    expected['lm_head',] = jax.ShapeDtypeStruct(shape, dtype)
-  return graph, expected
-
-
 def locate(name: str | pathlib.Path, target: Any) -> Stored:
   """Finds a head or block drafter for a target, and reads its own shape.
 
@@ -248,76 +227,53 @@ def locate(name: str | pathlib.Path, target: Any) -> Stored:
     target: the shape of the target.
 
   Raises:
-    ValueError: there is no such folder, it holds no head, or one for another
-      target.
+    ValueError: the folder does not exist, has no head, or has a head for
+      another target.
   """
   name = 'demo-head' if name == 'demo' else name
   path = hub.locate(name).path
   with checkpoint_lib.naming(path):
-    found: Stored = StoredHead(path, target)
-    if 'hidden_norm.weight' in found.stored.all:
-      found = block_drafters.StoredBlockDrafter(path, target)
-    _ = found.config
-  return found
+    head: Stored = StoredHead(path, target)
+    if 'hidden_norm.weight' in head.stored.all:
+      head = block_drafters.StoredBlockDrafter(path, target)
+    _ = head.config
+  return head
 
 
 def load(
+  head: Stored, target: model_lib.LanguageModel, **options: Any
+) -> head_lib.Head | block_lib.BlockDrafter:
+  """Loads a head; for options and errors see `placement.make`."""
+  return load_head(head, target, placement_lib.make(**options))
+
+
+def load_head(
   head: Stored,
   target: model_lib.LanguageModel,
-  *,
-  dtype: jax.typing.DTypeLike = jnp.float32,
-  packed: bool = False,
-  layout: sharding_lib.Layout = sharding_lib.Layout(),
-  outputs: np.ndarray | None = None,
+  placement: placement_lib.Placement,
 ) -> head_lib.Head | block_lib.BlockDrafter:
-  """Loads a head; embedding and output matrix it may have from the target.
+  """Loads a head; it may take embedding and output matrix from the target.
 
-  Args:
-    head: the folder.
-    target: the target.
-    dtype: of the matrices, see `hub.read_module`.
-    packed: whether matrices are packed for the kernels of `models/nn/cpu`.
-    layout: where the head lies.
-    outputs: `[N]` int, ascending, the tokens that it may draft, for which it
-      has a copy of the output matrix; None: all that it can.
+  With `outputs` it has a copy of their rows of the output matrix.
 
   Raises:
     ValueError: a tensor is unknown, missing or misshapen, or the head has a
       reduced vocabulary of its own.
   """
-  form, config = matrices_lib.format_of(dtype), head.config
-  with checkpoint_lib.naming(head.path):
-    ids = head.stored.vocabulary(config.vocab_size)
-    size = config.vocab_size if ids is None else len(ids)
-    graph, expected = _shapes(head, jnp.dtype(form.float_dtype), size)
-  loaded = hub.read_parameters(
-    head.stored,
-    families.Family(
-      head.name,
-      type(config),
-      stays_float=lambda name: name.startswith('confidence_head.'),
-    ),
-    expected,
-    form,
-    config,
-    packed=packed,
-    layout=layout,
-  )
-  shared = matrices_of(target, head.target)
-  embedding = loaded.pop(('embed_tokens', 'embedding'), shared[0])
-  output = embedding if config.tie_embeddings else shared[1]
-  lm_head = loaded.pop(('lm_head',), output)
+  config, outputs = head.config, placement.outputs
+  placement = dataclasses.replace(placement, outputs=None)
+  module, extras = hub.load_network(head, placement)
+  embedding, output = matrices_of(target, head.target)
+  embedding = extras.get(('embed_tokens', 'embedding'), embedding)
+  output = embedding if config.tie_embeddings else output
+  lm_head = extras.get(('lm_head',), output)
   _check_widths(head, embedding=embedding, lm_head=lm_head)
-  if ids is not None:
-    lm_head = _of_own_vocabulary(head, lm_head, ids, outputs)
+  if head.ids is not None:
+    lm_head = _of_own_vocabulary(head, lm_head, head.ids, outputs)
   elif outputs is not None:
-    few = few_outputs(lm_head, outputs, dtype, packed=packed)
-    lm_head = layout.put_parameter(('lm_head',), few, config)
+    lm_head = placement.hold_copy(lm_head, outputs, config)
   return head.as_drafter(
-    nnx.merge(graph, traverse_util.unflatten_dict(loaded)),
-    embedding=embedding,
-    lm_head=lm_head,
-    layout=layout,
+    module, embedding=embedding, lm_head=lm_head, layout=placement.layout
   )
 
 
@@ -337,15 +293,10 @@ def matrices_of(
   return embedding, whole(target.params['lm_head'])
 
 
-def rows_of(matrix: Any, ids: np.ndarray) -> np.ndarray:
-  """Rows `[D, in]` float32 of an array or another matrix `[V, in]`."""
-  return np.asarray(matrices_lib.take_rows(matrix, jnp.asarray(ids)))
-
-
 def _of_own_vocabulary(
   head: Stored, lm_head: Any, ids: np.ndarray, outputs: np.ndarray | None
 ) -> Any:
-  """The output matrix of a head with `d2t`; `outputs` are those of `load`."""
+  """The output matrix of a head with `d2t`; for `outputs` see `load`."""
   if lm_head.shape[0] != len(ids):
     raise ValueError(f'{head.path}: has d2t, but no lm_head.weight of its own')
   if outputs is not None:
@@ -362,23 +313,9 @@ def _check_widths(head: Stored, **matrices: Any) -> None:
   for what, matrix in matrices.items():
     if matrix.shape[1] != head.config.width:
       raise ValueError(
-        f'{head.path}: has no {what} of its own, and the width'
-        f' {head.config.width} of the head is not that of the target,'
-        f' {matrix.shape[1]}'
+        f'{head.path}: has no {what} of its own, and the head has the width'
+        f' {head.config.width}, but the target {matrix.shape[1]}'
       )
-
-
-def few_outputs(
-  matrix: Any, ids: np.ndarray, dtype: jax.typing.DTypeLike, *, packed: bool
-) -> Any:
-  """A copy of some rows of an output matrix `[V, in]`; see `load`."""
-  rows = rows_of(matrix, ids)
-  make = matrices_lib.format_of(dtype).from_blocks
-  few = matrices_lib.FewOutputs(
-    outputs=make([(slice(None), rows)], rows.shape),
-    index=matrices_lib.index_of(ids, matrix.shape[0]),
-  )
-  return matrices_lib.pack(few) if packed else matrices_lib.for_xla(few)
 
 
 def save(
@@ -394,7 +331,7 @@ def save(
   Args:
     module: an EAGLE-3 head.
     folder: made if it does not exist.
-    lm_head: `[D, H]`, its own output matrix; None: that of the target.
+    lm_head: `[D, H]`, its own output matrix; None: the target's.
     ids: `[D]` ascending, the tokens of a reduced vocabulary.
     dtype: of the matrices and norms.
   """

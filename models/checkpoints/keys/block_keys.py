@@ -1,6 +1,6 @@
 """The keys of the configurations of block drafters, by who writes them.
 
-    z-lab, SpecForge, Liquid  `dflash_config` beside the keys of the layers
+    z-lab, SpecForge, Liquid  `dflash_config` next to the keys of the layers
     DeepSpec, GGUF            all keys in one object
     speculators               the layers in `transformer_layer_config`
 
@@ -63,7 +63,7 @@ _IDLE = (
   'loss_decay_gamma',
 )
 # Values of keys that name what is supported.
-_KNOWN = {
+_SUPPORTED = {
   'projector_type': ('dflash', 'dflash2', 'dspark'),
   'attention_mode': ('gqa', 'mha'),
   _SPECULATORS: ('dflash', 'dflash2', 'dspark'),
@@ -87,20 +87,20 @@ def flat(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merged(raw: Mapping[str, Any]) -> dict[str, Any]:
-  """The same, of a block drafter that is supported.
+  """The keys of `flat`, checked: a block drafter with them is supported.
 
   Raises:
-    ValueError: a key has another type or a value that is not supported, lacks,
-      or contradicts another one.
+    ValueError: a key is missing, has another type or a value that is not
+      supported, or contradicts another one.
   """
   keys = flat(raw)
-  for key, known in _KNOWN.items():
+  for key, supported in _SUPPORTED.items():
     if key == 'markov_head_type' and not keys.get('markov_rank'):
-      continue  # There is none, whatever its type is.
-    if keys.get(key) not in (None, *known):
+      continue  # Without a rank there is no such term.
+    if keys.get(key) not in (None, *supported):
       raise ValueError(
         f'{key}={keys[key]!r} is not supported; choose a block drafter with one'
-        f' of {known}'
+        f' of {supported}'
       )
   for key in ('block_size', 'mask_token_id', 'num_attention_heads'):
     if keys.get(key) is None:
@@ -109,7 +109,7 @@ def merged(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def reads(keys: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-  """The states of a target of so many layers, keys of `KVCache.hidden`.
+  """The states of a target that a drafter reads, keys of `KVCache.hidden`.
 
   Raises:
     ValueError: the keys do not say, or the target has no such layer.
@@ -121,26 +121,26 @@ def reads(keys: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
       f'lacks the key {name}, the layers of the target whose states are read;'
       ' they cannot be guessed'
     )
-  found = [layer + (name == _WRITTEN) for layer in stated]
-  if num_layers in found:
+  read = [layer + (name == _WRITTEN) for layer in stated]
+  if num_layers in read:
     raise ValueError(
       f'{name}={stated!r} has the last of {num_layers} layers of the target;'
-      ' some take its state before the final norm and some behind it, so it is'
+      ' some take its state before the final norm and some after it, so it is'
       ' not supported'
     )
-  if not all(0 <= one < num_layers for one in found):
+  if not all(0 <= layer < num_layers for layer in read):
     raise ValueError(
       f'{name}={stated!r}: the target has {num_layers} layers; is this a'
       ' drafter for another target?'
     )
-  return tuple(found)
+  return tuple(read)
 
 
 def _uses_window(keys: Mapping[str, Any]) -> bool:
   """Whether layers of the kind `sliding_attention` have a window.
 
-  Of the classes of transformers that describe layers, those of Qwen alone have
-  a switch, which is off if a file does not say it.
+  Among the classes of transformers only Qwen's have a switch. It is off if a
+  file does not have it.
   """
   has_switch = keys.get('model_type') in (None, 'qwen2', 'qwen3')
   is_on = not has_switch or bool(keys.get('use_sliding_window'))
@@ -180,9 +180,9 @@ def fields(keys: Mapping[str, Any], slides: tuple[bool, ...]) -> dict[str, Any]:
 def of_layers(keys: Mapping[str, Any]) -> dict[str, Any]:
   """The keys of a Qwen 3 of the layers of a drafter; see `families`.
 
-  They are such layers whatever `model_type` says, which may be the target's.
+  Ignores `model_type`, which is often copied from the target.
   """
-  own = {*_TYPES, *_IDLE} - _LAYERS
-  found = {key: keys[key] for key in keys if key not in own}
-  found['use_sliding_window'] = _uses_window(keys)
-  return found | {'model_type': 'qwen3', 'tie_word_embeddings': False}
+  others = {*_TYPES, *_IDLE} - _LAYERS
+  layers = {key: keys[key] for key in keys if key not in others}
+  layers['use_sliding_window'] = _uses_window(keys)
+  return layers | {'model_type': 'qwen3', 'tie_word_embeddings': False}

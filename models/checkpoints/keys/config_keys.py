@@ -92,7 +92,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
   'use_bidirectional_attention': ('vision',),
   'use_pos_enc': (True,),
 }
-# Keys that say the same as another one, of which a format reads one.
+# Keys that say the same as another one; a format reads only one of the two.
 _SYNONYMS = {
   'hidden_act': 'hidden_activation',
   'hidden_activation': 'hidden_act',
@@ -113,16 +113,20 @@ class UnreadKey(ValueError):
 
 def types_of(config: Any) -> dict[str, Any]:
   """The keys of a class of transformers that not all have, and their types."""
-  base = {one.name for one in dataclasses.fields(transformers.PreTrainedConfig)}
-  own = [one for one in dataclasses.fields(config) if one.name not in base]
-  return {one.name: one.type for one in own}
+  base = {
+    field.name for field in dataclasses.fields(transformers.PreTrainedConfig)
+  }
+  fields = [
+    field for field in dataclasses.fields(config) if field.name not in base
+  ]
+  return {field.name: field.type for field in fields}
 
 
-def check_same(first: str, one: Any, second: str, other: Any) -> None:
+def check_same(first: str, value: Any, second: str, other: Any) -> None:
   """Raises ValueError if two keys are there, not null and contradict."""
-  if one is not None and other is not None and one != other:
+  if value is not None and other is not None and value != other:
     raise ValueError(
-      f'{first}={one!r:.60} and {second}={other!r:.60} contradict each other'
+      f'{first}={value!r:.60} and {second}={other!r:.60} contradict each other'
     )
 
 
@@ -140,14 +144,14 @@ def select(
     ValueError: two names of the same key contradict each other.
   """
   names = {*read}
-  for one, other in config.attribute_map.items():
-    if one in names or other in names:
-      names |= {one, other}
-      check_same(one, keys.get(one), other, keys.get(other))
-  # A null that is no field of the class would not become a default.
+  for name, alias in config.attribute_map.items():
+    if name in names or alias in names:
+      names |= {name, alias}
+      check_same(name, keys.get(name), alias, keys.get(alias))
+  # A null becomes a default only if the class has a field of this name.
   fields = {field.name for field in dataclasses.fields(config)}
-  found = {key: keys[key] for key in names & keys.keys()}
-  return {k: v for k, v in found.items() if v is not None or k in fields}
+  stated = {key: keys[key] for key in names & keys.keys()}
+  return {k: v for k, v in stated.items() if v is not None or k in fields}
 
 
 def refuse_unread(
@@ -163,8 +167,8 @@ def refuse_unread(
     keys: of a configuration.
     read: those that were read.
     idle: further ones that change nothing in this format.
-    resolved: an object whose attributes are the values of the keys that were
-      read, with defaults.
+    resolved: an object with the values of the keys that were read, or their
+      defaults, as attributes.
 
   Raises:
     UnreadKey: a key was not read, is not known to change nothing, and is
@@ -180,6 +184,6 @@ def refuse_unread(
       if value != keys.get(synonym):
         check_same(key, value, synonym, same)
       continue
-    never_off = any(one is True for one in _HARMLESS.get(key, ()))
+    never_off = any(off is True for off in _HARMLESS.get(key, ()))
     if (value or never_off) and not _NO_EFFECT.fullmatch(key):
       raise UnreadKey(f'{key}={value!r:.60} is not supported')

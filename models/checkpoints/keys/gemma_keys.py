@@ -20,18 +20,20 @@ def read(config: Any) -> dict[str, Any]:
       f'per_layer_config has {sorted(others)}, but only head_dim may differ'
       ' between layers'
     )
-  number, shared = config.num_hidden_layers, config.num_kv_shared_layers
-  types, first = config.layer_types, number - shared
-  if not 0 < first <= number:
+  num_layers, shared = config.num_hidden_layers, config.num_kv_shared_layers
+  types, first = config.layer_types, num_layers - shared
+  if not 0 < first <= num_layers:
     raise ValueError(
-      f'{_SHARED}={shared} must lie between 0 and {number - 1}, one below'
+      f'{_SHARED}={shared} must lie between 0 and {num_layers - 1}, one below'
       f' num_hidden_layers'
     )
   sources: list[int | None] = [None] * first
-  for kind in types[first:]:
-    if kind not in types[:first]:
-      raise ValueError(f'{_SHARED}={shared}: none of the others is of {kind}')
-    sources.append(max(at for at in range(first) if types[at] == kind))
+  for layer_type in types[first:]:
+    if layer_type not in types[:first]:
+      raise ValueError(
+        f'{_SHARED}={shared}: none of the others is of {layer_type}'
+      )
+    sources.append(max(at for at in range(first) if types[at] == layer_type))
   width, words = config.hidden_size_per_layer_input, config.vocab_size
   stated = config.vocab_size_per_layer_input
   if width and stated != words:
@@ -44,12 +46,12 @@ def read(config: Any) -> dict[str, Any]:
   return {
     'kv_source': tuple(sources),
     'inner_width': (size,) * first + (wide,) * shared,
-    'head_width': tuple(one.head_dim for one in config.per_layer_config),
+    'head_width': tuple(layer.head_dim for layer in config.per_layer_config),
   }
 
 
 def write(config: gemma_lib.Gemma4Config) -> dict[str, Any]:
-  """The keys of a shape, if there are such."""
+  """The keys of a shape."""
   windows = config.of_layers('window')
   widths = {
     window is None: width

@@ -1,11 +1,11 @@
 """The keys of the configurations of drafting heads, by who writes them.
 
     SafeAILab, SpecForge, vLLM  all keys in one object
-    SGLang, Model-Optimizer     besides, `eagle_config`, whose list of layers
-                                counts those that write a state
+    SGLang, Model-Optimizer     also `eagle_config`; its list of layers names
+                                the layers that write a state
     speculators                 the layers in `transformer_layer_config`
 
-All other lists count the layers that read a state, each the one after.
+All other lists name the layers that read a state: the writer plus one.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ _NESTED, _LAYERS = 'eagle_config', 'transformer_layer_config'
 _SPECULATORS = 'speculators_model_type'
 # Types of layers that a head may have. The others differ in what no head has.
 _LAYER_TYPES = ('llama', 'mistral', 'ministral', 'phi3', 'qwen2', 'qwen3')
-# Keys that are no claims about tensors, and of which no layer is made.
+# Keys that neither describe tensors nor configure layers.
 _TYPES: dict[str, Any] = {
   READS: list[int] | None,
   'vocab_size': int | None,
@@ -37,7 +37,7 @@ def flat(
 
   Args:
     raw: the keys.
-    nested_name: the object of a drafter beside the keys of its layers.
+    nested_name: the object of a drafter next to the keys of its layers.
     types: the types of keys.
 
   Raises:
@@ -46,30 +46,30 @@ def flat(
   objects = (nested_name, _LAYERS)
   text_files.check_types(raw, {nested_name: dict | None, _LAYERS: dict})
   nested, layers = ({**(raw.get(key) or {})} for key in objects)
-  own = {key: raw[key] for key in raw if key not in objects}
-  for keys in (own, layers, nested):
+  outer = {key: raw[key] for key in raw if key not in objects}
+  for keys in (outer, layers, nested):
     text_files.check_types(keys, types)
   for key, value in nested.items():
-    config_keys.check_same(key, own.get(key), f'{nested_name}: {key}', value)
+    config_keys.check_same(key, outer.get(key), f'{nested_name}: {key}', value)
   # Whether matrices are tied is not said of layers.
   layers.pop('tie_word_embeddings', None)
-  return own | layers | {k: v for k, v in nested.items() if v is not None}
+  return outer | layers | {k: v for k, v in nested.items() if v is not None}
 
 
 def merged(raw: Mapping[str, Any]) -> dict[str, Any]:
-  """The same for a head; `READS` counts the layers that read."""
+  """The keys of `flat` for a head; `READS` names the layers that read."""
   text_files.check_types(raw, {_NESTED: dict | None})
   nested = {**(raw.get(_NESTED) or {})}
   text_files.check_types(nested, _TYPES)
   if nested.get(READS):
     nested[READS] = [layer + 1 for layer in nested[READS]]
-  found = flat({**raw, _NESTED: nested}, _NESTED, _TYPES)
-  if found.get('norm_output') is False and not found.get(_SPECULATORS):
+  keys = flat({**raw, _NESTED: nested}, _NESTED, _TYPES)
+  if keys.get('norm_output') is False and not keys.get(_SPECULATORS):
     raise ValueError(
       'norm_output=False: a head without the norm before its output matrix is'
       ' not supported; remove the key if it has one'
     )
-  return found
+  return keys
 
 
 def check_claims(keys: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
@@ -85,22 +85,25 @@ def check_claims(keys: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
 
 
 def of_layers(
-  keys: Mapping[str, Any], known: Mapping[str, Any], number: int
+  keys: Mapping[str, Any], facts: Mapping[str, Any], num_layers: int
 ) -> dict[str, Any]:
   """The keys of a model of the layers of a head; see `families`.
 
   Args:
     keys: see `merged`.
-    known: those that `check_claims` checked.
-    number: how many layers there are. Configs are often copied from a target,
-      with the number of its layers.
+    facts: see `check_claims`.
+    num_layers: of the head. Configs are often copied from a target, with the
+      number of the target's layers.
   """
-  idle = {*known, *_TYPES} - {'hidden_size', 'intermediate_size', 'head_dim'}
-  found = {key: keys[key] for key in keys if key not in idle}
-  if found.get('model_type') not in _LAYER_TYPES:
-    found['model_type'] = 'llama'
-  if isinstance(types := found.get('layer_types'), list) and (
-    len(types) != number and len({*types}) == 1
+  idle = {*facts, *_TYPES} - {'hidden_size', 'intermediate_size', 'head_dim'}
+  layers = {key: keys[key] for key in keys if key not in idle}
+  if layers.get('model_type') not in _LAYER_TYPES:
+    layers['model_type'] = 'llama'
+  if isinstance(types := layers.get('layer_types'), list) and (
+    len(types) != num_layers and len({*types}) == 1
   ):
-    found['layer_types'] = types[:1] * number
-  return found | {'num_hidden_layers': number, 'tie_word_embeddings': False}
+    layers['layer_types'] = types[:1] * num_layers
+  return layers | {
+    'num_hidden_layers': num_layers,
+    'tie_word_embeddings': False,
+  }

@@ -76,8 +76,8 @@ WINDOWS = (
   'max_window_layers',
 )
 _TOKENS = frozenset({'bos_token_id', 'eos_token_id', 'pad_token_id'})
-_OF_ROPES = _TOKENS | {'max_position_embeddings', *_TYPES}
-_OF_ROPES -= {*WINDOWS, ROUNDED}
+_ROPE_KEYS = _TOKENS | {'max_position_embeddings', *_TYPES}
+_ROPE_KEYS -= {*WINDOWS, ROUNDED}
 ORIGINAL = 'original_max_position_embeddings'
 # Keys that are read if the class has such a field.
 _SOMETIMES = (
@@ -96,18 +96,18 @@ class ModelType:
   Attributes:
     config: class of transformers.
     shape: class of the shape.
-    keys: fields of the shape whose keys in config.json are others than usual.
+    keys: fields of the shape with other keys in config.json than usual.
     fixed: further fields, and the values that they have in all such models.
-    ropes: `one` for all layers that rotate; one for each of the `kinds` of
-      layers, with a window and without; or `growing`, one whose queries grow
-      with the position.
+    ropes: `one` rotation for all layers that rotate; one for each of the
+      `kinds` of layers, with a window and without; or `growing`, one for all,
+      by which queries grow with the position.
     is_partial: whether partial_rotary_factor may be below 1.
     extra: keys that transformers reads besides the fields of its class, and
       their types.
     idle: keys that change nothing.
     constants: keys, and the only values of them that are computed.
     rounded: ways in which weights may be rounded, see quantization_config.
-    given: keys that the class is made with, of what no model here has.
+    given: keys that the class needs, for parts that no model here has.
     mixture: the same for models with experts, by the key num_local_experts.
     mixers: what mixes positions in a layer, by its entry in `layer_types`.
     renames: parts of canonical names, and of the names that are stored.
@@ -134,9 +134,9 @@ class ModelType:
   to_keys: Callable[[Any], dict[str, Any]] = lambda config: {}
 
   @functools.cached_property
-  def own(self) -> frozenset[str]:
+  def class_keys(self) -> frozenset[str]:
     """The keys that the class has."""
-    return frozenset(one.name for one in dataclasses.fields(self.config))
+    return frozenset(field.name for field in dataclasses.fields(self.config))
 
   @functools.cached_property
   def rotates(self) -> bool:
@@ -146,30 +146,30 @@ class ModelType:
   @functools.cached_property
   def names(self) -> dict[str, str]:
     """Fields of the shape, and their keys in config.json."""
-    fields = {one.name for one in dataclasses.fields(self.shape)}
-    found = {
+    fields = {field.name for field in dataclasses.fields(self.shape)}
+    keys_by_field = {
       ours: key
       for ours, keys in _KEYS.items()
       for key in keys
-      if key in self.own and ours in fields - {*self.fixed}
+      if key in self.class_keys and ours in fields - {*self.fixed}
     }
-    return {**found, **self.keys}
+    return {**keys_by_field, **self.keys}
 
   @functools.cached_property
   def types(self) -> dict[str, Any]:
-    """The keys whose types are known, and these."""
+    """Keys and their types."""
     return {**_TYPES, **config_keys.types_of(self.config), **self.extra}
 
   @functools.cached_property
   def reads(self) -> frozenset[str]:
     """The keys that are read."""
-    sometimes = self.own & {*WINDOWS, *_SOMETIMES}
+    sometimes = self.class_keys & {*WINDOWS, *_SOMETIMES}
     named = {*self.names.values(), *self.extra, *self.constants}
-    return (_OF_ROPES if self.rotates else _TOKENS) | named | sometimes
+    return (_ROPE_KEYS if self.rotates else _TOKENS) | named | sometimes
 
 
-_BEHIND = {'pre_norm': False, 'post_norm': True}
-_BEHIND |= {'qk_norm': True, 'joint_qk_norm': True}
+_POST_NORM = {'pre_norm': False, 'post_norm': True}
+_POST_NORM |= {'qk_norm': True, 'joint_qk_norm': True}
 _QWEN_MOE: dict[str, Any] = {
   'shape': mixtral_lib.MixtralConfig,
   'keys': {'inner_width': 'moe_intermediate_size'},
@@ -269,8 +269,8 @@ MODEL_TYPES = {
   'ministral': ModelType(transformers.MinistralConfig),
   'ministral3': ModelType(transformers.Ministral3Config, ropes='growing'),
   'phi3': ModelType(transformers.Phi3Config, is_partial=True),
-  'olmo2': ModelType(transformers.Olmo2Config, fixed=_BEHIND),
-  'olmo3': ModelType(transformers.Olmo3Config, fixed=_BEHIND, ropes='kinds'),
+  'olmo2': ModelType(transformers.Olmo2Config, fixed=_POST_NORM),
+  'olmo3': ModelType(transformers.Olmo3Config, fixed=_POST_NORM, ropes='kinds'),
   'granite': ModelType(transformers.GraniteConfig),
   'granitemoehybrid': ModelType(
     **_GRANITE_4 | {'given': _GRANITE_4['given'] | {'num_local_experts': 0}},

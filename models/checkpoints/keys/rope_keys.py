@@ -16,7 +16,7 @@ from specdec.models.nn import rope as rope_lib
 from specdec.text import text_files
 
 _OBJECTS = ('rope_parameters', 'rope_scaling')
-_OF_LAYERS = ('full_attention', 'sliding_attention')
+_LAYER_TYPES = ('full_attention', 'sliding_attention')
 # The sections of an `mrope` rotate by positions within a picture; for text all
 # of them are the same.
 _UNSCALED = ('default', 'mrope')
@@ -43,17 +43,22 @@ _SCALING_TYPES = {
 def _normalized(rope: Mapping[str, Any], context: Any) -> dict[str, Any]:
   """The keys of an object that are not null, checked for transformers.
 
-  YaRN's factor may be null where it follows from the contexts, of which
-  `context` is the whole one.
+  YaRN's factor may be null where it follows from the original context and the
+  whole context `context`.
   """
   stated = {key: value for key, value in rope.items() if value is not None}
   text_files.check_types(stated, _TYPES | _SCALING_TYPES)
   for key in stated.keys() & {'rope_type', 'type'}:
     stated[key] = _OLDER_TYPES.get(stated[key], stated[key])
-  kind = stated.get('rope_type', stated.get('type'))
-  config_keys.check_same('rope_type', kind, 'type', stated.get('type'))
+  rope_type = stated.get('rope_type', stated.get('type'))
+  config_keys.check_same('rope_type', rope_type, 'type', stated.get('type'))
   original = stated.get('original_max_position_embeddings')
-  if kind == 'yarn' and rope.get('factor', 0) is None and original and context:
+  if (
+    rope_type == 'yarn'
+    and rope.get('factor', 0) is None
+    and original
+    and context
+  ):
     stated['factor'] = context / original
   return stated
 
@@ -70,34 +75,36 @@ def normalized(keys: Mapping[str, Any], ropes: str) -> dict[str, Any]:
     ValueError: a key of a rotation is not known, has another type, or
       contradicts another one; names them.
   """
-  found, context = dict(keys), keys.get('max_position_embeddings')
+  result, context = dict(keys), keys.get('max_position_embeddings')
   for name in _OBJECTS:
     stated = keys.get(name) or {}
     nested = ropes == 'kinds' and name == 'rope_parameters'
-    if wrong := [key for key in stated if (key in _OF_LAYERS) != nested]:
-      expected = f'have the keys {_OF_LAYERS}' if nested else 'be of all layers'
+    if wrong := [key for key in stated if (key in _LAYER_TYPES) != nested]:
+      expected = (
+        f'have the keys {_LAYER_TYPES}' if nested else 'be of all layers'
+      )
       raise ValueError(
         f'{name} of such a model must {expected}, but has {wrong[0]!r}'
       )
     if nested:
       text_files.check_types(stated, dict.fromkeys(stated, dict | None))
       new = {key: _normalized(stated[key] or {}, context) for key in stated}
-      found[name] = new or None
+      result[name] = new or None
     elif stated:
-      found[name] = _normalized(stated, context)
+      result[name] = _normalized(stated, context)
   if ropes != 'kinds':
-    new, old = (found.get(name) or {} for name in _OBJECTS)
+    new, old = (result.get(name) or {} for name in _OBJECTS)
     for key in new.keys() & old.keys():
       config_keys.check_same(
         f'rope_parameters: {key}', new[key], f'rope_scaling: {key}', old[key]
       )
-  return found
+  return result
 
 
 def check_read(keys: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
-  """Refuses numbers beside an object that contradict what transformers read."""
-  by_layer = {key: parameters[key] for key in _OF_LAYERS if key in parameters}
-  ropes = [one for one in by_layer.values() or (parameters,) if one]
+  """Refuses numbers next to an object that contradict transformers' values."""
+  by_layer = {key: parameters[key] for key in _LAYER_TYPES if key in parameters}
+  ropes = [rope for rope in by_layer.values() or (parameters,) if rope]
   for key, default in (('rope_theta', None), ('partial_rotary_factor', 1.0)):
     values = [rope.get(key, default) for rope in ropes]
     if keys.get(key) not in values:
@@ -108,11 +115,11 @@ def check_read(keys: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
 
 
 def _attention_factor(
-  kind: str, values: dict[str, Any], context: int
+  rope_type: str, values: dict[str, Any], context: int
 ) -> float | None:
   """Takes the keys that only it follows from; None if it is stated."""
   log = lambda factor: math.log(max(factor, 1))
-  if kind == 'longrope':
+  if rope_type == 'longrope':
     original = values['original_max_position_embeddings']
     factor = values.pop('factor', context / original)
     result = math.sqrt(1 + log(factor) / math.log(original))
@@ -133,22 +140,22 @@ def _read(
 ) -> rope_lib.Rope:
   """The rotation of transformers' `rope_parameters`."""
   fraction = raw.get('partial_rotary_factor', 1.0)
-  kind, theta = raw.get('rope_type', 'default'), raw['rope_theta']
-  of_pairs = kind == rope_lib.ProportionalScaling.rope_type
+  rope_type, theta = raw.get('rope_type', 'default'), raw['rope_theta']
+  of_pairs = rope_type == rope_lib.ProportionalScaling.rope_type
   if fraction != 1.0 and not (is_partial or of_pairs):
     raise ValueError(f'partial_rotary_factor={fraction!r} is not supported')
-  scaling, known = rope_lib.SCALINGS.get(kind), set[str]()
+  scaling, fields = rope_lib.SCALINGS.get(rope_type), set[str]()
   if scaling is not None:
-    known = {field.name for field in dataclasses.fields(scaling)}
-  elif kind not in _UNSCALED:
+    fields = {field.name for field in dataclasses.fields(scaling)}
+  elif rope_type not in _UNSCALED:
     raise ValueError(
-      f'rope_type={kind!r} is not supported; choose from'
+      f'rope_type={rope_type!r} is not supported; choose from'
       f' {["default", *rope_lib.SCALINGS]}'
     )
   values = {key: raw[key] for key in raw if key not in _TYPES}
   if of_pairs:
     values['partial_rotary_factor'], fraction = fraction, 1.0
-  if kind == 'linear':  # Some checkpoints have it; it has no effect.
+  if rope_type == 'linear':  # Some checkpoints have it; it has no effect.
     values.pop('original_max_position_embeddings', None)
   growth = 0.0
   if ropes == 'growing':
@@ -158,13 +165,13 @@ def _read(
     whole = values.pop('max_position_embeddings', None)
     key = 'max_position_embeddings'
     config_keys.check_same(f'rope_parameters: {key}', whole, key, context)
-  if kind in ('yarn', 'longrope') and (
-    factor := _attention_factor(kind, values, context)
+  if rope_type in ('yarn', 'longrope') and (
+    factor := _attention_factor(rope_type, values, context)
   ):
     values['attention_factor'] = factor
-  for key in sorted(values.keys() - known):
+  for key in sorted(values.keys() - fields):
     raise ValueError(
-      f'{key}={values[key]!r:.60} is not supported with rope_type={kind!r}'
+      f'{key}={values[key]!r:.60} is not supported with rope_type={rope_type!r}'
     )
   lists = {key: tuple(values[key]) for key in values if key in _LISTS}
   made = None if scaling is None else scaling(**values | lists)
@@ -176,14 +183,14 @@ def _read(
 def read_all(
   config: Any, ropes: str, *, is_partial: bool
 ) -> tuple[rope_lib.Rope | None, ...]:
-  """The rotation of each layer, None where there is none.
+  """The rotation of each layer, None for a layer without one.
 
   Args:
     config: of transformers.
     ropes: see `models/checkpoints/keys/model_types`.
     is_partial: whether a part of a head may be rotated.
   """
-  number, raw = config.num_hidden_layers, config.rope_parameters
+  num_layers, raw = config.num_hidden_layers, config.rope_parameters
   read = functools.partial(
     _read,
     context=config.max_position_embeddings,
@@ -191,24 +198,24 @@ def read_all(
     is_partial=is_partial,
   )
   if ropes == 'kinds':
-    kinds = dict.fromkeys(config.layer_types)
-    if missing := [key for key in kinds if not raw.get(key)]:
+    layer_types = dict.fromkeys(config.layer_types)
+    if missing := [key for key in layer_types if not raw.get(key)]:
       raise ValueError(f'rope_parameters lacks {missing[0]!r}')
-    found = {key: read(raw[key]) for key in kinds}
-    return tuple(found[key] for key in config.layer_types)
+    by_type = {key: read(raw[key]) for key in layer_types}
+    return tuple(by_type[key] for key in config.layer_types)
   if getattr(config, 'position_embedding_type', 'rope') != 'rope':
-    return (None,) * number
+    return (None,) * num_layers
   rope = read(raw)
-  rotates = getattr(config, 'no_rope_layers', [1] * number)
-  if len(rotates) != number:
+  rotates = getattr(config, 'no_rope_layers', [1] * num_layers)
+  if len(rotates) != num_layers:
     raise ValueError(
-      f'no_rope_layers has {len(rotates)} entries for {number} layers'
+      f'no_rope_layers has {len(rotates)} entries for {num_layers} layers'
     )
-  return tuple(rope if one else None for one in rotates)
+  return tuple(rope if has_rope else None for has_rope in rotates)
 
 
 def context_of(config: Any, ropes: Iterable[rope_lib.Rope | None]) -> int:
-  """The longest context, which may be that of one of the rotations."""
+  """The longest context; a rotation may limit it."""
   longest = config.max_position_embeddings
   for rope in filter(None, ropes):
     if isinstance(rope.scaling, rope_lib.LongRopeScaling):

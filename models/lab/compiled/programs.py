@@ -29,6 +29,7 @@ from specdec.draft import lookup
 from specdec.models.checkpoints import hub
 from specdec.models.lab.compiled import hlo
 from specdec.models.nn import adapter
+from specdec.models.nn import matrices as matrices_lib
 from specdec.models.nn import sharding as sharding_lib
 from specdec.models.text import drafters
 from specdec.models.text import pair as pair_lib
@@ -191,7 +192,8 @@ def _drafter(
   vocab_size = target.spec.vocab_size
   assert task.draft is not None
   config = dataclasses.replace(task.draft, vocab_size=vocab_size)
-  size = functools.partial(hub.layer_bytes, config, task.dtype)
+  form = matrices_lib.format_of(task.dtype)
+  size = functools.partial(hub.layer_bytes, config, form)
   draft = model(config, sharding_lib.draft_layout(layout, 'auto', size))
   # The tokenizer is not used, because no text is encoded.
   pair = pair_lib.Pair(target, draft, None, (), layout)  # type: ignore[arg-type]

@@ -25,6 +25,7 @@ from specdec import cache as cache_lib
 from specdec import model as model_lib
 from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import hub
+from specdec.models.checkpoints import placement as placement_lib
 from specdec.models.checkpoints.heads import heads
 from specdec.models.lab.training import kept
 from specdec.models.lab.training import trainer
@@ -156,7 +157,7 @@ class Lesson:
     There are no gradients of matrices that are packed for kernels.
     """
     rows = np.arange(self.target.spec.vocab_size) if ids is None else ids
-    return jnp.asarray(heads.rows_of(self.lm_head, rows))
+    return matrices_lib.take_rows(self.lm_head, jnp.asarray(rows))
 
   def answers(
     self,
@@ -361,9 +362,9 @@ class TargetTraining(trainer.Training):
     if checkpoint.tokenizer is None:
       raise ValueError(f'--target={self.target} has no tokenizer')
     config = self.config(checkpoint.config)
-    dtype = checkpoint_lib.resolve_dtype(self.target_dtype, checkpoint)
-    module = hub.read_module(
-      checkpoint, dtype=dtype, packed=build.is_available()
+    form = checkpoint_lib.resolve_dtype(self.target_dtype, checkpoint)
+    module, _ = hub.load_network(
+      checkpoint, placement_lib.Placement(form, build.is_available())
     )
     hidden = (*config.reads, cache_lib.AFTER_NORM)
     target = adapter.as_model(module, hidden=hidden)

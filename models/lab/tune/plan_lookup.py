@@ -38,14 +38,14 @@ def context_of(task: task_lib.Task) -> plan_lib.Context:
   """
   choice = task.models
   sources = sources_lib.open_sources(choice)
-  mesh = sources.layout.mesh
+  mesh = sources.placement.layout.mesh
   return plan_lib.Context(
     models=plan_lib.model_digests(sources),
     machine=record.describe_machine(),
-    dtype=sources.dtype,
-    draft_dtype=sources.draft_dtype,
+    dtype=sources.placement.form.name,
+    draft_dtype=sources.draft_placement.form.name,
     draft_vocab=draft_vocabulary.size_of(choice.draft_vocab),
-    cpu_kernels=sources.packed,
+    cpu_kernels=sources.placement.packed,
     mesh=f'{dict(mesh.shape)}, {choice.draft_mesh}' if mesh else '',
     batch_size=task.batch_size,
     sampling={

@@ -106,14 +106,16 @@ def test_formats_and_tokens_are_known_before_weights_are_read(
   monkeypatch, options, dtypes, is_exact
 ):
   """Small drafts have eight bits at least where the kernels are used."""
-  monkeypatch.setattr(hub, 'read_parameters', pytest.fail)
+  monkeypatch.setattr(hub, 'load_network', pytest.fail)
   for kernels in {False, build.is_available()}:
     choice = choice_lib.ModelChoice(**options, cpu_kernels=kernels)
     sources = sources_lib.open_sources(choice)
     small = {('bfloat16', 'bfloat16'): ('bfloat16', 'int8')}
     expected = small.get(dtypes, dtypes) if kernels else dtypes
-    assert (sources.dtype, sources.draft_dtype) == expected
-    assert (sources.packed, sources.is_exact) == (kernels, kernels or is_exact)
+    placements = sources.placement, sources.draft_placement
+    assert tuple(placed.form.name for placed in placements) == expected
+    assert all(placed.packed == kernels for placed in placements)
+    assert sources.is_exact == (kernels or is_exact)
     vocabulary = vocabulary_lib.read_vocabulary(sources)
     assert vocabulary.tokenizer is sources.target.tokenizer
     assert (vocabulary.shared, vocabulary.draft_outputs) == (None, None)

@@ -135,7 +135,8 @@ def test_only_a_window_that_is_used_hides_later_rows(keys, is_used, tmp_path):
 def test_every_norm_adds_the_epsilon_of_the_config(tmp_path):
   keys = _with_layers('speculators dflash2', {'rms_norm_eps': 0.25})
   folder = block_folders.write(tmp_path, 'speculators dflash2', keys=keys)
-  made = heads.locate(folder, _target().config).make(16, jnp.dtype(jnp.float32))
+  head = heads.locate(folder, _target().config)
+  made = head.family.module(head.config, dtype=jnp.float32, rngs=nnx.Rngs(0))
   norms = {
     '.'.join(map(str, path)): norm
     for path, norm in nnx.iter_graph(made)

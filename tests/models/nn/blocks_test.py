@@ -128,9 +128,8 @@ def test_a_model_written_in_four_bits_is_not_rounded_again(family, tmp_path):
   assert ended.code == 0, ended.errors
   checkpoint = hub.locate(rounded)
   assert checkpoint.tokenizer is not None
-  assert checkpoint_lib.resolve_dtype('auto', checkpoint, packed=True) == (
-    'stored'
-  )
+  form = checkpoint_lib.resolve_dtype('auto', checkpoint, packed=True)
+  assert form.name == 'stored'
   loaded = [
     hub.flat_params(hub.load_module(path, dtype=dtype))[1]
     for path, dtype in (
@@ -255,7 +254,10 @@ def test_default_dtype_of_the_draft():
     (in_blocks, None, 'int8', True, 'stored'),
     (in_blocks, None, 'stored', True, 'stored'),
   ):
-    found = checkpoint_lib.resolve_draft_dtype(
-      dtype, draft, target_dtype=target_dtype, packed=packed
+    form = checkpoint_lib.resolve_draft_dtype(
+      dtype,
+      draft,
+      target=matrices_lib.format_of(target_dtype),
+      packed=packed,
     )
-    assert found == expected
+    assert form.name == expected

@@ -199,7 +199,7 @@ def test_what_is_no_conversation_is_refused():
 
 
 def test_a_missing_template_is_noticed_before_the_weights_are_read(monkeypatch):
-  monkeypatch.setattr(hub, 'read_module', pytest.fail)
+  monkeypatch.setattr(hub, 'load_network', pytest.fail)
   with pytest.raises(ValueError, match='has no chat template'):
     specdec.load('demo', None, method='plain', messages=[_user()])
 
