@@ -157,7 +157,10 @@ _ARGUMENTS = {
   '--eos=none': {'eos_ids': []},
   '--method=tree --topology=k_ary:2x2': {
     'method': 'tree',
-    'drafting': settings_lib.DraftSettings(topology=topology_lib.k_ary(2, 2)),
+    'drafting': settings_lib.with_options(
+      settings_lib.DraftSettings(topology=topology_lib.k_ary(2, 2)),
+      settings_lib.ON_CPU,
+    ),
   },
   f'{_as_flags(_SAMPLING)} --logit_bias=3:100,4:-inf': {'sampling': _BIASED},
   f'{_as_flags(_OPTIONS)} --log_probs': _OPTIONS | {'log_probs': True},

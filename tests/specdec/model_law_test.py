@@ -36,7 +36,7 @@ from specdec.tree import topology as topology_lib
 from specdec.verify import rules as rules_lib
 
 _TOKENS = np.array([1, 2, 3, 4])  # All that a text may have.
-_LACKS = 3  # Of these; the head lacks it, the block drafter token 2.
+_LACKS = 3  # The head lacks this one, the block drafter token 2.
 _NUM_ROWS, _BATCH_SIZE = 20_000, 100
 _TEMPERATURE = 2.5
 _TREE = tiny_drafters.Settings(topology=topology_lib.k_ary(2, 2))

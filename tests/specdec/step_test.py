@@ -143,7 +143,7 @@ def test_rows_end_by_tokens_of_their_own():
 
 
 def test_values_of_tokens_that_are_no_text_are_dropped():
-  """Of a row that is done, and behind the last slot."""
+  """A row is done, or its tokens come after the last slot."""
   new = np.array([[7, 8, 9], [1, 2, 3]])
   count, length = np.array([0, 2]), np.array([1, 3])
   added = carried_lib.Added(new, new, count, length)
@@ -152,7 +152,7 @@ def test_values_of_tokens_that_are_no_text_are_dropped():
 
 
 def test_hidden_states_by_hand():
-  """Of short texts fewer are there than a step may ask for."""
+  """Short texts have fewer tokens than a step may ask for."""
   states = np.arange(1.0, 13.0).reshape(2, 1, 6, 1)
   positions = np.array([[0, 1, 2], [3, 4, 5]])
 

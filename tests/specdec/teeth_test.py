@@ -23,8 +23,8 @@ _FILES = {
   if path.stem != 'conftest'
 }
 
-# What a bug does; the module, the code, what replaces it, and the test that
-# must fail with it.
+# By what the bug does: the module, the code, what replaces it, and the test
+# that must fail with it.
 _BUGS = {
   'accepts tokens after a rejected one': (
     'tree.tree',

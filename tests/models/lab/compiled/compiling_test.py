@@ -119,7 +119,7 @@ def test_what_is_no_program_is_refused():
 
 
 def test_what_a_compiler_does_not_say_is_left_out(monkeypatch):
-  """As of GPUs, where none is present."""
+  """A compiler for GPUs says less where none is present."""
   program = jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile()
   weights = [jax.device_put(jnp.ones(2))]
   held = {'held': 8, 'least_held': 8}
