@@ -5,12 +5,15 @@ program serves all tests.
 """
 
 import functools
+import json
 
 import byte_level
+import httpx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_served
 import tokenizers
 
 import specdec
@@ -310,3 +313,39 @@ def test_models_without_reasoning_have_one_section():
   assert (result.text, result.reasoning) == (['\nHi!\n'], [''])
   assert str(result).startswith('Hello\nHi!\n\n\n')
   assert np.all(result.origins[0] == np.zeros(6))
+
+
+def test_an_endpoint_has_a_field_for_reasoning():
+  """Whole and streamed; the next prompt has it where the template wants it."""
+  lm = _generator(*_FAMILIES['qwen'])
+  settings = {'method': 'plain', 'context': _CONTEXT, 'max_new_tokens': 64}
+  path = '/v1/chat/completions'
+  with (
+    tiny_served.serving(lm, **settings) as server,
+    httpx.Client(base_url=server.address, timeout=60) as http,
+  ):
+    ask = lambda messages, **more: http.post(
+      path, json={'messages': messages, **more}
+    )
+    (choice,) = ask(_USER).json()['choices']
+    lines = ask(_USER, stream=True).text.split('\n\n')
+    deltas = [
+      json.loads(line.removeprefix('data: '))['choices'][0]['delta']
+      for line in lines
+      if line.startswith('data: {')
+    ]
+    answer = choice['message']
+    history = [*_USER, answer, *_USER]
+    usage = ask(history, max_tokens=1).json()['usage']
+  assert answer == {
+    'role': 'assistant',
+    'content': 'Hi!',
+    'reasoning_content': 'Hm.\n\nm',
+  }
+  for field in ('content', 'reasoning_content'):
+    assert ''.join(delta.get(field, '') for delta in deltas) == answer[field]
+  said = {'reasoning': 'Hm.\n\nm', 'content': 'Hi!', 'role': 'assistant'}
+  ids = chat_template.conversation_ids(
+    lm.pair.tokenizer, [*_USER, said, *_USER]
+  )
+  assert usage['prompt_tokens'] == len(ids)
