@@ -7,7 +7,6 @@ import importlib.metadata
 import os
 import pathlib
 import platform
-import re
 from typing import Any
 
 import jax
@@ -42,16 +41,28 @@ def record(settings: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
   return {'machine': describe_machine(), 'settings': settings} | figures
 
 
+def _processor() -> str:
+  """The processor's name, its family and its model, as far as they are known.
+
+  Clouds give many processors one name.
+  """
+  cpuinfo = pathlib.Path('/proc/cpuinfo')
+  lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+  facts = dict(map(str.strip, line.partition(':')[::2]) for line in lines)
+  name = facts.get('model name', platform.processor())
+  if 'cpu family' not in facts:
+    return name
+  return f'{name} (family {facts["cpu family"]}, model {facts["model"]})'
+
+
 def describe_machine() -> dict[str, Any]:
   """Device, processor, and versions of Python and packages."""
-  cpuinfo = pathlib.Path('/proc/cpuinfo')
-  text = cpuinfo.read_text() if cpuinfo.exists() else ''
-  named = re.search(r'^model name[^:]*:\s*(.*?)\s*$', text, re.MULTILINE)
   packages = ('jax', 'jaxlib', 'flax', 'transformers')
   return {
     'device': jax.devices()[0].device_kind,
     'platform': jax.devices()[0].platform,
-    'processor': named[1] if named else platform.processor(),
+    'processor': _processor(),
+    'kernel_flags': os.environ.get('SPECDEC_CXXFLAGS', ''),
     'cores': os.cpu_count(),
     'python': platform.python_version(),
   } | {package: importlib.metadata.version(package) for package in packages}
