@@ -351,7 +351,11 @@ BAD = (
   ('stop', ([['a']], [['a']] * 9, [['a'], 'b'], [1], 5, [None]), _ROWS),
   ('eos_ids', ([10**6], [1, -1]), 'eos_ids has token .*, outside'),
   ('eos_ids', (3, [None], [1.5], {5: 1}), _EOS),
-  ('eos_ids', ('', ['x', 0], [0, 'b a']), 'the text .*, but no token'),
+  (
+    'eos_ids',
+    ('', ['x', 0], [0, 'b a']),
+    'no token of the target has this text',
+  ),
   ('verify', ('mtch', None, 3), 'verify must be one of'),
   ('children', ('bst', 7), 'children must be one of'),
   ('children', ('without_replacement',), 'verify=match wants the best'),

@@ -58,7 +58,7 @@ def test_bad_arguments_are_refused():
     ({'rng_key': jax.random.PRNGKey(0)}, r'jax\.random\.key.* uint32'),
     ({'rng_key': 0}, r'jax\.random\.key'),
     # The noise of all rows would depend on the first.
-    ({'rng_key': jax.random.key(0, impl='rbg')}, 'kind rbg, .* under vmap'),
+    ({'rng_key': jax.random.key(0, impl='rbg')}, 'kind rbg; under vmap'),
   ):
     with pytest.raises(ValueError, match=message):
       _generate(**arguments)

@@ -382,7 +382,7 @@ def test_bad_prompts_are_refused_and_take_no_slot():
     ([1], {'max_new_tokens': -1}, 'an integer of at least 0'),
     ([1], {'sampling': specdec.Sampling(top_p=2)}, 'top_p must be above 0'),
     ([1], {'sampling': specdec.Sampling(top_p=[1, 1])}, 'top_p must be one'),
-    ([1], {'rng_key': 0}, 'rng_key must be made by jax.random.key'),
+    ([1], {'rng_key': 0}, 'rng_key must be a scalar key'),
     ([1], {'eos_ids': range(9)}, 'eos_ids of a prompt has 9 tokens, but'),
   ):
     with pytest.raises(ValueError, match=words):

@@ -208,7 +208,15 @@ def _check_many(kind, number):
 
 
 @pytest.mark.parametrize(
-  ('kind', 'number'), [('gpt2', 200), ('recurrent', 60), ('head', 60)]
+  ('kind', 'number'),
+  [
+    ('gpt2', 40),
+    ('recurrent', 16),
+    ('head', 16),
+    pytest.param('gpt2', 200, marks=pytest.mark.long),
+    pytest.param('recurrent', 60, marks=pytest.mark.long),
+    pytest.param('head', 60, marks=pytest.mark.long),
+  ],
 )
 def test_every_answer_is_that_of_decoding_it_alone(kind, number):
   """Among many clients, of whom a third leave half-way."""
@@ -407,7 +415,16 @@ _WRONG = {
   'stop': [5, [1], [''], '', ['\ud800'], ['a'] * 17, {'a': 1}],
   'stop_token_ids': [[99], ['a'], 3, [-1], [0, 1, 2]],
   'n': [0, -1, 1.5, 'x', 1000],
-  'regex': ['[', '(?=a)', 5, ['a'], '(' * 2000, '\ud800', 'é', 'a{99999}'],
+  'regex': [
+    '[',
+    '(?=a)',
+    5,
+    ['a'],
+    '(' * 2000,
+    '\ud800',
+    'é',
+    '(a{60000}b){60000}',
+  ],
   'response_format': [
     'json',
     {},

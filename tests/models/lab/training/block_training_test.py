@@ -76,7 +76,7 @@ def test_a_drafter_drafts_what_it_knows_by_heart(dtype, kind, tmp_path):
   assert found.tokens == texts[:, by_heart.PROMPT :].tolist()
   accepted = by_heart.by_position(found.stats.accepted_histogram)
   # Where rounding to four bits leaves it depends on the processor.
-  assert (accepted[:_ROWS] >= (0.9 if dtype == 'int4' else 0.95)).all()
+  assert (accepted[:_ROWS] >= (0.8 if dtype == 'int4' else 0.95)).all()
   forwards = found.stats.stage_forwards['block']
   assert forwards == found.stats.target_forwards
 
