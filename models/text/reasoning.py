@@ -1,6 +1,6 @@
 r"""How a model says what it thinks before it answers.
 
-Models mark their reasoning in several ways:
+Models mark their reasoning in several ways::
 
     <think>...</think> answer                 and other tags of this kind
     <|channel>thought\n...<channel|>answer    Gemma 4

@@ -48,7 +48,10 @@ def _processor() -> str:
   """
   cpuinfo = pathlib.Path('/proc/cpuinfo')
   lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-  facts = dict(map(str.strip, line.partition(':')[::2]) for line in lines)
+  facts: dict[str, str] = {}
+  for line in lines:
+    key, _, value = line.partition(':')
+    facts[key.strip()] = value.strip()
   name = facts.get('model name', platform.processor())
   if 'cpu family' not in facts:
     return name
