@@ -95,7 +95,8 @@ def _browsing(address, folder):
       browser = _Browser(http)
       browser.ask('/url', url=address)
       yield browser
-      http.delete('/')
+      # Without the slash that a relative path would end with.
+      http.delete(str(http.base_url).rstrip('/'))
   finally:
     driver.terminate()
     driver.wait()
