@@ -63,7 +63,7 @@ MODELS = {
 class Hardware:
   """Peak rates of a machine with one device, or several alike.
 
-  Several devices share weights and caches evenly. Rates are those of one.
+  Several devices share weights and caches evenly. Rates are per device.
   """
 
   bytes_per_second: float  #: The rate of the main memory.

@@ -1,7 +1,7 @@
 """A client of servers with OpenAI's interface: ours, vLLM's, llama.cpp's.
 
 It sends the ids of prompts, reads streams, and asks each kind of server to read
-every prompt anew and to return ids, in the words that it knows.
+every prompt again and to return ids, in the words that it knows.
 """
 
 from collections.abc import Iterator
@@ -153,7 +153,7 @@ def settings_of(
 
 
 def ids_of(reply: Reply, eos_ids: Sequence[int], tokenizer: Any) -> list[int]:
-  """The new ids, those of the text if the server returns none."""
+  """The new ids; if the server returns none, its text is tokenised."""
   ids = reply.tokens
   if ids is None:
     ids = tokenizer(reply.text, add_special_tokens=False)['input_ids']

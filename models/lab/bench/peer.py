@@ -1,4 +1,4 @@
-"""Arms of a benchmark, those of this library and servers of other programs."""
+"""Arms of a benchmark: of this library, and servers of other programs."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -18,7 +18,7 @@ class ArmSpec:
 
   # One of `settings.METHODS`, or the address of a server.
   method: str
-  dtype: str = ''  # Weights and cache have it; that of a server is not known.
+  dtype: str = ''  # The dtype of weights and cache; '': a server
   options: tuple[tuple[str, str], ...] = ()  # Pairs of name and value.
 
   @property
@@ -64,7 +64,7 @@ def as_generation(
 ) -> generation_lib.Generation:
   """The result of a peer, cut after EOS, without the figures of `UNKNOWN`.
 
-  `forwards` are those of the target for all rows together.
+  `forwards` counts target forwards, for all rows together.
   """
   ended = [_until_eos(row, eos_ids) for row in rows]
   tokens = [row for row, _ in ended]

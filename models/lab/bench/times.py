@@ -325,7 +325,7 @@ def _xla_attention(projections, mask, start, keys, values, *, scale):
 def _in_place(
   function: Callable[..., Any], arrays: list[jax.Array]
 ) -> Callable[[], Any]:
-  """A run of a function that is given its arrays and returns them anew."""
+  """A run of a function that is given its arrays and returns new ones."""
 
   def run():
     out, *arrays[:] = function(*arrays)
@@ -344,7 +344,7 @@ def kernels(num_rows: Sequence[int], repeats: int) -> list[Row]:
   """Milliseconds of XLA's products and attention, and of `models/nn/cpu`'s.
 
   24 products of n rows at the shape of a layer of GPT-2 Large, and attention of
-  n queries of a layer to 320 of 512 slots, of which n are written before.
+  n queries of a layer to 320 of 512 slots; n of them are written before.
 
   Raises:
     ValueError: there are no kernels on this machine.

@@ -186,7 +186,7 @@ def _drafter(
   layout: sharding_lib.Layout,
   model: Callable[..., specdec.LanguageModel],
 ) -> specdec.Drafter:
-  """The drafter of a method; that of `staged` has an n-gram of shapes."""
+  """The drafter of a method; with `staged` it has an n-gram of shapes."""
   if method == 'plain':
     return specdec.PLAIN
   vocab_size = target.spec.vocab_size
