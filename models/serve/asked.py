@@ -17,8 +17,8 @@ from specdec import arguments as arguments_lib
 from specdec.models.serve import engine as engine_lib
 from specdec.models.text import chat_template
 from specdec.models.text import constraints as constraints_lib
-from specdec.models.text import ends as ends_lib
 from specdec.models.text import scores as scores_lib
+from specdec.models.text import text_options
 from specdec.text import text_files
 
 AUTO = 'auto'
@@ -395,7 +395,7 @@ class Reader:
     if not -(2**31) <= seed < 2**32:
       raise Refused(f'seed must be an integer of 32 bits, got {seed}', 'seed')
     with _named('stop'):
-      stops = ends_lib.stops_of_rows(given.get('stop', ()), 1)[0]
+      stops = text_options.stops_of_rows(given.get('stop', ()), 1)[0]
       if len(stops) > _MOST_STOPS:
         raise Refused(f'stop has more than {_MOST_STOPS} strings', 'stop')
     eos_ids = given.get('stop_token_ids')

@@ -6,7 +6,7 @@ import pathlib
 
 import jax
 
-from specdec import arguments as arguments_lib
+from specdec import decode_options
 from specdec.draft import block as block_lib
 from specdec.draft import candidates
 from specdec.draft import drafter as drafter_lib
@@ -213,22 +213,19 @@ def make_planned(plan: plan_lib.Plan | None, pair: pair_lib.Pair) -> Planned:
 
 def chosen(
   drafter: drafter_lib.Drafter | Planned,
-  pair: pair_lib.Pair,
+  options: decode_options.Options,
   prompts: list[list[int]] | None,
-) -> tuple[drafter_lib.Drafter, float | None]:
-  """The drafter of a request, and its `break_even`.
+) -> tuple[drafter_lib.Drafter, decode_options.Options]:
+  """The drafter of a request, and the options with its `break_even`.
 
-  Args:
-    drafter: as it is, or one of a plan, by the longest prompt of the request.
-    pair: for the vocabulary of the target.
-    prompts: token ids. None: the samples of the plan.
-
-  Raises:
-    ValueError: a prompt cannot be used.
+  A plan chooses by the longest of the prompts, token ids; None: its usual way.
   """
   if not isinstance(drafter, Planned):
-    return drafter, None
+    return drafter, options
   if prompts is None:
-    return drafter.usual
-  prompts = arguments_lib.to_prompts(prompts, pair.target.spec.vocab_size)
-  return drafter.of_length(max(map(len, prompts)))
+    way = drafter.usual
+  else:
+    way = drafter.of_length(max(map(len, prompts)))
+  if options.get('break_even') is None:
+    options = {**options, 'break_even': way[1]}
+  return way[0], options

@@ -30,7 +30,6 @@ from specdec.models.text import chat as chat_lib
 from specdec.models.text import chat_template
 from specdec.models.text import choice as choice_lib
 from specdec.models.text import drafters
-from specdec.models.text import ends as ends_lib
 from specdec.models.text import fields
 from specdec.models.text import many as many_lib
 from specdec.models.text import pair as pair_lib
@@ -81,25 +80,6 @@ class Generator:
   pair: pair_lib.Pair
   drafter: specdec.Drafter | drafters.Planned
 
-  def _of_ids(
-    self,
-    options: text_options.TextOptions,
-    stops: ends_lib.StopsOfRows,
-    sections: Sequence[int] | None = None,
-    prompts: list[list[int]] | None = None,
-  ) -> Any:
-    """The options of `specdec`, the drafter among them.
-
-    See `text_options.with_ids` for stops and sections, and `drafters.chosen`
-    for the prompts.
-    """
-    drafter, break_even = drafters.chosen(self.drafter, self.pair, prompts)
-    if options.get('break_even') is not None:
-      break_even = options['break_even']
-    chosen = {'drafter': drafter, 'break_even': break_even}
-    ids = text_options.with_ids(self.pair, options, stops, sections)
-    return ids | chosen
-
   @decode_options.documented(text_options.TextOptions)
   def stream(
     self,
@@ -116,27 +96,20 @@ class Generator:
     the new reasoning, too. To cancel, stop iterating; its `result` has the text
     so far, and its `trace` every step.
     """
-    decode_options.check_names(options, text_options.TextOptions)
-    given = as_list(prompts)
-    ids = self.pair.ids_of(given)
-    constraints = text_options.constraints_of_rows(options, len(given))
-    keys = text_options.keys_of_seeds(options.get('seed', 0), len(given))
-    stops = ends_lib.stops_of_rows(options.get('stop', ()), len(given))
-    automata = text_options.automata_of_rows(self.pair, options, constraints)
-    constrained = [constraint is not None for constraint in constraints]
-    sections = text_decoding.first_sections(self.pair, given, constrained)
+    request = text_options.make_request(self.pair, as_list(prompts), options)
+    drafter, of_ids = drafters.chosen(
+      self.drafter, request.options, request.ids
+    )
     decoding = specdec.Decoding(
       self.pair.target,
-      keys,
-      ids,
+      request.row_keys,
+      request.ids,
       max_new_tokens=max_new_tokens,
       room_for_new_tokens=room_for_new_tokens,
-      constraint=automata,
-      **self._of_ids(options, stops, sections, ids),
+      drafter=drafter,
+      **of_ids,
     )
-    return text_decoding.TextDecoding(
-      self.pair, decoding, given, stops, sections, constrained
-    )
+    return text_decoding.TextDecoding(self.pair, decoding, request)
 
   @decode_options.documented(text_options.TextOptions)
   def generate(
@@ -219,20 +192,27 @@ class Generator:
     """
     decode_options.check_names(options, text_options.TextOptions)
     arguments_lib.check_count('batch_size', batch_size)
-    (stops,) = ends_lib.stops_of_rows(options.get('stop', ()), 1)
-    defaults: dict[str, Any] = {'seed': 0, 'max_new_tokens': max_new_tokens}
-    defaults |= text_options.of_texts(options)
+    (stops,) = text_options.stops_of_rows(options.get('stop', ()), 1)
+    of_ids = text_options.with_ids(self.pair, options, (stops,) * batch_size)
+    drafter, of_ids = drafters.chosen(self.drafter, of_ids, None)
+    seed: Any = options.get('seed', 0)
+    (constraint,) = text_options.constraints_of_rows(options, 1)
     return many_lib.ManyDecoding(
       self.pair,
       prompts,
-      many_lib.Job(prompt='', **defaults),
-      batch_size=batch_size,
-      context=context,
+      many_lib.Defaults(
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+        stops=stops,
+        constraint=constraint,
+      ),
       in_order=in_order,
-      stops=stops,
+      context=context,
+      num_slots=batch_size,
+      drafter=drafter,
       tree_sizes=tree_sizes,
       reading=reading,
-      **self._of_ids(options, (stops,) * batch_size),
+      **of_ids,
     )
 
   @decode_options.documented(text_options.TextOptions)

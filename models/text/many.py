@@ -11,16 +11,19 @@ from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
+import jax
+
 import specdec
 from specdec import arguments as arguments_lib
 from specdec.models.text import chat as chat_lib
 from specdec.models.text import chat_template
 from specdec.models.text import constraints as constraints_lib
-from specdec.models.text import ends as ends_lib
 from specdec.models.text import pair as pair_lib
 from specdec.models.text import result as result_lib
 from specdec.models.text import text_decoding
 from specdec.models.text import text_options
+from specdec.models.text import vocabulary as vocabulary_lib
+from specdec.text import automaton as automaton_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +34,7 @@ class Job:
   max_new_tokens: int | None = None
   seed: int | None = None
   sampling: specdec.Sampling | None = None
-  eos_ids: ends_lib.EosIds | None = None
+  eos_ids: vocabulary_lib.EosIds | None = None
   regex: str | None = None
   json_schema: str | Mapping[str, Any] | None = None
 
@@ -46,28 +49,50 @@ class Completion:
   error: str | None  #: Why it is refused, or what went wrong in decoding it.
 
 
-# A prompt in a slot: its index, the prompt, its ids, and the first section of
-# its text.
-_Waiting = tuple[int, chat_template.Prompt, list[int], int]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Defaults:
+  """The options of prompts that have none of their own."""
+
+  seed: int  #: Of prompt 0; prompt i has `seed` + i.
+  max_new_tokens: int
+  stops: tuple[str, ...]  #: The stop strings of all prompts.
+  constraint: constraints_lib.Constraint
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Request:
+  """A prompt with all of its options, checked: what `Slots.insert` takes."""
+
+  index: int
+  prompt: chat_template.Prompt
+  ids: list[int]
+  row_key: jax.Array
+  max_new_tokens: int
+  sampling: specdec.Sampling | None
+  eos_ids: Sequence[int] | None
+  automaton: automaton_lib.Automaton | None
+  section: int  # The section in which the text begins.
+
+
+def _job(prompt: chat_template.Prompt | Job) -> Job:
+  return prompt if isinstance(prompt, Job) else Job(prompt=prompt)
 
 
 class ManyDecoding(Iterator[Completion]):
   """The decode of many prompts: an iterator over a `Completion` for each.
 
-  `Generator.generate_many` makes it. `default` has the options of prompts that
-  have none of their own; `specdec.Slots` takes the `options`.
+  `Generator.generate_many` makes it; `specdec.Slots` takes the `options`.
   """
 
   def __init__(
     self,
     pair: pair_lib.Pair,
     prompts: Iterable[chat_template.Prompt | Job],
-    default: Job,
+    defaults: Defaults,
     *,
-    batch_size: int,
     context: int | None,
     in_order: bool,
-    stops: tuple[str, ...],
+    eos_ids: Sequence[int],
     **options: Any,
   ):
     if isinstance(prompts, str) or not isinstance(prompts, Iterable):
@@ -75,30 +100,34 @@ class ManyDecoding(Iterator[Completion]):
         f'prompts must be several prompts, got {prompts!r:.60}; give a list of'
         ' texts'
       )
-    if not arguments_lib.is_integer(default.seed):
+    if not arguments_lib.is_integer(defaults.seed):
       raise ValueError(
-        f'seed must be one integer for all prompts, got {default.seed!r}; a'
+        f'seed must be one integer for all prompts, got {defaults.seed!r}; a'
         ' specdec.Job has a seed of its own'
       )
-    arguments_lib.check_count('max_new_tokens', default.max_new_tokens, least=0)
+    limit = defaults.max_new_tokens
+    arguments_lib.check_count('max_new_tokens', limit, least=0)
     self._pair, self._prompts = pair, prompts
-    self._default, self._stops = default, stops
-    self._eos_ids = options['eos_ids']
-    self._automaton(default, None)  # Refused at once.
+    self._defaults, self._eos_ids = defaults, eos_ids
+    self._automaton(defaults.constraint, eos_ids)  # Refused at once.
     self._slots = specdec.Slots(
       pair.target,
-      num_slots=batch_size,
       context=self._context() if context is None else context,
+      eos_ids=eos_ids,
       **options,
     )
     self._completions = self._ordered() if in_order else self._as_they_end()
 
-  def _ids(self, job: Job) -> list[int]:
-    if isinstance(job.prompt, str) and not job.prompt:
+  def _ids(self, prompt: chat_template.Prompt) -> list[int]:
+    if isinstance(prompt, str) and not prompt:
       raise ValueError('the prompt is empty; give at least one character')
-    ids = self._pair.ids_of([job.prompt])[0]
+    (ids,) = self._pair.ids_of([prompt])
     vocab_size = self._pair.target.spec.vocab_size
     return arguments_lib.to_prompt('the prompt', ids, vocab_size)
+
+  def _limit(self, job: Job) -> int:
+    limit = job.max_new_tokens
+    return self._defaults.max_new_tokens if limit is None else limit
 
   def _context(self) -> int:
     """The size of the buffers: what a list of prompts needs, or the default."""
@@ -106,94 +135,97 @@ class ManyDecoding(Iterator[Completion]):
     if not isinstance(self._prompts, Sequence):
       return largest
     needed = 1
-    for prompt in self._prompts:
-      job = self._job(0, prompt)
+    for job in map(_job, self._prompts):
       try:
-        needed = max(needed, len(self._ids(job)) + job.max_new_tokens)
+        needed = max(needed, len(self._ids(job.prompt)) + self._limit(job))
       except (TypeError, ValueError):
         continue  # It will be refused when it is decoded.
     return min(needed, self._pair.target.spec.max_positions)
 
-  # Any: a type checker would not know that its seed and its limit are set.
-  def _job(self, index: int, prompt: chat_template.Prompt | Job) -> Any:
-    """The `Job` of a prompt, with an option wherever there is a default."""
-    seed = (self._default.seed or 0) + index
-    default = dataclasses.replace(self._default, seed=seed)
-    if not isinstance(prompt, Job):
-      return dataclasses.replace(default, prompt=prompt)
-    given = {
-      name: value for name, value in vars(prompt).items() if value is not None
-    }
-    if {'regex', 'json_schema'} & given.keys():
-      default = dataclasses.replace(default, regex=None, json_schema=None)
-    return dataclasses.replace(default, **given | {'prompt': prompt.prompt})
+  def _automaton(
+    self, constraint: constraints_lib.Constraint, eos_ids: Sequence[int]
+  ) -> automaton_lib.Automaton | None:
+    """The automaton of the constraint of a prompt."""
+    vocab_size = self._pair.target.spec.vocab_size
+    return constraints_lib.automaton_of(
+      constraint, self._pair.tokenizer, vocab_size, eos_ids
+    )
+
+  def _request(self, index: int, job: Job) -> _Request:
+    """The request of a prompt; ValueError if it cannot be decoded."""
+    ids, seed, eos_ids = self._ids(job.prompt), job.seed, job.eos_ids
+    if seed is None:
+      seed = self._defaults.seed + index
+    if eos_ids is not None:
+      eos_ids = vocabulary_lib.ids_of_eos(
+        eos_ids, self._pair.tokenizer, self._pair.target.spec.vocab_size
+      )
+    constraint = constraints_lib.constraint_of(job.regex, job.json_schema)
+    automaton = self._automaton(
+      constraint or self._defaults.constraint,
+      self._eos_ids if eos_ids is None else eos_ids,
+    )
+    (section,) = text_options.first_sections(
+      self._pair, [job.prompt], [automaton is not None]
+    )
+    return _Request(
+      index=index,
+      prompt=job.prompt,
+      ids=ids,
+      row_key=text_options.keys_of_seeds([seed], 1)[0],
+      max_new_tokens=self._limit(job),
+      sampling=job.sampling,
+      eos_ids=eos_ids,
+      automaton=automaton,
+      section=section,
+    )
 
   @property
   def num_steps(self) -> int:
     """Batched target forwards so far, without those that only read prompts."""
     return self._slots.num_steps
 
-  def _automaton(self, job: Job, eos_ids: Any) -> Any:
-    """The automaton of the constraint of a prompt."""
-    return constraints_lib.automaton_of(
-      constraints_lib.constraint_of(job.regex, job.json_schema),
-      self._pair.tokenizer,
-      self._pair.target.spec.vocab_size,
-      self._eos_ids if eos_ids is None else eos_ids,
-    )
-
-  def _insert(
-    self, index: int, prompt: chat_template.Prompt | Job
-  ) -> tuple[int, _Waiting]:
+  def _insert(self, request: _Request) -> int:
     """Gives a slot to a prompt; ValueError if it cannot be decoded."""
-    job = self._job(index, prompt)
-    ids, vocab_size = self._ids(job), self._pair.target.spec.vocab_size
-    eos_ids = ends_lib.eos_ids_of(job.eos_ids, self._pair.tokenizer, vocab_size)
-    automaton = self._automaton(job, eos_ids)
-    (section,) = text_decoding.first_sections(
-      self._pair, [job.prompt], [automaton is not None]
+    return self._slots.insert(
+      request.ids,
+      request.row_key,
+      max_new_tokens=request.max_new_tokens,
+      sampling=request.sampling,
+      eos_ids=request.eos_ids,
+      automaton=request.automaton,
+      section=request.section,
     )
-    slot = self._slots.insert(
-      ids,
-      text_options.keys_of_seeds([job.seed], 1)[0],
-      max_new_tokens=job.max_new_tokens,
-      sampling=job.sampling,
-      eos_ids=eos_ids,
-      automaton=automaton,
-      section=section,
-    )
-    return slot, (index, job.prompt, ids, section)
 
   def _completion(
-    self, waiting: _Waiting, generation: specdec.Generation
+    self, request: _Request, generation: specdec.Generation
   ) -> Completion:
-    index, prompt, ids, section = waiting
+    ids = request.ids
     result = text_decoding.text_generation(
       self._pair,
-      [text_decoding.prompt_text(self._pair, prompt, ids)],
+      [text_decoding.prompt_text(self._pair, request.prompt, ids)],
       [ids],
-      [self._stops],
-      [section],
+      [self._defaults.stops],
+      [request.section],
       generation,
     )
-    return Completion(index, result, result.errors[0])
+    return Completion(request.index, result, result.errors[0])
 
   def _as_they_end(self) -> Iterator[Completion]:
-    prompts = enumerate(self._prompts)
-    waiting: dict[int, _Waiting] = {}
+    jobs = enumerate(map(_job, self._prompts))
+    waiting: dict[int, _Request] = {}
     more = True
     while more or waiting:
       while more and self._slots.free:
-        numbered = next(prompts, None)
+        numbered = next(jobs, None)
         if numbered is None:
           more = False
           break
         try:
-          slot, inserted = self._insert(*numbered)
+          request = self._request(*numbered)
+          waiting[self._insert(request)] = request
         except (TypeError, ValueError) as error:
           yield Completion(numbered[0], None, str(error))
-        else:
-          waiting[slot] = inserted
       for slot, generation in self._slots.advance().items():
         yield self._completion(waiting.pop(slot), generation)
 

@@ -9,9 +9,9 @@ import time
 import specdec
 from specdec import tracing
 from specdec.models.text import chat_template
-from specdec.models.text import ends as ends_lib
 from specdec.models.text import pair as pair_lib
 from specdec.models.text import result as result_lib
+from specdec.models.text import text_options
 from specdec.models.text import token_bytes as token_bytes_lib
 
 
@@ -28,20 +28,14 @@ class TextDecoding:
     self,
     pair: pair_lib.Pair,
     decoding: specdec.Decoding,
-    prompts: Sequence[chat_template.Prompt],
-    stops: ends_lib.StopsOfRows,
-    sections: Sequence[int],
-    constrained: Sequence[bool],
+    request: text_options.Request,
   ):
-    self._pair, self._decoding, self._stops = pair, decoding, stops
-    self._constrained = constrained
-    self._begin(prompts, sections)
+    self._pair, self._decoding = pair, decoding
+    self._begin(request)
 
-  def _begin(
-    self, prompts: Sequence[chat_template.Prompt], sections: Sequence[int]
-  ) -> None:
-    self._sections = sections
-    rows = zip(prompts, self._decoding.prompts, strict=True)
+  def _begin(self, request: text_options.Request) -> None:
+    self._request = request
+    rows = zip(request.prompts, request.ids, strict=True)
     #: The text of each prompt.
     self.prompts: list[str] = [
       prompt_text(self._pair, prompt, ids) for prompt, ids in rows
@@ -55,15 +49,23 @@ class TextDecoding:
     max_new_tokens: int | Sequence[int],
   ) -> None:
     """Goes on from other prompts, see `specdec.Decoding.extend`."""
-    ids = self._pair.ids_of(prompts)
-    sections = first_sections(self._pair, prompts, self._constrained)
-    self._decoding.extend(ids, max_new_tokens=max_new_tokens, sections=sections)
-    self._begin(prompts, sections)
+    request = dataclasses.replace(
+      self._request,
+      prompts=prompts,
+      ids=self._pair.ids_of(prompts),
+      sections=text_options.first_sections(
+        self._pair, prompts, self._request.constrained
+      ),
+    )
+    self._decoding.extend(
+      request.ids, max_new_tokens=max_new_tokens, sections=request.sections
+    )
+    self._begin(request)
 
   @property
   def num_read(self) -> list[int]:
     """How many prompt tokens of each row `extend` had to read."""
-    rows = zip(self._decoding.prompts, self._decoding.num_kept, strict=True)
+    rows = zip(self._request.ids, self._decoding.num_kept, strict=True)
     return [len(ids) - kept for ids, kept in rows]
 
   @property
@@ -92,7 +94,7 @@ class TextDecoding:
     # Kept, so that iterating can be resumed, also within a character.
     if self._streams is None:
       self._streams = list(
-        map(self._pair.text_stream, self._stops, self._sections)
+        map(self._pair.text_stream, self._request.stops, self._request.sections)
       )
     for new in self._decoding:
       reasons = self._decoding.finish_reasons
@@ -126,27 +128,11 @@ class TextDecoding:
     return text_generation(
       self._pair,
       self.prompts,
-      self._decoding.prompts,
-      self._stops,
-      self._sections,
+      self._request.ids,
+      self._request.stops,
+      self._request.sections,
       self._decoding.result(),
     )
-
-
-def first_sections(
-  pair: pair_lib.Pair,
-  prompts: Sequence[chat_template.Prompt],
-  constrained: Sequence[bool],
-) -> list[int]:
-  """The section of `Pair.sections` in which the text of each row begins.
-
-  A constraint applies to all that a row says, so nothing is reasoning then.
-  """
-  plain = len(pair.sections) - 1
-  return [
-    plain if is_constrained else pair.section_after(prompt)
-    for prompt, is_constrained in zip(prompts, constrained, strict=True)
-  ]
 
 
 def timed(begin: Callable[[], TextDecoding]) -> result_lib.TextGeneration:

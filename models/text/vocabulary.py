@@ -1,15 +1,22 @@
 """The tokens of opened models, before their weights are read."""
 
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
+from typing import Any
 
 import numpy as np
 import transformers
 
 from specdec import arguments as arguments_lib
 from specdec.models.text import draft_vocabulary
-from specdec.models.text import ends as ends_lib
 from specdec.models.text import shared_tokens
 from specdec.models.text import sources as sources_lib
+from specdec.models.text import token_bytes as token_bytes_lib
+
+# Ids of tokens, or their texts; a single text is one token.
+EosIds = str | Sequence[int | str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +66,7 @@ def read_vocabulary(sources: sources_lib.Sources) -> Vocabulary:
   if choice.eos_ids is None:
     eos_ids = target.eos_ids
   else:
-    ids = ends_lib.eos_ids_of(choice.eos_ids, tokenizer, len(tokenizer))
+    ids = ids_of_eos(choice.eos_ids, tokenizer, len(tokenizer))
     eos_ids = tuple(
       arguments_lib.to_ids('eos_ids', ids, target.config.vocab_size)
     )
@@ -81,3 +88,43 @@ def read_vocabulary(sources: sources_lib.Sources) -> Vocabulary:
       draft.config.vocab_size,
     ),
   )
+
+
+def ids_of_eos(
+  eos_ids: Any,
+  tokenizer: transformers.PreTrainedTokenizerBase,
+  vocab_size: int,
+) -> Any:
+  """`EosIds` as ids; they are checked where they are used.
+
+  Raises:
+    ValueError: no token has one of the texts, or the tokens of the tokenizer
+      have no bytes of their own.
+  """
+  if isinstance(eos_ids, str):
+    eos_ids = [eos_ids]
+  if isinstance(eos_ids, Mapping) or not isinstance(eos_ids, Iterable):
+    return eos_ids
+  ids: list[Any] = []
+  for token in eos_ids:
+    is_text = isinstance(token, str)
+    ids += _ids_of_text(token, tokenizer, vocab_size) if is_text else [token]
+  return ids
+
+
+def _ids_of_text(
+  text: str, tokenizer: transformers.PreTrainedTokenizerBase, vocab_size: int
+) -> list[int]:
+  """The ids of all tokens with a text."""
+  arguments_lib.check_text('eos_ids', text)
+  special = token_bytes_lib.special_tokens(tokenizer, vocab_size)
+  if text.encode() in special:
+    return [special[text.encode()]]
+  pieces = token_bytes_lib.token_bytes(tokenizer, vocab_size) if text else ()
+  ids = [id_ for id_, piece in enumerate(pieces) if piece == text.encode()]
+  if not ids:
+    raise ValueError(
+      f'eos_ids={text!r}: no token of the target has this text; give the text'
+      ' of one token, or its id; a text of several tokens can be a stop string'
+    )
+  return ids

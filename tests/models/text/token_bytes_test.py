@@ -18,8 +18,8 @@ import transformers
 from specdec.models.lab.training import tokenizer as tokenizer_lib
 from specdec.models.text import choice as choice_lib
 from specdec.models.text import constraints as constraints_lib
-from specdec.models.text import ends as ends_lib
 from specdec.models.text import pair as pair_lib
+from specdec.models.text import text_options
 from specdec.models.text import token_bytes as token_bytes_lib
 from specdec.text import stop_strings
 
@@ -255,9 +255,8 @@ def test_a_byte_level_vocabulary_is_read_as_bytes(decoder, writes):
   assert pair.decode(ids) == f'{text}▁čaj'
   assert ''.join(pair.pieces(ids)) == f'{text}▁čaj'
   assert pair.said(ids, ['\n']).text == 'a é'
-  sections = pair.sections
   size = len(tokenizer)
-  table = ends_lib.stop_table(((' é',),), tokenizer, size, sections)
+  table = text_options.with_ids(pair, {}, ((' é',),))['stop']
   stopped = np.asarray(table.next_state)[0] == stop_strings.STOPPED
   assert stopped.nonzero()[0].tolist() == [expected.index(' é'.encode())]
   automaton = constraints_lib.automaton_of(
