@@ -22,20 +22,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec import adjusters as adjusters_lib
 from specdec import arguments as arguments_lib
+from specdec import carried as carried_lib
 from specdec import decode_options
 from specdec import generation as generation_lib
 from specdec import hosts
 from specdec import loop
 from specdec import model as model_lib
 from specdec import sampling as sampling_lib
-from specdec import slot_options
 from specdec import slot_texts
 from specdec import step as step_lib
+from specdec import watchers as watchers_lib
 from specdec.draft import drafter as drafter_lib
 from specdec.text import automaton as automaton_lib
+from specdec.text import constraint as constraint_lib
 from specdec.tree import topology as topology_lib
 from specdec.verify import accept
+
+# No smaller bound of `top_k`, so that few programs are compiled.
+_LEAST_TOP_K = 64
+
+# The room for EOS ids is a multiple of this, so that prompts may have others.
+_EOS_BLOCK = 8
 
 
 @dataclasses.dataclass
@@ -86,24 +95,6 @@ def _checked_prompt(
   return ids
 
 
-def _request_of(
-  ids: list[int],
-  size: int,
-  limit: int,
-  rng_key: jax.Array,
-  params: sampling_lib.SamplingParams,
-) -> step_lib.Request:
-  """The request of a prompt alone, with room for `size` tokens."""
-  tokens, lengths = arguments_lib.pad([ids], size)
-  return step_lib.Request(
-    prompt=jnp.asarray(tokens),
-    prompt_length=jnp.asarray(lengths),
-    limit=jnp.array([limit], jnp.int32),
-    row_keys=rng_key.reshape(1),
-    sampling=params,
-  )
-
-
 def _row_of(result: Any, row: int) -> Any:
   """The `DecodeResult` of a row, from one that was read."""
   cut = jax.tree.map(  # Totals are integers now.
@@ -118,15 +109,213 @@ def _row_of(result: Any, row: int) -> Any:
   return cut.replace(counters=counters, stage_counters=stages)
 
 
+def _row_params(
+  sampling: sampling_lib.Sampling, vocab_size: int
+) -> sampling_lib.SamplingParams:
+  """The parameters of one row on the host; a `logit_bias` is `[1, V]`."""
+  params = arguments_lib.to_params(sampling, 1, vocab_size)
+  params = jax.tree.map(np.asarray, params)
+  bias = params.logit_bias
+  return (
+    params if bias is None else params.replace(logit_bias=bias.reshape(1, -1))
+  )
+
+
+def _joined(
+  rows: Sequence[sampling_lib.SamplingParams],
+  default: sampling_lib.SamplingParams,
+  vocab_size: int,
+) -> sampling_lib.SamplingParams:
+  """The parameters of all rows, with what any of them or the default sets.
+
+  Rows that do not set it have a value that changes nothing.
+  """
+  neutral = {
+    'temperature': np.zeros(1, np.float32),
+    'logit_bias': np.zeros((1, vocab_size), np.float32),
+    'repetition_penalty': np.ones(1, np.float32),
+    'top_k': np.array([arguments_lib.ALL_TOKENS], np.int32),
+    'top_p': np.ones(1, np.float32),
+    'min_p': np.zeros(1, np.float32),
+  }
+  values: dict[str, Any] = {}
+  everyone = default, *rows
+  for name, nothing in neutral.items():
+    given = [getattr(params, name) for params in everyone]
+    if any(value is not None for value in given):
+      values[name] = np.concatenate(
+        [nothing if value is None else value for value in given[1:]]
+      )
+  if 'top_k' in values:
+    bounds = [params.max_top_k for params in everyone if params.max_top_k]
+    values['max_top_k'] = max(_LEAST_TOP_K, *bounds)
+    values['some_keep_all'] = any(params.top_k is None for params in everyone)
+  return sampling_lib.SamplingParams(**values)
+
+
+def room_for_eos_ids(eos_ids: Sequence[int]) -> int:
+  """How many end tokens a prompt may have, where others have these."""
+  return -(-max(len(eos_ids), 1) // _EOS_BLOCK) * _EOS_BLOCK
+
+
+def _padded_ids(
+  eos_ids: Sequence[int], vocab_size: int, width: int | None = None
+) -> np.ndarray:
+  """A row of `EndOfText`, `[width]` int32; None: as wide as it needs."""
+  ids = arguments_lib.to_ids('eos_ids', eos_ids, vocab_size)
+  width = width or room_for_eos_ids(ids)
+  if len(ids) > width:
+    raise ValueError(
+      f'eos_ids of a prompt has {len(ids)} tokens, but there is room for'
+      f' {width}; give fewer, or more for all prompts'
+    )
+  return np.array([*ids, *[-1] * (width - len(ids))], np.int32)
+
+
+class _RowOptions:
+  """The options of each row, on the host.
+
+  All rows share one compiled program. So it has every option that the prompts
+  under way have, and what a prompt does not set has a value that changes
+  nothing.
+
+  Args:
+    request: of all rows, without end tokens.
+    sampling: of prompts that have none of their own.
+    eos_ids: of prompts that have none of their own.
+    vocab_size: V.
+
+  Raises:
+    ValueError: an option cannot be used.
+  """
+
+  def __init__(
+    self,
+    request: step_lib.Request,
+    sampling: sampling_lib.Sampling,
+    eos_ids: Sequence[int],
+    vocab_size: int,
+  ):
+    num_rows = len(request.prompt)
+    self._vocab_size = vocab_size
+    self._default = _row_params(sampling, vocab_size)
+    self._params = [self._default] * num_rows
+    self._joined = self._default  # The parameters of the last request.
+    self._automata: list[automaton_lib.Automaton | None] = [None] * num_rows
+    self._tables: constraint_lib.Tables | None = None
+    self._ends = _padded_ids(eos_ids, vocab_size)
+    self._row_ends = np.tile(self._ends, (num_rows, 1))
+    self._sections = np.zeros(num_rows, np.int32)
+    # All rows share these; others come and go with the prompts that need them.
+    has_penalty = self._default.repetition_penalty is not None
+    self._adjusters = request.adjusters[has_penalty:]
+    self._watchers = request.watchers
+
+  def check(
+    self,
+    sampling: sampling_lib.Sampling | None,
+    eos_ids: Sequence[int] | None,
+    automaton: automaton_lib.Automaton | None,
+  ) -> tuple[sampling_lib.SamplingParams, np.ndarray]:
+    """The parameters of a prompt, and the tokens that end it.
+
+    Raises:
+      ValueError: an option cannot be used.
+    """
+    params, ends = self._default, self._ends
+    if sampling is not None:
+      params = _row_params(sampling, self._vocab_size)
+    if eos_ids is not None:
+      ends = _padded_ids(eos_ids, self._vocab_size, len(ends))
+    if automaton is not None and any(
+      adjuster.excludes for adjuster in self._adjusters
+    ):
+      raise ValueError(
+        'automaton: these slots have a constraint for all prompts; leave out'
+        ' one of the two'
+      )
+    return params, ends
+
+  def assign(
+    self,
+    row: int,
+    checked: tuple[sampling_lib.SamplingParams, np.ndarray],
+    automaton: automaton_lib.Automaton | None,
+    section: int,
+  ) -> None:
+    """Gives a row the options of another prompt.
+
+    `checked` was returned by `check`; the text begins in `section`.
+    """
+    self._params[row], self._row_ends[row] = checked
+    self._automata[row], self._sections[row] = automaton, section
+    if not any(self._automata):
+      self._tables = None
+    elif self._tables is None:
+      self._tables = automaton_lib.stack(self._automata, self._vocab_size)
+    else:
+      self._tables = automaton_lib.with_row(self._tables, row, automaton)
+
+  def free(self, row: int) -> None:
+    """The prompt of the row has ended; its options cost nothing from now on."""
+    self._params[row], self._automata[row] = self._default, None
+
+  def of_row(self, row: int) -> sampling_lib.SamplingParams:
+    """The parameters of a row in the last request of `of_all`."""
+    take = lambda array: jnp.asarray(array[row : row + 1])
+    return jax.tree.map(take, self._joined)
+
+  def of_all(self, request: step_lib.Request) -> step_lib.Request:
+    """The request with the options of every row."""
+    params = _joined(self._params, self._default, self._vocab_size)
+    self._joined = params
+    adjusters: list[adjusters_lib.Adjuster] = [*self._adjusters]
+    if params.repetition_penalty is not None:
+      adjusters.insert(0, adjusters_lib.RepetitionPenalty(self._vocab_size))
+    if self._tables is not None:
+      adjusters.append(self._tables)
+    ends = watchers_lib.EndOfText(jnp.array(self._row_ends))
+    others = watchers_lib.in_sections(self._watchers, self._sections)
+    return request.replace(
+      sampling=jax.tree.map(jnp.asarray, params),
+      adjusters=tuple(adjusters),
+      watchers=(ends, *others),
+    )
+
+  def of_all_with_states(
+    self, request: step_lib.Request, state: step_lib.DecodeState
+  ) -> tuple[step_lib.Request, step_lib.DecodeState]:
+    """`of_all`, and the state with the states of the adjusters of `of_all`.
+
+    `state` has the states of the adjusters of the given request.
+    """
+    before = dict(zip(self._names(request), state.adjusters, strict=True))
+    request = self.of_all(request)
+    texts = carried_lib.Texts(state.tokens, state.length, 0)
+    names = self._names(request)
+    states = tuple(
+      before[name] if name in before else adjuster.start(texts)
+      for name, adjuster in zip(names, request.adjusters, strict=True)
+    )
+    return request, state.replace(adjusters=states)
+
+  def _names(self, request: step_lib.Request) -> list[Any]:
+    """Names that tell the adjusters of a request apart, in their order."""
+    names: list[Any] = [*range(len(self._adjusters))]
+    if request.sampling.repetition_penalty is not None:
+      names.insert(0, 'penalty')
+    return [*names, 'tables'][: len(request.adjusters)]
+
+
 @dataclasses.dataclass
 class _Rows:
   """The rows of a batch, and the prompts in them."""
 
   target: model_lib.LanguageModel
   drafter: drafter_lib.Drafter
-  drafters: dict[float, drafter_lib.Drafter]  # See `_drafters_by_number`.
+  drafters: dict[float, drafter_lib.Drafter]  # See `_drafters_by_prompts`.
   config: step_lib.DecodeConfig
-  options: slot_options.SlotOptions
+  options: _RowOptions
   reading: int
   request: step_lib.Request
   state: step_lib.DecodeState
@@ -203,9 +392,9 @@ class _Rows:
 
   def grown(self, rows: Sequence[int]) -> dict[int, Growth]:
     """The growth of some prompts since the last look, by slot."""
-    state, found = self.state, dict[int, Growth]()
+    state, growths = self.state, dict[int, Growth]()
     if not rows:
-      return found
+      return growths
     tokens, origins, ends, reasons = hosts.read(
       (state.tokens, state.origins, state.length, state.reason)
     )
@@ -214,11 +403,13 @@ class _Rows:
       assert slot is not None
       new = slice(len(slot.ids) + slot.num_seen, ends[row])
       slot.num_seen = int(ends[row]) - len(slot.ids)
-      found[row] = Growth(tokens[row, new].tolist(), origins[row, new].tolist())
+      growths[row] = Growth(
+        tokens[row, new].tolist(), origins[row, new].tolist()
+      )
     ended = self.end([row for row in rows if reasons[row] != accept.RUNNING])
     for row, generation in ended.items():
-      found[row] = dataclasses.replace(found[row], generation=generation)
-    return found
+      growths[row] = dataclasses.replace(growths[row], generation=generation)
+    return growths
 
 
 @decode_options.documented(decode_options.Options)
@@ -253,7 +444,7 @@ class Slots:
       other prompts are under way.
 
   Raises:
-    ValueError: an argument cannot be used; says which and why.
+    ValueError: an argument cannot be used; gives the reason.
   """
 
   def __init__(
@@ -272,7 +463,7 @@ class Slots:
     arguments_lib.check_count('reading', reading)
     #: The most tokens of a prompt and its continuation.
     self.context = context
-    drafters = _drafters_by_number(tree_sizes, drafter)
+    drafters = _drafters_by_prompts(tree_sizes, drafter)
     eos_ids = options.pop('eos_ids', ())
     nothing = np.zeros((num_slots, 0), np.int32)
     ones = np.ones(num_slots, np.int32)
@@ -282,15 +473,15 @@ class Slots:
       jax.random.key(0),
       decode_options.Prompts(nothing, ones, 0 * ones, context),
       options,
-      takes_plain_steps=any(not one.stages for one in drafters.values()),
+      takes_plain_steps=any(not other.stages for other in drafters.values()),
     )
-    of_slots = slot_options.SlotOptions(
+    row_options = _RowOptions(
       request,
       options.get('sampling', sampling_lib.Sampling()),
       eos_ids,
       target.spec.vocab_size,
     )
-    request = loop.place_request(target, of_slots.of_all(request))
+    request = loop.place_request(target, row_options.of_all(request))
     state = loop.start(target, drafter, request, config=config)
     has_states = bool(state.target.cache.recurrent)
     self._rows = _Rows(
@@ -298,7 +489,7 @@ class Slots:
       drafter=drafter,
       drafters=drafters,
       config=config,
-      options=of_slots,
+      options=row_options,
       reading=reading,
       request=request,
       state=state,
@@ -356,14 +547,14 @@ class Slots:
     )
     rows.request = loop.place_request(rows.target, request)
     tokens, lengths = arguments_lib.pad([ids], rows.state.tokens.shape[1])
-    own = step_lib.Request(
+    of_row = step_lib.Request(
       prompt=jnp.asarray(tokens),
       prompt_length=jnp.asarray(lengths),
       limit=jnp.array([max_new_tokens], jnp.int32),
       row_keys=rng_key.reshape(1),
       sampling=rows.options.of_row(row),
     )
-    rows.slots[row] = _Slot(own, ids, kept)
+    rows.slots[row] = _Slot(of_row, ids, kept)
     self.num_kept[row] = kept
     return row
 
@@ -386,10 +577,10 @@ class Slots:
       ValueError: the slot has no prompt.
     """
     rows = self._rows
-    known = rows.slots[slot] if slot in range(len(rows.slots)) else None
-    if known is None:
+    prompt = rows.slots[slot] if slot in range(len(rows.slots)) else None
+    if prompt is None:
       raise ValueError(f'slot {slot!r} has no prompt to cancel')
-    if not known.is_read:
+    if not prompt.is_read:
       rows.slots[slot] = None
       rows.options.free(slot)
       return None
@@ -405,10 +596,11 @@ class Slots:
 
     Returns:
       The results of prompts that ended, by slot; these slots are free again.
-      With match verification the tokens equal those of decoding each alone. So
-      do the statistics of plain decoding and of fixed topologies without
-      `break_even` and `tree_sizes`; else all prompts decide together how much
-      is drafted, and `plain_steps` counts the steps of all so far.
+      With match verification each prompt gets the same tokens as when it is
+      decoded alone. It gets the same statistics, too, with plain decoding and
+      with fixed topologies without `break_even` and `tree_sizes`. Else all
+      prompts decide together how much is drafted, and `plain_steps` counts the
+      steps of all prompts so far.
     """
     arguments_lib.check_count('num_ended', num_ended)
     rows, ended = self._rows, dict[int, generation_lib.Generation]()
@@ -424,21 +616,21 @@ class Slots:
     return int(hosts.read(self._rows.state.counters.steps))
 
 
-def _drafters_by_number(
+def _drafters_by_prompts(
   tree_sizes: Mapping[int, int], drafter: drafter_lib.Drafter
 ) -> dict[float, drafter_lib.Drafter]:
   """The drafters by the most prompts under way that have them."""
   shape, drafters = drafter.shape, {np.inf: drafter}
-  for number, num_nodes in tree_sizes.items():
-    arguments_lib.check_count('tree_sizes', number)
+  for num_prompts, num_nodes in tree_sizes.items():
+    arguments_lib.check_count('tree_sizes', num_prompts)
     arguments_lib.check_count('tree_sizes', num_nodes, shape.num_nodes)
     if num_nodes == 1:
-      drafters[number] = drafter_lib.PLAIN
+      drafters[num_prompts] = drafter_lib.PLAIN
     elif num_nodes == shape.num_nodes:
-      drafters[number] = drafter
+      drafters[num_prompts] = drafter
     elif isinstance(shape, topology_lib.TreeShape):
       smaller = dataclasses.replace(shape, num_nodes=num_nodes)
-      drafters[number] = drafter.replace(shape=smaller)
+      drafters[num_prompts] = drafter.replace(shape=smaller)
     else:
       raise ValueError(
         f'tree_sizes={dict(tree_sizes)} has {num_nodes} nodes, but the drafter'

@@ -24,7 +24,7 @@ from absl import logging
 
 import specdec
 from specdec import generation as generation_lib
-from specdec import slot_options
+from specdec import slots as slots_lib
 from specdec.models.text import drafters
 from specdec.models.text import generator as generator_lib
 from specdec.models.text import text_options
@@ -238,7 +238,7 @@ class Engine:
   ):
     self.pair, self.method, self.context = generator.pair, method, context
     self.most_choices = batch_size + queue_size
-    self.most_eos_ids = slot_options.room_for_eos_ids(self.pair.eos_ids)
+    self.most_eos_ids = slots_lib.room_for_eos_ids(self.pair.eos_ids)
     self._queue_size = queue_size
     drafter, break_even = drafters.chosen(generator.drafter, self.pair, None)
     if options.get('break_even') is None:
