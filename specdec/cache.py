@@ -384,11 +384,11 @@ def advance(cache: KVCache, count: jax.Array) -> KVCache:
 
 def usable(cache: KVCache, length: jax.typing.ArrayLike) -> jax.Array:
   """`[B]` int32, how much of its text `rewind` keeps; see there."""
-  known = jnp.minimum(cache.length, length)
+  kept = jnp.minimum(cache.length, length)
   if cache.marked is None:
-    return known
-  back = jnp.where(cache.marked <= known, cache.marked, 0)
-  return jnp.where(known < cache.length, back, known)
+    return kept
+  back = jnp.where(cache.marked <= kept, cache.marked, 0)
+  return jnp.where(kept < cache.length, back, kept)
 
 
 def rewind(cache: KVCache, length: jax.typing.ArrayLike) -> KVCache:

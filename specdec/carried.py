@@ -62,10 +62,10 @@ class HiddenStates(flax.struct.PyTreeNode):
     taken = []
     for layer in layers:
       states = self.states[layer][:, 0]
-      known = (index >= 0) & (index < states.shape[1])
+      is_held = (index >= 0) & (index < states.shape[1])
       at = jnp.clip(index, 0, states.shape[1] - 1)[:, :, None]
       state = jnp.take_along_axis(states, at, axis=1)
-      taken.append(jnp.where(known[:, :, None], state, 0))
+      taken.append(jnp.where(is_held[:, :, None], state, 0))
     return tuple(taken)
 
 
@@ -115,14 +115,14 @@ class Added(flax.struct.PyTreeNode):
 
 
 def of_text(cache: cache_lib.KVCache) -> HiddenStates:
-  """The hidden states of the whole text. Slot i holds those at position i."""
+  """The hidden states of the whole text: slot i has those at position i."""
   return HiddenStates(cache.hidden, jnp.zeros_like(cache.length))
 
 
 def before_root(
-  cache: cache_lib.KVCache, length: jax.Array, number: int
+  cache: cache_lib.KVCache, length: jax.Array, num_tokens: int
 ) -> HiddenStates:
-  """The states at the last `number` tokens before the roots.
+  """The states at the last `num_tokens` tokens before the roots.
 
   The texts have `length [B]` tokens, the roots included.
 
@@ -131,11 +131,11 @@ def before_root(
   """
   if not cache.hidden:
     return HiddenStates()
-  start = jnp.maximum(length - 1 - number, 0)
-  read = lambda array: cache.ops.read(array, start, number)
+  start = jnp.maximum(length - 1 - num_tokens, 0)
+  read = lambda array: cache.ops.read(array, start, num_tokens)
   return HiddenStates(jax.tree.map(read, cache.hidden), start)
 
 
-def start(parts: tuple[Any, ...], texts: Texts) -> tuple[Any, ...]:
+def start(carriers: tuple[Any, ...], texts: Texts) -> tuple[Any, ...]:
   """The states of adjusters or of watchers after texts."""
-  return tuple(part.start(texts) for part in parts)
+  return tuple(carrier.start(texts) for carrier in carriers)

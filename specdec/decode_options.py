@@ -85,9 +85,9 @@ class Options(CommonOptions, total=False):
   constraint: constraint_lib.Constraint | None
 
 
-def check_names(options: Any, known: Any) -> None:
+def check_names(options: Any, options_type: Any) -> None:
   """Refuses options that a `TypedDict` does not have."""
-  names = known.__optional_keys__
+  names = options_type.__optional_keys__
   for name in options:
     if name not in names:
       all_names = sorted({*names, 'max_new_tokens'})
@@ -153,10 +153,10 @@ def check_stop(
 
 
 def check_constraint(constraint: Any, batch_size: int, vocab_size: int) -> None:
-  """Refuses a constraint whose functions return other shapes than they should.
+  """Refuses a constraint whose functions return arrays of the wrong shape.
 
   Raises:
-    ValueError: it does, or it is none.
+    ValueError: they do, or it is not a `specdec.Constraint`.
   """
   if constraint is None:
     return

@@ -137,7 +137,7 @@ class Decoding:
   It takes the arguments of `generate`.
 
   Raises:
-    ValueError: an argument cannot be used; says which and why.
+    ValueError: an argument cannot be used; gives the reason.
   """
 
   def __init__(
@@ -218,7 +218,7 @@ class Decoding:
         prompt must fit into the buffers: the prompts that the decode began
         with, padded, and `room_for_new_tokens`.
       sections: in which the new texts begin, see `stop_strings.StopTable`.
-        None: as those before.
+        None: as the old texts.
 
     Raises:
       ValueError: an argument cannot be used; nothing has changed then.
@@ -346,7 +346,7 @@ def generate(
     The new tokens and the statistics.
 
   Raises:
-    ValueError: an argument cannot be used; says which and why.
+    ValueError: an argument cannot be used; gives the reason.
   """
   decoding = Decoding(
     target,

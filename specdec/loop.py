@@ -106,9 +106,11 @@ def start(
       'jax_enable_x64 is on, but decoding has types of 32 bits; switch it off,'
       ' or decode within jax.enable_x64(False)'
     )
-  weakens = lambda one: isinstance(one, adjusters_lib.RepetitionPenalty)
   penalizes = request.sampling.repetition_penalty is not None
-  if penalizes and not any(map(weakens, request.adjusters)):
+  if penalizes and not any(
+    isinstance(adjuster, adjusters_lib.RepetitionPenalty)
+    for adjuster in request.adjusters
+  ):
     raise ValueError(
       'repetition_penalty needs RepetitionPenalty among the adjusters'
     )
@@ -279,14 +281,14 @@ def _with_row(tree: Any, row: jax.Array, values: Any) -> Any:
 
 
 # The fields of a request that `insert` changes.
-_OF_ROWS = ('prompt_length', 'limit', 'row_keys', 'sampling')
+_ROW_FIELDS = ('prompt_length', 'limit', 'row_keys', 'sampling')
 
 
 def place_request(
   target: model_lib.LanguageModel, request: step_lib.Request
 ) -> step_lib.Request:
   """The request as `insert` returns it, so that it is compiled only once."""
-  rows = {name: getattr(request, name) for name in _OF_ROWS}
+  rows = {name: getattr(request, name) for name in _ROW_FIELDS}
   return request.replace(**target.spec.place(rows))
 
 
@@ -302,8 +304,8 @@ def insert(
 ) -> tuple[step_lib.Request, step_lib.DecodeState]:
   """The state with another text in one row; the other rows stay as they are.
 
-  A long text may be read in parts, between steps: every call has the text so
-  far, and only the last one a limit above 0.
+  A long text may be read in parts, between steps. Every call then has the text
+  so far, and only the last call has a limit above 0.
 
   Args:
     target: the target.
@@ -339,7 +341,7 @@ def insert(
   request = request.replace(
     **{
       name: _with_row(getattr(request, name), row, getattr(new, name))
-      for name in _OF_ROWS
+      for name in _ROW_FIELDS
     }
   )
   state = _with_row(state, row, inserted)

@@ -48,9 +48,9 @@ class Programs:
 
       @functools.wraps(function)
       def call(*args: Any, **kwargs: Any) -> Any:
-        known = jitted._cache_size()
+        num_programs = jitted._cache_size()
         result = jitted(*args, **kwargs)
-        if jitted._cache_size() > known:
+        if jitted._cache_size() > num_programs:
           self._check()
         return result
 

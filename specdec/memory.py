@@ -43,22 +43,22 @@ def bytes_on_device(array: Any) -> int:
   return math.prod(shape) * array.dtype.itemsize
 
 
-def check_fits(parts: dict[str, int]) -> None:
+def check_fits(needs: dict[str, int]) -> None:
   """Refuses what is larger than the device.
 
   Args:
-    parts: bytes, by what they hold and the arguments that decide on it.
+    needs: bytes, by what they hold and the arguments that decide on it.
 
   Raises:
     ValueError: the sum exceeds the memory of the device; names the largest.
   """
-  available, needed = device_bytes(), sum(parts.values())
+  available, needed = device_bytes(), sum(needs.values())
   if available is not None and needed > available:
-    largest = max(parts, key=lambda part: parts[part])
+    largest = max(needs, key=lambda use: needs[use])
     raise ValueError(
       f'at least {needed / 1e9:,.1f} GB of memory are needed, and the device'
       f' has {available / 1e9:,.1f} GB; the largest part,'
-      f' {parts[largest] / 1e9:,.1f} GB, is for {largest}'
+      f' {needs[largest] / 1e9:,.1f} GB, is for {largest}'
     )
 
 

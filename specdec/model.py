@@ -1,19 +1,18 @@
 """The model contract, and what decoding does with a model: target and drafts.
 
-A model's cache holds the text up to some point. Behind it lies a window for the
-nodes that are scored in the current step, in the order in which they are
-scored:
+A model's cache holds the text up to some point. After it comes a window for the
+nodes of the current step, in the order in which they are scored:
 
     slot      ...  4    5    6    7    8    9
               text a    b  | n0   n2   n1   .
                    |    missing   nodes of the tree, n0 is the root
                    length
 
-Missing is the text before the root that the cache lacks: tokens that were
-accepted but never scored by this model. In a chain whose tokens were all
-accepted it is the last of them, the classic off-by-one of the field; where
-another stage drafts too, it may be more. It takes the place of nodes in the
-next forward. The target scores every node that it accepts, so it misses
+*Missing text* is text before the root that is not in this model's cache: tokens
+that were accepted but never scored by this model. In a chain whose tokens were
+all accepted it is the last token, the classic off-by-one of the field. Where
+another stage drafts too, it may be more. Missing text takes the place of nodes
+in the next forward. The target scores every node that it accepts, so it misses
 nothing.
 """
 
@@ -57,8 +56,8 @@ class NetworkSpec:
   #: Fixes the devices of the arrays of a pytree that is carried from program to
   #: program; their first axis, if any, is B.
   place: Callable[[Any], Any] = lambda tree: tree
-  #: The devices that rows are divided among where they are a multiple of it,
-  #: and those that each row of the cache is.
+  #: The number of devices that rows are divided among, where the number of rows
+  #: is a multiple of it, and that each row of the cache is divided among.
   row_shards: int = 1
   slot_shards: int = 1
 
@@ -225,7 +224,7 @@ class NodeForward(NamedTuple):
   positions: jax.Array  # [B, W] int32
   mask: jax.Array  # [B, W, S] bool
   cache: cache_lib.KVCache  # its `start` is set
-  nodes: jax.Array  # [B, W] int32, after those of text; NO_NODE for the others
+  nodes: jax.Array  # [B, W] int32, after the rows of text; else NO_NODE
   slots_read: jax.Array  # [B] int32, visible cache slots
   after: ModelState  # its cache is still the old one
 
@@ -312,19 +311,19 @@ def forward_nodes(
 
 
 def nodes_after_text(
-  nodes: jax.Array, num_text: jax.Array, number: int
+  nodes: jax.Array, num_text: jax.Array, num_nodes: int
 ) -> tuple[jax.Array, jax.Array]:
   """The first rows of a forward after its text.
 
   Args:
     nodes: `[B, R]` int32, of its rows.
     num_text: `[B]` int32, rows of text.
-    number: n, how many rows.
+    num_nodes: n, how many rows.
 
   Returns:
     `[B, n]` int32 indices of rows, and their nodes, `NO_NODE` beyond the last.
   """
-  index = num_text[:, None] + jnp.arange(number)[None]
+  index = num_text[:, None] + jnp.arange(num_nodes)[None]
   picked = jax.vmap(tree_lib.pick)(nodes, index)
   return index, jnp.where(index < nodes.shape[1], picked, tree_lib.NO_NODE)
 
@@ -336,7 +335,7 @@ def forward_text_and_nodes(
   nodes: jax.Array,
   ctx: context_lib.StepContext,
   *,
-  number: int,
+  num_nodes: int,
 ) -> tuple[NodeScores, ModelState]:
   """One forward of a drafting model over missing text and nodes.
 
@@ -348,12 +347,12 @@ def forward_text_and_nodes(
       text. On CPU, where rows take time, the room is left out if less than n
       tokens are missing, so that the root fits without it.
     ctx: of the step.
-    number: n, the most nodes that are scored, at least 2.
+    num_nodes: n, the most nodes that are scored, at least 2.
 
   Returns:
     The scores of n nodes, and the state after the forward.
   """
-  few = nodes[:, :number]
+  few = nodes[:, :num_nodes]
   forward_of_few = lambda: forward_nodes(
     model, state, tree, few, ctx, may_lag=True
   )
@@ -363,13 +362,13 @@ def forward_text_and_nodes(
   def forward_of_all() -> tuple[NodeScores, ModelState]:
     scores, after = forward_nodes(model, state, tree, nodes, ctx, may_lag=True)
     num_text = after.num_text - state.num_text
-    index, scored = nodes_after_text(scores.nodes, num_text, number)
+    index, scored = nodes_after_text(scores.nodes, num_text, num_nodes)
     logits = jax.vmap(tree_lib.pick)(scores.logits, index)
     return scores._replace(nodes=scored, logits=logits), after
 
   missing = ctx.length - 1 - state.cache.length - state.num_text
   has_room = lax.platform_dependent(
-    jnp.all((missing < number) | ~ctx.active),
+    jnp.all((missing < num_nodes) | ~ctx.active),
     cpu=lambda has_room: has_room,
     default=jnp.zeros_like,
   )
@@ -390,15 +389,15 @@ def _missing_text(
   state: ModelState, nodes: jax.Array, ctx: context_lib.StepContext
 ) -> _MissingText:
   index = jnp.arange(nodes.shape[1])[None]
-  known = state.cache.length + state.num_text
-  missing = jnp.minimum(ctx.length - 1 - known, nodes.shape[1])[:, None]
+  num_read = state.cache.length + state.num_text
+  missing = jnp.minimum(ctx.length - 1 - num_read, nodes.shape[1])[:, None]
   is_text = index < missing
   nodes = jnp.take_along_axis(nodes, jnp.maximum(index - missing, 0), axis=1)
   num_text = state.num_text[:, None] + missing
   return _MissingText(
     nodes=jnp.where(is_text, tree_lib.NO_NODE, nodes),
     is_text=is_text,
-    positions=known[:, None] + index,
+    positions=num_read[:, None] + index,
     num_seen=jnp.where(is_text, state.num_text[:, None] + index + 1, num_text),
     num_text=num_text[:, 0],
   )

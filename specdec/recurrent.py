@@ -37,22 +37,22 @@ def _at(arrays: Any, index: jax.typing.ArrayLike) -> Any:
 
 
 def _put(arrays: Any, new: Any, index: jax.typing.ArrayLike) -> Any:
-  put = lambda array, one: lax.dynamic_update_index_in_dim(array, one, index, 0)
+  put = lambda array, row: lax.dynamic_update_index_in_dim(array, row, index, 0)
   return jax.tree.map(put, arrays, new)
 
 
 def _chosen(is_first: jax.Array, first: Any, second: Any) -> Any:
   """For each row the first, where `is_first [B]`, or the second."""
 
-  def choose(one: jax.Array, other: jax.Array) -> jax.Array:
-    rows = is_first.reshape(-1, *[1] * (one.ndim - 1))
-    return jnp.where(rows, one, other)
+  def choose(first: jax.Array, second: jax.Array) -> jax.Array:
+    rows = is_first.reshape(-1, *[1] * (first.ndim - 1))
+    return jnp.where(rows, first, second)
 
   return jax.tree.map(choose, first, second)
 
 
 class Recurrent(flax.struct.PyTreeNode):
-  """The state of one layer; that before the first token is zeros."""
+  """The state of one layer. The state before the first token is zeros."""
 
   state: Any  #: Pytree of `[B, ...]`, after the text that the cache holds.
   #: Arrays `[B, 1, T, width]` by name, by slot of the window.
@@ -106,24 +106,24 @@ class Recurrent(flax.struct.PyTreeNode):
     )
 
 
-def ancestor(sees: jax.Array, number: int) -> jax.Array:
+def ancestor(sees: jax.Array, distance: int) -> jax.Array:
   """`[B, L]` int32, the slot of each node's ancestor, -1 before the window.
 
   Args:
     sees: `[B, L, T]` bool, the slots of the window that each node sees; the
       last of them is its own.
-    number: 0 for the node itself, 1 for its parent, and so on.
+    distance: 0 for the node itself, 1 for its parent, and so on.
   """
   rank = lax.cumsum(sees.astype(jnp.int32), axis=2, reverse=True)
   slots = jnp.arange(sees.shape[2])[None, None]
-  return jnp.max(jnp.where(sees & (rank == number + 1), slots, -1), axis=2)
+  return jnp.max(jnp.where(sees & (rank == distance + 1), slots, -1), axis=2)
 
 
 def parents(sees: jax.Array) -> jax.Array:
   """`[B, T]` int32, the parent of each slot that any node sees; -1: none.
 
   Args:
-    sees: see `ancestor`. Nodes that see a slot agree on what lies before it.
+    sees: see `ancestor`. Nodes that see a slot agree on what comes before it.
   """
   slots = jnp.arange(sees.shape[2])[None, None]
   last = lax.cummax(jnp.where(sees, slots, -1), axis=2)
@@ -133,7 +133,7 @@ def parents(sees: jax.Array) -> jax.Array:
   return jnp.max(jnp.where(sees, before, -1), axis=1)
 
 
-def places_before(sees: jax.Array, number: int) -> jax.Array:
+def places_before(sees: jax.Array, num_inputs: int) -> jax.Array:
   """`[B, L, n]` int32, where the last n inputs before each node are.
 
   For convolutions, which keep the last n inputs of the text as their state: a
@@ -142,21 +142,21 @@ def places_before(sees: jax.Array, number: int) -> jax.Array:
 
   Args:
     sees: see `ancestor`.
-    number: n.
+    num_inputs: n.
   """
   depth = jnp.sum(sees, axis=2, dtype=jnp.int32)
   places = []
-  for distance in range(1, number + 1):
+  for distance in range(1, num_inputs + 1):
     slot = ancestor(sees, distance)
-    text = number - 1 + depth - distance
-    places.append(jnp.where(slot >= 0, number + slot, text))
+    text = num_inputs - 1 + depth - distance
+    places.append(jnp.where(slot >= 0, num_inputs + slot, text))
   if not places:
     return jnp.zeros((*sees.shape[:2], 0), jnp.int32)
   return jnp.stack(places, axis=2)
 
 
 def walk(
-  one: Recurrent,
+  layer: Recurrent,
   sees: jax.Array,
   first: jax.Array,
   new: Any,
@@ -168,7 +168,7 @@ def walk(
   are held until the end.
 
   Args:
-    one: the layer; the window has the inputs of earlier forwards.
+    layer: its window has the inputs of earlier forwards.
     sees: `[B, L, T]`, see `ancestor`.
     first: `[B]` int32, the slot of the first node.
     new: pytree of `[B, L, ...]`, what is known of the nodes.
@@ -190,17 +190,17 @@ def walk(
       place = jnp.clip(slot - first, 0, length - 1)
       fresh = visit(before, _at(new, place))
       added = jax.tree.map(
-        lambda one, other: jnp.where(slot < first, one, other),
+        lambda held, made: jnp.where(slot < first, held, made),
         _at(inputs, slot),
         fresh[0],
       )
-      states = _put(states, one.step(before, added), slot + 1)
+      states = _put(states, layer.step(before, added), slot + 1)
       return states, _put(results, fresh, place)
 
-    if one.num_slots == 1:
+    if layer.num_slots == 1:
       return jax.tree.map(lambda x: x[None], visit(state, _at(new, 0)))
     hold = lambda array: jnp.concatenate(
-      [array[None], jnp.zeros((one.num_slots, *array.shape), array.dtype)]
+      [array[None], jnp.zeros((layer.num_slots, *array.shape), array.dtype)]
     )
     results = jax.tree.map(
       lambda like: jnp.zeros((length, *like.shape), like.dtype),
@@ -210,5 +210,5 @@ def walk(
     return lax.fori_loop(0, end, enter, carry)[1]
 
   end = jnp.max(first) + length
-  inputs = jax.tree.map(lambda array: array[:, 0], one.inputs)
-  return jax.vmap(of_row)(one.state, inputs, parents(sees), first, new)
+  inputs = jax.tree.map(lambda array: array[:, 0], layer.inputs)
+  return jax.vmap(of_row)(layer.state, inputs, parents(sees), first, new)

@@ -25,7 +25,7 @@ from specdec.draft import stages as stages_lib
 class Counters(flax.struct.PyTreeNode):
   """Counters that the loop carries, read once at the end.
 
-  What is at most the number of tokens of a text is int32, all else a `Total`.
+  Counts bounded by the length of a text are int32; all others are `Total`s.
   """
 
   steps: total_lib.Total  #: `[]` batched target forwards, prefill apart.
@@ -153,7 +153,7 @@ class Statistics:
   compile_seconds: float | None = None  #: Timed decodes have it.
 
   def __post_init__(self) -> None:
-    per_forward = lambda number: number / max(self.target_forwards, 1)
+    per_forward = lambda count: count / max(self.target_forwards, 1)
     derived = {
       'block_efficiency': per_forward(self.new_tokens),
       'nodes_per_forward': per_forward(self.positions['target']),
@@ -204,8 +204,11 @@ def _costs(
     per_row = {'per_row': 2 * state} if state else {}
     return {'per_forward': forward, 'per_slot': slot} | per_row
 
-  own = target.weight_bytes, target.cache_bytes_per_slot, target.state_bytes
-  return {'target': cost(*own)} | {
+  return {
+    'target': cost(
+      target.weight_bytes, target.cache_bytes_per_slot, target.state_bytes
+    )
+  } | {
     stage.name: cost(
       stage.scorer.facts.bytes_of(stage.config.width),
       stage.scorer.facts.bytes_per_slot,

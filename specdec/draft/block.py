@@ -54,7 +54,7 @@ class BlockSpec(model_lib.NetworkSpec):
   propose: Callable[..., tuple[jax.Array, jax.Array, cache_lib.KVCache]]
   #: `(params, states [B, W, H], parents [B, W], tokens [B, W, C]) ->
   #: [B, W, C] float32`, what is added to the scores of tokens that follow some
-  #: parents; None: nothing. The states are those of the tokens' depth.
+  #: parents; None: nothing. The states belong to the depth of the tokens.
   edges: Callable[..., jax.Array] | None = None
   #: `(params, states [B, W, H], parents [B, W]) -> [B, W] float32`, the
   #: probability that the target accepts one of the children; None: unknown.
@@ -144,14 +144,14 @@ class BlockScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     """Reads the texts with the states of the target."""
     spec = self.drafter.spec
     rows = texts.tokens.shape[0]
-    size = max(num_scored, spec.block_size)
-    model = model_lib.start(self.drafter, texts, window_size=size)
+    window_size = max(num_scored, spec.block_size)
+    model = model_lib.start(self.drafter, texts, window_size=window_size)
     most = spec.num_candidates or spec.num_outputs
-    number = min(self.num_candidates, most, spec.num_outputs)
+    size = min(self.num_candidates, most, spec.num_outputs)
     return BlockState(
       model=model,
-      tokens=jnp.zeros((rows, spec.depth, number), jnp.int32),
-      scores=jnp.zeros((rows, spec.depth, number)),
+      tokens=jnp.zeros((rows, spec.depth, size), jnp.int32),
+      scores=jnp.zeros((rows, spec.depth, size)),
       states=jnp.zeros((rows, spec.depth, spec.width)),
     )
 

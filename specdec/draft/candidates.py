@@ -78,7 +78,7 @@ def scores_of_few(
   """
 
   def log_prob_of(index: jax.Array, wanted: jax.Array) -> jax.Array:
-    at = lambda array: jax.vmap(lambda row, one: row[one])(array, index)
+    at = lambda array: jax.vmap(lambda row, nodes: row[nodes])(array, index)
     same = at(tokens) == wanted[:, :, None]
     return jnp.max(jnp.where(same, at(ranked), sampling_lib.EXCLUDED), axis=2)
 
@@ -168,17 +168,17 @@ class CandidateScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     return tokens_of_all, log_probs
 
 
-def _side_by_side(parts: list[jax.Array]) -> jax.Array:
+def _side_by_side(arrays: list[jax.Array]) -> jax.Array:
   """Arrays `[W, n]` of several sizes n as one.
 
   Pads and adds up: on a GPU a concatenation would be a separate kernel.
   """
-  size = sum(part.shape[1] for part in parts)
-  place, start = jnp.arange(size)[None], parts[0].shape[1]
-  joined = jnp.pad(parts[0], ((0, 0), (0, size - start)))
-  for part in parts[1:]:
-    end = start + part.shape[1]
-    padded = jnp.pad(part, ((0, 0), (start, size - end)))
+  size = sum(array.shape[1] for array in arrays)
+  place, start = jnp.arange(size)[None], arrays[0].shape[1]
+  joined = jnp.pad(arrays[0], ((0, 0), (0, size - start)))
+  for array in arrays[1:]:
+    end = start + array.shape[1]
+    padded = jnp.pad(array, ((0, 0), (start, size - end)))
     joined, start = jnp.where(place < start, joined, padded), end
   return joined
 
@@ -190,11 +190,11 @@ def _merged(
 
   The first of equal tokens gets the probability of all.
   """
-  tokens, known = _side_by_side(proposed), _side_by_side(log_probs)
-  possible = known > sampling_lib.EXCLUDED
+  tokens, joined = _side_by_side(proposed), _side_by_side(log_probs)
+  possible = joined > sampling_lib.EXCLUDED
   same = tokens[:, :, None] == tokens[:, None]
   same &= possible[:, :, None] & possible[:, None]
-  total = jnp.sum(jnp.where(same, jnp.exp(known)[:, None], 0.0), axis=2)
+  total = jnp.sum(jnp.where(same, jnp.exp(joined)[:, None], 0.0), axis=2)
   return tokens, jnp.where(
     possible & tree_lib.is_first(same),
     jnp.log(jnp.maximum(total, 1e-30)),

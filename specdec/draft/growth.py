@@ -266,8 +266,8 @@ class _FixedTopology(_Policy):
     expanded: jax.Array,
   ) -> tree_lib.TokenTree:
     del expanded
-    nodes, number = children.parents, children.tokens.shape[1]
-    index = jnp.asarray(self._topology.children)[nodes][:, :number]
+    nodes, num_children = children.parents, children.tokens.shape[1]
+    index = jnp.asarray(self._topology.children)[nodes][:, :num_children]
     is_candidate = children.cond_log_probs > sampling_lib.EXCLUDED
     wanted = (nodes >= 0)[:, None] & is_candidate
     index = jnp.where(wanted, index, tree.capacity)
@@ -370,12 +370,12 @@ def _rescore(
   is_child_of = tree.parent[:, :, None] == scores.nodes[:, None]  # [B, M, W]
   is_child_of &= (scores.nodes >= 0)[:, None]
   parent = jnp.maximum(tree.parent, tree_lib.ROOT)
-  known = jnp.any(is_child_of, axis=2)
-  known &= ~jnp.take_along_axis(expanded, parent, axis=1)
+  is_rated = jnp.any(is_child_of, axis=2)
+  is_rated &= ~jnp.take_along_axis(expanded, parent, axis=1)
   index = jnp.argmax(is_child_of, axis=2)
   log_probs = jnp.maximum(scores.log_prob_of(index, tree.token), _LAST)
   return tree.replace(
-    cond_log_prob=jnp.where(known, log_probs, tree.cond_log_prob)
+    cond_log_prob=jnp.where(is_rated, log_probs, tree.cond_log_prob)
   )
 
 

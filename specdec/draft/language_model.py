@@ -102,11 +102,11 @@ class LanguageModelScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     config: drafter_lib.StageConfig,
   ) -> tuple[drafter_lib.Scores, model_lib.ModelState]:
     """One forward over missing text and nodes, as far as they fit."""
-    found, state = model_lib.forward_text_and_nodes(
-      self.model, state, tree, nodes, ctx, number=max(config.width, 2)
+    scores, state = model_lib.forward_text_and_nodes(
+      self.model, state, tree, nodes, ctx, num_nodes=max(config.width, 2)
     )
     proposed = self.model.proposed
-    return scores_of(found, tree, ctx, config, proposed), state
+    return scores_of(scores, tree, ctx, config, proposed), state
 
   def keep(
     self, state: model_lib.ModelState, added: carried_lib.Added

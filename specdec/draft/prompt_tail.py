@@ -39,7 +39,7 @@ class PromptTailScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
   that `Slots` read in parts of at most C tokens is read whole.
 
   Raises:
-    ValueError: C is no integer, or out of range.
+    ValueError: C is not an integer, or out of range.
   """
 
   scorer: language_model.LanguageModelScorer  #: The model's scorer.
@@ -62,11 +62,11 @@ class PromptTailScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
   def start(self, texts: carried_lib.Texts, num_scored: int) -> TailState:
     """Prefills the ends of the texts."""
     skipped = self._first_of(texts.length)
-    end = texts.replace(
+    tail = texts.replace(
       tokens=_from(texts.tokens, skipped)[:, : self.num_tokens],
       length=texts.length - skipped,
     )
-    return TailState(self.scorer.start(end, num_scored), skipped)
+    return TailState(self.scorer.start(tail, num_scored), skipped)
 
   def _first_of(self, length: jax.Array) -> jax.Array:
     """`[B]` int32, where the last C tokens before the root begin."""
@@ -77,16 +77,16 @@ class PromptTailScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
   ) -> tuple[TailState, jax.Array]:
     """Feeds the missing text; the last C tokens if it had less of them."""
     assert texts.kept is not None
-    known = jnp.minimum(state.cache.length + state.skipped, texts.kept)
+    end = jnp.minimum(state.cache.length + state.skipped, texts.kept)
     first = self._first_of(texts.length)
-    restarts = (texts.length > 0) & ((known < first) | (state.skipped > first))
+    restarts = (texts.length > 0) & ((end < first) | (state.skipped > first))
     skipped = jnp.where(restarts, first, state.skipped)
-    end = texts.replace(
+    tail = texts.replace(
       tokens=_from(texts.tokens, skipped),
       length=texts.length - skipped,
       kept=jnp.where(restarts, 0, texts.kept - skipped),
     )
-    model, forwards = self.scorer.restart(state.model, end, num_scored)
+    model, forwards = self.scorer.restart(state.model, tail, num_scored)
     return TailState(model, skipped), forwards
 
   def score(

@@ -80,7 +80,7 @@ def read(name: str | os.PathLike[str]) -> str:
 
 
 def refuse_stand_in(name: str | os.PathLike[str]) -> None:
-  """Refuses what often lies in the place of a downloaded file.
+  """Refuses what is often stored in place of a downloaded file.
 
   Readers call it where a file is not what it should be.
 
@@ -124,13 +124,13 @@ def read_object(name: str | os.PathLike[str]) -> dict[str, Any]:
   """
   text = read(name)
   try:
-    found = json.loads(text, object_pairs_hook=_unique)
+    value = json.loads(text, object_pairs_hook=_unique)
   except (ValueError, RecursionError) as error:
     refuse_stand_in(name)
     raise ValueError(f'{name} is not valid JSON: {error}') from error
-  if not isinstance(found, dict):
-    raise ValueError(f'{name} must hold a JSON object, got {found!r:.40}')
-  return found
+  if not isinstance(value, dict):
+    raise ValueError(f'{name} must hold a JSON object, got {value!r:.40}')
+  return value
 
 
 # Types of JSON in words: one value, and several.
@@ -146,9 +146,9 @@ _WORDS = {
 _UNIONS = types.UnionType, Union
 
 
-def described(kind: Any, several: bool = False) -> str:
+def described(type_: Any, several: bool = False) -> str:
   """A type of `check_types` in words."""
-  arguments, outer = get_args(kind), get_origin(kind)
+  arguments, outer = get_args(type_), get_origin(type_)
   if outer in (list, dict):
     word = _WORDS[outer][several]
     if arguments[-1] is Any:
@@ -157,18 +157,18 @@ def described(kind: Any, several: bool = False) -> str:
   if outer is Literal:
     return ' or '.join(map(repr, arguments))
   if outer in _UNIONS:
-    words = [described(part, several) for part in arguments]
+    words = [described(member, several) for member in arguments]
     return ' or '.join(dict.fromkeys(words))
-  return _WORDS.get(kind, _WORDS[dict])[several]
+  return _WORDS.get(type_, _WORDS[dict])[several]
 
 
-def fits(value: Any, kind: Any) -> bool:
+def fits(value: Any, type_: Any) -> bool:
   """Whether a value has a type of `check_types`."""
-  arguments, outer = get_args(kind), get_origin(kind)
-  if kind is Any:
+  arguments, outer = get_args(type_), get_origin(type_)
+  if type_ is Any:
     return True
   if outer in _UNIONS:
-    return any(fits(value, part) for part in arguments)
+    return any(fits(value, member) for member in arguments)
   if outer is Literal:
     return value in arguments
   if outer in (list, dict):
@@ -176,21 +176,21 @@ def fits(value: Any, kind: Any) -> bool:
     return isinstance(value, outer) and all(
       fits(entry, arguments[-1]) for entry in within
     )
-  if kind is float:
+  if type_ is float:
     return type(value) is int or (
       isinstance(value, float) and math.isfinite(value)
     )
-  return type(value) is (dict if is_typeddict(kind) else kind)
+  return type(value) is (dict if is_typeddict(type_) else type_)
 
 
 def check_types(
-  record: Mapping[str, Any], kinds: Mapping[str, Any], place: str = ''
+  record: Mapping[str, Any], types_: Mapping[str, Any], place: str = ''
 ) -> None:
-  """Refuses values of a JSON object that have another type than they should.
+  """Refuses values of a JSON object that have the wrong type.
 
   Args:
     record: the object.
-    kinds: types by key: `str`, `int`, `float` (any finite number), `bool`,
+    types_: types by key: `str`, `int`, `float` (any finite number), `bool`,
       `Any`, and lists, objects, unions and literals of them, such as
       `dict[str, int] | None`. Other keys are not checked.
     place: precedes the names of keys in messages.
@@ -198,10 +198,10 @@ def check_types(
   Raises:
     ValueError: names the key and its value.
   """
-  for key, kind in kinds.items():
-    if key in record and not fits(record[key], kind):
+  for key, type_ in types_.items():
+    if key in record and not fits(record[key], type_):
       raise ValueError(
-        f'{place}{key} must be {described(kind)}, got {record[key]!r:.60}'
+        f'{place}{key} must be {described(type_)}, got {record[key]!r:.60}'
       )
 
 

@@ -109,8 +109,8 @@ def survivors(histogram: Sequence[int]) -> list[float]:
 
   Entry i of the histogram is the number of forwards that accepted i tokens.
   """
-  parts = shares(histogram)
-  return [sum(parts[depth:]) for depth in range(1, len(parts))]
+  fractions = shares(histogram)
+  return [sum(fractions[depth:]) for depth in range(1, len(fractions))]
 
 
 def _bar(share: float) -> svg.Html:

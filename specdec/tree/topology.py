@@ -65,8 +65,8 @@ def check_settings(record: Any, names: Sequence[str] = ()) -> None:
     integral = field.type in (int, int | None)
     if value is None and field.default is None:
       continue
-    kind = numbers.Integral if integral else numbers.Real
-    fits = isinstance(value, kind) and not isinstance(value, bool)
+    number_type = numbers.Integral if integral else numbers.Real
+    fits = isinstance(value, number_type) and not isinstance(value, bool)
     if not (fits and low <= value <= high and value < math.inf):
       what = 'an integer' if integral else 'a number'
       bound = 'above 0' if 0 < low < 1 else f'of at least {low}'
@@ -132,14 +132,14 @@ class Topology:
   def __post_init__(self) -> None:
     paths = tuple(tuple(path) for path in self.paths)
     paths = tuple(sorted(set(paths), key=lambda path: (len(path), path)))
-    known = {(), *paths}
+    nodes = {(), *paths}
     for path in paths:
       if not path or not 0 <= min(path) <= max(path) < LARGEST_TREE:
         raise ValueError(
           f'a path is one or more ranks from 0 to {LARGEST_TREE - 1}, got'
           f' {path}'
         )
-      if path[:-1] not in known:
+      if path[:-1] not in nodes:
         raise ValueError(
           f'topology has the path {path} but not its parent {path[:-1]}'
         )
@@ -176,9 +176,9 @@ class Topology:
   @property
   def has_all_siblings(self) -> bool:
     """Whether each node has all siblings of lower rank."""
-    known = set(self.paths)
+    paths = set(self.paths)
     return all(
-      not path[-1] or (*path[:-1], path[-1] - 1) in known for path in self.paths
+      not path[-1] or (*path[:-1], path[-1] - 1) in paths for path in paths
     )
 
   @functools.cached_property

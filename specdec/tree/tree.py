@@ -82,9 +82,9 @@ def pick(array: jax.Array, index: jax.Array) -> jax.Array:
 
 def count_leading(flags: jax.Array) -> jax.Array:
   """`[...]` int32, how many of `flags [..., n]` are true before any is not."""
-  number = flags.shape[-1]
-  places = jnp.arange(number, dtype=jnp.int32)
-  return jnp.min(jnp.where(flags, number, places), axis=-1, initial=number)
+  size = flags.shape[-1]
+  places = jnp.arange(size, dtype=jnp.int32)
+  return jnp.min(jnp.where(flags, size, places), axis=-1, initial=size)
 
 
 def is_first(same: jax.Array) -> jax.Array:
@@ -148,10 +148,10 @@ def histories(
   if num_tokens == 0:
     return jnp.zeros((*nodes.shape, 0), jnp.int32)
   back = jnp.arange(num_tokens)[None]
-  behind_root = back - pick(tree.depth, nodes)[:, None]
+  before_root = back - pick(tree.depth, nodes)[:, None]
   walk = walk_up(tree.parent, nodes, num_tokens - 1)
   return jnp.where(
-    behind_root > 0, pick(recent, behind_root), pick(tree.token, walk)
+    before_root > 0, pick(recent, before_root), pick(tree.token, walk)
   )
 
 

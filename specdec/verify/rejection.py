@@ -272,7 +272,7 @@ class RejectionRule:
     parent = jnp.where(nodes >= 0, _at(tree.parent, nodes), tree_lib.NO_NODE)
     draws = self.children != sampling_lib.BEST
     before = jnp.tril(parent[:, :, None] == parent[:, None], -1)
-    known = _Nodes(
+    facts = _Nodes(
       node=nodes,
       token=_at(tree.token, nodes),
       parent=parent,
@@ -287,13 +287,13 @@ class RejectionRule:
     num_kept = shape[1] if self.leaves_nodes else 1
     walk = lax.while_loop(
       lambda walk: ~jnp.all(walk.done),
-      functools.partial(self._move, known),
+      functools.partial(self._move, facts),
       _init_walk(shape, num_kept, logits.shape[2]),
     )
     left = _at(walk.target, walk.depth)
-    left = _where(walk.turn == 0, known.target_after(walk.place), left)
+    left = _where(walk.turn == 0, facts.target_after(walk.place), left)
     bonus = draw(left, randomness.residual_noise)
-    following = jnp.pad(_at(known.token, walk.path)[:, 1:], ((0, 0), (0, 1)))
+    following = jnp.pad(_at(facts.token, walk.path)[:, 1:], ((0, 0), (0, 1)))
     at_end = jnp.arange(shape[1])[None] == walk.depth[:, None]
     return accept.Verdict(
       index=walk.path,

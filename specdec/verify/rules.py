@@ -50,9 +50,9 @@ def to_rule(
     ValueError: the arguments are not known or do not go together.
   """
   make_rule = _rule_maker(verify)
-  rule, known = make_rule(sampling_lib.BEST), (None, *sampling_lib.CHILDREN)
-  if children not in known:
-    raise ValueError(f'children must be one of {known}, got {children!r}')
+  rule, choices = make_rule(sampling_lib.BEST), (None, *sampling_lib.CHILDREN)
+  if children not in choices:
+    raise ValueError(f'children must be one of {choices}, got {children!r}')
   if children not in (None, sampling_lib.BEST) and not rule.may_draw:
     raise ValueError(
       f'verify={verify} wants the best children, got children={children};'

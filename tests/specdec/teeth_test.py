@@ -312,7 +312,7 @@ _BUGS = {
   ),
   'a mark is used although the text before it changed': (
     'cache',
-    '(cache.marked <= known, cache.marked,',
+    '(cache.marked <= kept, cache.marked,',
     '(cache.marked >= 0, cache.marked,',
     'recurrent.test_lengthening_and_going_back_by_hand()',
   ),
