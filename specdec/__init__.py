@@ -31,10 +31,10 @@ from specdec.draft.head import HeadSpec as HeadSpec
 from specdec.draft.language_model import (
   LanguageModelScorer as LanguageModelScorer,
 )
+from specdec.draft.language_model import PromptTailScorer as PromptTailScorer
 from specdec.draft.lookup import NGram as NGram
 from specdec.draft.lookup import PromptLookup as PromptLookup
 from specdec.draft.lookup import recent_tokens as recent_tokens
-from specdec.draft.prompt_tail import PromptTailScorer as PromptTailScorer
 from specdec.generation import Decoding as Decoding
 from specdec.generation import generate as generate
 from specdec.generation import Generation as Generation

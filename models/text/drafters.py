@@ -13,7 +13,6 @@ from specdec.draft import drafter as drafter_lib
 from specdec.draft import head as head_lib
 from specdec.draft import language_model
 from specdec.draft import lookup
-from specdec.draft import prompt_tail
 from specdec.models.text import pair as pair_lib
 from specdec.models.text import plan as plan_lib
 from specdec.models.text import settings as settings_lib
@@ -113,7 +112,7 @@ def _model_scorer(
   scorer = language_model.LanguageModelScorer(pair.draft)
   if draft_prompt is None:
     return scorer
-  return prompt_tail.PromptTailScorer(scorer, draft_prompt)
+  return language_model.PromptTailScorer(scorer, draft_prompt)
 
 
 def make_drafter(

@@ -14,8 +14,8 @@ from typing import Literal
 import jax
 
 from specdec.draft import drafter as drafter_lib
+from specdec.draft import language_model
 from specdec.draft import lookup as lookup_lib
-from specdec.draft import prompt_tail
 from specdec.models.text import fields
 from specdec.tree import topology as topology_lib
 
@@ -83,7 +83,7 @@ class DraftSettings:
     None,
     'tokens of a prompt that the draft model reads, the last ones; default:'
     ' all',
-    high=prompt_tail.LARGEST_TAIL,
+    high=language_model.LARGEST_TAIL,
   )
   topology: topology_lib.Topology | None = fields.described(
     None,

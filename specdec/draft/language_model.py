@@ -1,9 +1,10 @@
-"""A language model as a scorer: one forward over context and ancestors."""
+"""A language model as a scorer, which reads a whole text or only its end."""
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
+from specdec import arguments as arguments_lib
 from specdec import carried as carried_lib
 from specdec import context as context_lib
 from specdec import model as model_lib
@@ -15,6 +16,9 @@ from specdec.tree import tree as tree_lib
 # The most text and nodes that are read at once. On two cores eight rows of a
 # draft of 0.5 billion parameters in four bits take 23 ms, two rows 15 ms.
 _MOST_ROWS = 8
+
+# The largest C: differences between C and a length stay within 32 bits.
+LARGEST_TAIL = 2**20
 
 
 def scores_of(
@@ -113,3 +117,96 @@ class LanguageModelScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
   ) -> model_lib.ModelState:
     """Keeps the entries of accepted nodes, see `specdec.model.keep`."""
     return model_lib.keep(state, added)
+
+
+class TailState(model_lib.NetworkState):
+  """State of a draft model whose text begins later than the target's.
+
+  `model` is the state of a model that has only this text.
+  """
+
+  skipped: jax.Array  #: `[B]` int32, tokens before the first that it reads.
+
+
+def _from(tokens: jax.Array, skipped: jax.Array) -> jax.Array:
+  """`tokens [B, T]` from `skipped [B]` on, then anything."""
+  return jax.vmap(jnp.roll)(tokens, -skipped)
+
+
+class PromptTailScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
+  """A language model that reads at most the last C tokens of new text.
+
+  A draft of a third of the target's size reads a prompt in a third of the
+  target's time. Drafting a short answer saves less than that. Positions are
+  counted from the first token that is read, as if it began the text. A prompt
+  that `Slots` read in parts of at most C tokens is read whole.
+
+  Raises:
+    ValueError: C is not an integer, or out of range.
+  """
+
+  scorer: LanguageModelScorer  #: The model's scorer.
+  num_tokens: int = flax.struct.field(pytree_node=False)  #: C; static.
+
+  @property
+  def facts(self) -> drafter_lib.ScorerFacts:
+    """The facts of the model's scorer."""
+    return self.scorer.facts
+
+  def __post_init__(self) -> None:
+    arguments_lib.check_count('num_tokens', self.num_tokens, LARGEST_TAIL)
+
+  def forward_width(
+    self, width: int, max_depth: int, *, has_inner: bool
+  ) -> int:
+    """The width of the model's scorer."""
+    return self.scorer.forward_width(width, max_depth, has_inner=has_inner)
+
+  def start(self, texts: carried_lib.Texts, num_scored: int) -> TailState:
+    """Prefills the ends of the texts."""
+    skipped = self._first_of(texts.length)
+    tail = texts.replace(
+      tokens=_from(texts.tokens, skipped)[:, : self.num_tokens],
+      length=texts.length - skipped,
+    )
+    return TailState(self.scorer.start(tail, num_scored), skipped)
+
+  def _first_of(self, length: jax.Array) -> jax.Array:
+    """`[B]` int32, where the last C tokens before the root begin."""
+    return jnp.maximum(length - 1 - self.num_tokens, 0)
+
+  def restart(
+    self, state: TailState, texts: carried_lib.Texts, num_scored: int
+  ) -> tuple[TailState, jax.Array]:
+    """Feeds the missing text; the last C tokens if it had less of them."""
+    assert texts.kept is not None
+    end = jnp.minimum(state.cache.length + state.skipped, texts.kept)
+    first = self._first_of(texts.length)
+    restarts = (texts.length > 0) & ((end < first) | (state.skipped > first))
+    skipped = jnp.where(restarts, first, state.skipped)
+    tail = texts.replace(
+      tokens=_from(texts.tokens, skipped),
+      length=texts.length - skipped,
+      kept=jnp.where(restarts, 0, texts.kept - skipped),
+    )
+    model, forwards = self.scorer.restart(state.model, tail, num_scored)
+    return TailState(model, skipped), forwards
+
+  def score(
+    self,
+    state: TailState,
+    tree: tree_lib.TokenTree,
+    nodes: jax.Array,
+    ctx: context_lib.StepContext,
+    config: drafter_lib.StageConfig,
+  ) -> tuple[drafter_lib.Scores, TailState]:
+    """One forward, as of a language model that has the shorter text."""
+    tail = ctx.replace(
+      tokens=_from(ctx.tokens, state.skipped), length=ctx.length - state.skipped
+    )
+    scores, model = self.scorer.score(state.model, tree, nodes, tail, config)
+    return scores, state.replace(model=model)
+
+  def keep(self, state: TailState, added: carried_lib.Added) -> TailState:
+    """Keeps what a language model keeps."""
+    return state.replace(model=self.scorer.keep(state.model, added))
