@@ -80,11 +80,10 @@ def _run(batch_size: int, questions: list[questions_lib.Question]):
 
   from specdec.models.lab.bench import arms as arms_lib
   from specdec.models.lab.bench import benchmark
-  from specdec.models.lab.bench import peer as peer_lib
 
   models = loading.models()
   specs = arms_lib.parse_arms(_ARMS.value, str(models.dtype))
-  specs += [peer_lib.ArmSpec(url) for url in _PEER.value]
+  specs += [arms_lib.ArmSpec(url) for url in _PEER.value]
   first = [question.first for question in questions]
   plan = loading.plan(batch_size, lambda: first)
   return benchmark.run(

@@ -240,14 +240,9 @@ class Engine:
     self.most_choices = batch_size + queue_size
     self.most_eos_ids = slots_lib.room_for_eos_ids(self.pair.eos_ids)
     self._queue_size = queue_size
-    drafter, break_even = drafters.chosen(generator.drafter, self.pair, None)
-    if options.get('break_even') is None:
-      options['break_even'] = break_even
-    self._options = options | {
-      'num_slots': batch_size,
-      'context': context,
-      'eos_ids': self.pair.eos_ids,
-    }
+    given: Any = options | {'eos_ids': self.pair.eos_ids}
+    drafter, given = drafters.chosen(generator.drafter, given, None)
+    self._options = given | {'num_slots': batch_size, 'context': context}
     self._drafters = {PLAIN: specdec.PLAIN, method: drafter}
     self._pools: dict[str, _Pool] = {}
     self._waiting: list[Ticket] = []

@@ -121,6 +121,7 @@ def with_ids(
   }
   return {
     **cast(decode_options.CommonOptions, others),
+    'constraint': None,
     'stop': table,
     'eos_ids': pair.eos_ids
     if eos_ids is None

@@ -1,12 +1,98 @@
-"""The arms of a benchmark, by name: `method(option=value,...):dtype`."""
+"""The arms of a benchmark: methods of this library, and servers of others.
+
+An arm is written as `method(option=value,...):dtype`.
+"""
 
 from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
 import itertools
 import re
 
-from specdec.models.lab.bench import peer as peer_lib
+from specdec import generation as generation_lib
+from specdec import statistics as statistics_lib
+from specdec.models.lab.bench import timing
 from specdec.models.nn import matrices as matrices_lib
 from specdec.models.text import settings as settings_lib
+
+UNKNOWN = ('positions', 'reads', 'nodes_per_forward', 'relative_bandwidth')
+"""Figures of `specdec.statistics` that need more than tokens and forwards."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ArmSpec:
+  """A method of decoding, with the options that differ from the common ones."""
+
+  # One of `settings.METHODS`, or the address of a server.
+  method: str
+  dtype: str = ''  # The dtype of weights and cache; '': a server
+  options: tuple[tuple[str, str], ...] = ()  # Pairs of name and value.
+
+  @property
+  def is_peer(self) -> bool:
+    """Whether a server decodes, and not this process."""
+    return self.method not in settings_lib.METHODS
+
+  def __str__(self):
+    if self.is_peer:
+      return self.method
+    listed = ','.join(f'{name}={value}' for name, value in self.options)
+    return f'{self.method}{f"({listed})" if listed else ""}:{self.dtype}'
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadyArm:
+  """An arm with its models loaded.
+
+  Attributes:
+    decode: decodes a batch of prompts.
+    weight_bytes: of all weights and tables in memory; None for a peer, of which
+      tokens, times and forwards are known alone.
+    first_seconds: of a peer, until each prompt had its first token.
+  """
+
+  decode: timing.Arm
+  weight_bytes: int | None = None
+  first_seconds: Sequence[float] = ()
+
+
+def _until_eos(
+  row: Sequence[int], eos_ids: Sequence[int]
+) -> tuple[list[int], str]:
+  """The tokens up to the first EOS, and the finish reason."""
+  for index, token in enumerate(row):
+    if token in eos_ids:
+      return [*row[: index + 1]], 'eos'
+  return [*row], 'length'
+
+
+def as_generation(
+  rows: Sequence[Sequence[int]], eos_ids: Sequence[int], forwards: int
+) -> generation_lib.Generation:
+  """The result of a peer, cut after EOS, without the figures of `UNKNOWN`.
+
+  `forwards` counts target forwards, for all rows together.
+  """
+  ended = [_until_eos(row, eos_ids) for row in rows]
+  tokens = [row for row, _ in ended]
+  nothing = {'forwards': 0, 'slots': 0}
+  return generation_lib.Generation(
+    tokens=tokens,
+    origins=[],
+    labels=('target',),
+    log_probs=None,
+    finish_reasons=[reason for _, reason in ended],
+    errors=[None] * len(tokens),
+    stats=statistics_lib.Statistics(
+      new_tokens=sum(map(len, tokens)),
+      target_forwards=max(forwards, 0),
+      stage_forwards={},
+      positions={'target': 0},
+      reads={'plain': nothing, 'target': nothing},
+      costs={'target': {'per_forward': 0, 'per_slot': 0}},
+    ),
+  )
+
 
 _INNER = (
   *(name for name in settings_lib.OPTIONS if name.startswith('inner')),
@@ -51,7 +137,7 @@ def _parse_options(arm: str, method: str, text: str) -> list[list]:
   return list(parsed.values())
 
 
-def parse_arms(text: str, default_dtype: str) -> list[peer_lib.ArmSpec]:
+def parse_arms(text: str, default_dtype: str) -> list[ArmSpec]:
   """Parses a list of arms, separated by commas.
 
   An arm is a method, then optionally options in parentheses, named as the
@@ -61,7 +147,7 @@ def parse_arms(text: str, default_dtype: str) -> list[peer_lib.ArmSpec]:
   Raises:
     ValueError: a name is unknown or repeated; lists the choices.
   """
-  arms: list[peer_lib.ArmSpec] = []
+  arms: list[ArmSpec] = []
   # Commas inside parentheses do not separate arms.
   for arm in filter(None, re.split(r',(?![^()]*\))', text)):
     match = re.fullmatch(r'([^():]*)(?:\(([^()]*)\))?(?::(.*))?', arm.strip())
@@ -76,7 +162,7 @@ def parse_arms(text: str, default_dtype: str) -> list[peer_lib.ArmSpec]:
       )
     alternatives = _parse_options(arm, method, options) if options else []
     combinations = itertools.product(*alternatives)
-    arms += [peer_lib.ArmSpec(method, dtype, chosen) for chosen in combinations]
+    arms += [ArmSpec(method, dtype, chosen) for chosen in combinations]
   if not arms:
     raise ValueError('no arm is given; e.g. plain,staged')
   if len(set(arms)) < len(arms):

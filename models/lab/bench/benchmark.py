@@ -15,10 +15,10 @@ from specdec import arguments as arguments_lib
 from specdec import sampling as sampling_lib
 from specdec import statistics as statistics_lib
 from specdec.models.lab import task as task_lib
+from specdec.models.lab.bench import arms as arms_lib
 from specdec.models.lab.bench import batches as batches_lib
 from specdec.models.lab.bench import endpoint as endpoint_lib
 from specdec.models.lab.bench import exactness
-from specdec.models.lab.bench import peer as peer_lib
 from specdec.models.lab.bench import questions as questions_lib
 from specdec.models.lab.bench import record
 from specdec.models.lab.bench import times
@@ -212,8 +212,8 @@ PAPER_COSTS = {
 
 
 def _own_arm(
-  spec: peer_lib.ArmSpec, pair: pair_lib.Pair, task: task_lib.Task
-) -> peer_lib.ReadyArm:
+  spec: arms_lib.ArmSpec, pair: pair_lib.Pair, task: task_lib.Task
+) -> arms_lib.ReadyArm:
   try:
     drafting = settings_lib.with_options(task.drafting, dict(spec.options))
     if spec.method == settings_lib.PLANNED:
@@ -248,7 +248,7 @@ def _own_arm(
 
   arrays = {id(leaf): leaf for leaf in jax.tree.leaves((pair.target, used))}
   weight_bytes = sum(leaf.nbytes for leaf in arrays.values())
-  return peer_lib.ReadyArm(decode, weight_bytes)
+  return arms_lib.ReadyArm(decode, weight_bytes)
 
 
 def _batches(
@@ -301,7 +301,7 @@ def _by_category(
 
 
 def _find_flips(
-  spec: peer_lib.ArmSpec,
+  spec: arms_lib.ArmSpec,
   results: Mapping[str, Sequence[timing.Measurement]],
   batches: Batches,
   pairs: Mapping[str, pair_lib.Pair],
@@ -309,7 +309,7 @@ def _find_flips(
 ) -> list[dict[str, Any]] | None:
   """Rows that differ from the plain arm of the same dtype, with margins."""
   dtype = spec.dtype or next(iter(pairs))
-  reference = results.get(str(peer_lib.ArmSpec('plain', dtype)))
+  reference = results.get(str(arms_lib.ArmSpec('plain', dtype)))
   rule = rules_lib.RULES[task.verify](sampling_lib.BEST)
   draws_differ = not rule.keeps_tokens or (
     spec.is_peer and task.sampling.temperature > 0
@@ -337,8 +337,8 @@ def _find_flips(
 
 
 def _load(
-  specs: Sequence[peer_lib.ArmSpec], task: task_lib.Task
-) -> tuple[dict[str, pair_lib.Pair], dict[str, peer_lib.ReadyArm]]:
+  specs: Sequence[arms_lib.ArmSpec], task: task_lib.Task
+) -> tuple[dict[str, pair_lib.Pair], dict[str, arms_lib.ReadyArm]]:
   """The pairs by dtype, and all arms by name in the order of `specs`."""
   own_specs = [spec for spec in specs if not spec.is_peer]
   if not own_specs:
@@ -355,7 +355,7 @@ def _load(
   pair = next(iter(pairs.values()))
   for spec, server in servers.items():
     arm = endpoint_lib.EndpointArm(server, task, pair.eos_ids, pair.tokenizer)
-    arms[spec] = peer_lib.ReadyArm(arm, first_seconds=arm.first_seconds)
+    arms[spec] = arms_lib.ReadyArm(arm, first_seconds=arm.first_seconds)
   return pairs, {str(spec): arms[spec] for spec in specs}
 
 
@@ -390,7 +390,7 @@ def _reading(
 def run(
   questions: Sequence[questions_lib.Question],
   *,
-  arms: Sequence[peer_lib.ArmSpec],
+  arms: Sequence[arms_lib.ArmSpec],
   task: task_lib.Task,
   settings: Figures,
   prompt_bucket: int | None = None,
@@ -428,7 +428,7 @@ def run(
     measured, weight_bytes = figures[name], ready[name].weight_bytes
     measured['flips'] = _find_flips(spec, results, batches, pairs, task)
     if weight_bytes is None:
-      for unknown in peer_lib.UNKNOWN:
+      for unknown in arms_lib.UNKNOWN:
         del measured[unknown]
       first = np.median(ready[name].first_seconds)
       measured['first_token_seconds'] = first.item()

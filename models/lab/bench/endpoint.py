@@ -19,7 +19,7 @@ import urllib.request
 
 import specdec
 from specdec.models.lab import task as task_lib
-from specdec.models.lab.bench import peer as peer_lib
+from specdec.models.lab.bench import arms as arms_lib
 from specdec.text import text_files
 
 KEY = 'OPENAI_API_KEY'
@@ -201,4 +201,4 @@ class EndpointArm:
     forwards = sum(map(len, rows)) - accepted
     if all(reply.forwards is not None for reply in replies):
       forwards = sum(reply.forwards or 0 for reply in replies)
-    return peer_lib.as_generation(rows, self._eos_ids, forwards)
+    return arms_lib.as_generation(rows, self._eos_ids, forwards)

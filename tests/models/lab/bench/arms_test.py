@@ -13,7 +13,6 @@ import specdec
 from specdec.models.lab import task as task_lib
 from specdec.models.lab.bench import arms as arms_lib
 from specdec.models.lab.bench import endpoint as endpoint_lib
-from specdec.models.lab.bench import peer as peer_lib
 from specdec.models.text import settings as settings_lib
 
 _EOS = 7
@@ -115,7 +114,7 @@ def test_what_a_server_cannot_do_is_told():
 
 
 def test_rows_are_cut_after_their_ends():
-  found = peer_lib.as_generation([[4, 5, 6, 9], [7, 8]], [6], 5)
+  found = arms_lib.as_generation([[4, 5, 6, 9], [7, 8]], [6], 5)
   assert found.tokens == [[4, 5, 6], [7, 8]]
   assert found.finish_reasons == ['eos', 'length']
   assert found.stats.target_forwards == 5
@@ -129,13 +128,13 @@ def test_methods_dtypes_and_options_are_told_apart():
   )
   arms = arms_lib.parse_arms(text, 'float32')
   assert arms == [
-    peer_lib.ArmSpec('plain', 'float32'),
-    peer_lib.ArmSpec('chain', 'bfloat16'),
-    peer_lib.ArmSpec('tree', 'float32', (('num_nodes', '16'), ('rounds', '2'))),
-    peer_lib.ArmSpec('staged', 'bfloat16', (('inner', 'lookup'),)),
+    arms_lib.ArmSpec('plain', 'float32'),
+    arms_lib.ArmSpec('chain', 'bfloat16'),
+    arms_lib.ArmSpec('tree', 'float32', (('num_nodes', '16'), ('rounds', '2'))),
+    arms_lib.ArmSpec('staged', 'bfloat16', (('inner', 'lookup'),)),
   ]
   assert not any(arm.is_peer for arm in arms)
-  server = peer_lib.ArmSpec('http://127.0.0.1:8080')
+  server = arms_lib.ArmSpec('http://127.0.0.1:8080')
   assert (server.is_peer, str(server)) == (True, server.method)
   assert arms_lib.parse_arms(','.join(map(str, arms)), 'bfloat16') == arms
   assert len(arms_lib.parse_arms('chain(draft_prompt=4)', 'float32')) == 1

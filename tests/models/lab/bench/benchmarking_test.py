@@ -14,10 +14,10 @@ from specdec import arguments as arguments_lib
 from specdec import randomness as randomness_lib
 from specdec import statistics as statistics_lib
 from specdec.models.lab import task as task_lib
+from specdec.models.lab.bench import arms as arms_lib
 from specdec.models.lab.bench import batches as batches_lib
 from specdec.models.lab.bench import benchmark
 from specdec.models.lab.bench import exactness
-from specdec.models.lab.bench import peer as peer_lib
 from specdec.models.lab.bench import questions as questions_lib
 from specdec.models.lab.bench import timing
 from specdec.models.nn import table_model
@@ -109,7 +109,7 @@ def test_an_arm_that_plans_decodes_each_batch_in_its_own_way():
   batches = [[list(range(9)) * 5], [[1, 2, 3]]]
   results = {}
   for method in ('plain', 'plan'):
-    spec = peer_lib.ArmSpec(method, 'float32')
+    spec = arms_lib.ArmSpec(method, 'float32')
     arm = benchmark._own_arm(spec, pair, task).decode
     # Where prompts are read only, they are read in the same way.
     assert [arm(rows, 0).labels for rows in batches] == [
@@ -254,7 +254,7 @@ def test_flips_are_where_rows_part_and_have_the_gap_of_the_best_two_logits():
     for method, rows in texts.items()
   }
   (flip,) = benchmark._find_flips(
-    peer_lib.ArmSpec('chain', 'float32'),
+    arms_lib.ArmSpec('chain', 'float32'),
     results,
     [[[1], [2, 1]]],
     {'float32': pair},
