@@ -44,18 +44,18 @@ _PEER = flags.DEFINE_multi_string(
   ' repeated',
 )
 prompt_flags.define_num_prompts(
-  'default: all; of questions at most so many of each category'
+  'default: all; of questions at most this number of each category'
 )
 _CATEGORIES = flags.DEFINE_list(
   'categories',
   [],
-  'of questions, decode those of these categories; default: all',
+  'of questions, decode only these categories; default: all',
 )
 _PROMPT_BUCKET = flags.DEFINE_integer(
   'prompt_bucket',
   None,
-  'of those, only prompts of more than half of it and at most so many tokens: a'
-  ' power of 2 saves compiling for others; default: all',
+  'of those, only prompts of at most this number of tokens and of more than half'
+  ' of it: a power of 2 saves compiling for others; default: all',
 )
 _BATCH_SIZE = options.define_batch_size(1, 'prompts per batch')
 _BATCH_SIZES = flags.DEFINE_list(
@@ -65,10 +65,10 @@ _BATCH_SIZES = flags.DEFINE_list(
   ' --batch_size; the result of size B is written to OUTPUT_bB.json',
 )
 _MAX_SECONDS = flags.DEFINE_float(
-  'max_seconds', None, 'begin no batch after measuring for so long'
+  'max_seconds', None, 'begin no batch after measuring for this long'
 )
 _OUTPUT = flags.DEFINE_string(
-  'output', None, 'JSON file to write, with tables (.md) beside it'
+  'output', None, 'JSON file to write, next to it tables (.md)'
 )
 _PLOTS = flags.DEFINE_string(
   'plots', None, 'folder for a picture of the categories'
@@ -111,7 +111,9 @@ def main() -> None:
   for file in paths.values() if output else ():
     record.prepare_output(str(file))
   folder = plots.check_folder(_PLOTS.value)
-  if folder is not None and not any(one.category for one in questions):
+  if folder is not None and not any(
+    question.category for question in questions
+  ):
     print('--plots: no picture, as the prompts have no categories')
   reports = {}
   for size, file in paths.items():

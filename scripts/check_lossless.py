@@ -9,8 +9,9 @@ and 1 if not.
   python scripts/check_lossless.py --prompt_file=prompts.jsonl \
       --server=http://127.0.0.1:8000 --plain_server=http://127.0.0.1:8080
 
-compares two servers, of which the second decodes plainly; without it the first
-does, too. --target is their model, which scores where their texts part.
+compares two servers. The second decodes plainly; without it the first server
+also decodes plainly. --target is their model; it scores the place where their
+texts part.
 """
 
 import dataclasses
@@ -31,8 +32,8 @@ _MAX_MARGIN = flags.DEFINE_float(
   'max_margin',
   None,
   'divergences are tolerated where the two best scores were this close;'
-  ' default: 0 in float32, with --cpu_kernels and with a constraint, of which'
-  ' scores know nothing, else 0.1',
+  ' default: 0 in float32, with --cpu_kernels and with a constraint, which the'
+  ' scores do not consider, else 0.1',
 )
 _SERVER = flags.DEFINE_string(
   'server',
@@ -103,9 +104,9 @@ def main() -> None:
       generator, prompts, batch_sizes=sizes, max_margin=margin, **arguments
     )
   print(*checks, sep='\n')
-  found = [dataclasses.asdict(result) for result in checks]
-  record.write_record(_OUTPUT.value, options.as_dict(), {'checks': found})
-  if not all(result.passed for result in checks):
+  figures = {'checks': [dataclasses.asdict(check) for check in checks]}
+  record.write_record(_OUTPUT.value, options.as_dict(), figures)
+  if not all(check.passed for check in checks):
     sys.exit(1)
 
 

@@ -52,7 +52,7 @@ def method() -> str:
 
 
 def model_name() -> str:
-  """The name of the target: that of its folder or file."""
+  """The name of the target: the name of its folder or file."""
   return str(models().target).rstrip('/').rpartition('/')[2]
 
 

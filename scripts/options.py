@@ -127,8 +127,11 @@ def _define(
     return flags.DEFINE_multi_string(name, default, text)
   if option.choices:
     return flags.DEFINE_enum(name, default, [*option.choices], text)
-  kinds: dict[Any, Any] = {int: flags.DEFINE_integer, float: flags.DEFINE_float}
-  return kinds.get(option.kind, flags.DEFINE_string)(name, default, text)
+  define: dict[Any, Any] = {
+    int: flags.DEFINE_integer,
+    float: flags.DEFINE_float,
+  }
+  return define.get(option.kind, flags.DEFINE_string)(name, default, text)
 
 
 MODELS = {

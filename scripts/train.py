@@ -193,7 +193,7 @@ def main() -> None:
   from specdec.models.lab.training import model_trainer
   from specdec.models.lab.training import trainer
 
-  kinds: dict[str | None, type[trainer.Training]] = {
+  trainings: dict[str | None, type[trainer.Training]] = {
     None: model_trainer.ModelTraining,
     'eagle3': head_trainer.HeadTraining,
     'block': block_trainer.BlockTraining,
@@ -203,7 +203,7 @@ def main() -> None:
   fields = _FIELDS | {'context': context}
   values = {fields.get(name, name): _FLAGS[name].value for name in names}
   trainer.run(
-    kinds[_FLAGS.head](
+    trainings[_FLAGS.head](
       corpus=corpus_lib.Corpus(folder=_FLAGS.corpus, pattern=_FLAGS.pattern),
       **{name: value for name, value in values.items() if value is not None},
     ),

@@ -15,9 +15,9 @@ class Task:
     models: the models; arms of a benchmark have dtypes of their own.
     drafting: the settings that arms and candidates of a plan do not vary.
     sampling: the same for all rows.
-    verify: see this and the next two at `specdec.Options`.
+    verify: see `specdec.Options`, also for the next two.
     children: only for drafters.
-    break_even: None: that of the plan, if there is one.
+    break_even: None: as the plan says, if there is a plan.
     seed: of the sampling.
     batch_size: the rows that are decoded at once.
     max_new_tokens: the limit of each row.

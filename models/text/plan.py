@@ -45,7 +45,7 @@ class Context:
   draft_vocab: int | None = None  # How many tokens the draft proposes, or all.
   batch_size: int
   sampling: dict[str, Any]  # The sampling options that are set.
-  cpu_kernels: bool = False  # Whether those of `models/nn/cpu` were used.
+  cpu_kernels: bool = False  # Whether `models/nn/cpu` computed.
   mesh: str = ''  # Axes of the mesh, and where the draft lies on it.
 
   def warnings(self, other: 'Context') -> list[str]:
@@ -181,32 +181,34 @@ def _to_record(settings: settings_lib.DraftSettings) -> dict[str, Any]:
   return record
 
 
-_KINDS = {'schema': int, 'usual_length': int, 'ways': dict, 'context': dict}
-_KINDS_OF_WAY = {
+_TYPES = {'schema': int, 'usual_length': int, 'ways': dict, 'context': dict}
+_TYPES_OF_WAY = {
   'method': str,
   'drafting': dict,
   'break_even': float,
   'tokens_per_second': dict[str, float],
 }
-_KINDS_OF_CONTEXT = {one.name: one.type for one in dataclasses.fields(Context)}
-_KINDS_OF_DRAFTING = {
+_TYPES_OF_CONTEXT = {
+  field.name: field.type for field in dataclasses.fields(Context)
+}
+_TYPES_OF_DRAFTING = {
   name: option.field.type for name, option in settings_lib.OPTIONS.items()
 } | {'topology': list[list[int]], 'lookup': dict}
-_KINDS_OF_LOOKUP = {'confidence': list[float], 'num_matches': int}
+_TYPES_OF_LOOKUP = {'confidence': list[float], 'num_matches': int}
 
 
 def _checked(
   record: dict[str, Any],
-  kinds: Mapping[str, Any],
+  types: Mapping[str, Any],
   place: str = '',
   needed: Iterable[str] = (),
 ) -> dict[str, Any]:
   """A part of a plan; ValueError names unknown, missing or invalid keys."""
-  if unknown := sorted(record.keys() - kinds.keys()):
+  if unknown := sorted(record.keys() - types.keys()):
     raise ValueError(f'{place}{unknown[0]} is not known')
   if missing := [key for key in needed if key not in record]:
     raise ValueError(f'the entry {place}{missing[0]} is missing')
-  text_files.check_types(record, kinds, place)
+  text_files.check_types(record, types, place)
   return record
 
 
@@ -215,7 +217,7 @@ def _way_from(name: str, record: dict[str, Any]) -> Way:
   place = f'ways.{name}.'
   if not isinstance(record, dict):
     raise ValueError(f'ways.{name} must be an object, got {record!r}')
-  _checked(record, _KINDS_OF_WAY, place, needed=_KINDS_OF_WAY)
+  _checked(record, _TYPES_OF_WAY, place, needed=_TYPES_OF_WAY)
   if not record['break_even'] > 0:
     raise ValueError(
       f'{place}break_even must be positive, got {record["break_even"]}'
@@ -241,9 +243,9 @@ def _from_record(
   record: dict[str, Any], place: str
 ) -> settings_lib.DraftSettings:
   """The inverse of `_to_record`."""
-  _checked(record, _KINDS_OF_DRAFTING, place)
+  _checked(record, _TYPES_OF_DRAFTING, place)
   lookup, paths = record.pop('lookup', {}), record.pop('topology', None)
-  _checked(lookup, _KINDS_OF_LOOKUP, f'{place}lookup.')
+  _checked(lookup, _TYPES_OF_LOOKUP, f'{place}lookup.')
   if 'confidence' in lookup:
     lookup['confidence'] = tuple(lookup['confidence'])
   if paths is not None:
@@ -256,7 +258,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
   """Reads a plan from a file.
 
   Raises:
-    ValueError: the file cannot be read or is no plan; gives the reason.
+    ValueError: the file cannot be read or is not a plan; gives the reason.
   """
   with whole_files.reading(f'plan {path}', 'make it again: scripts/tune.py'):
     record = text_files.read_object(path)
@@ -264,14 +266,14 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
       raise ValueError(
         f'it has schema {record.get("schema")!r}, expected {SCHEMA}'
       )
-    _checked(record, _KINDS, needed=_KINDS)
+    _checked(record, _TYPES, needed=_TYPES)
     needed = (
       field.name
       for field in dataclasses.fields(Context)
       if field.default is dataclasses.MISSING
     )
     context = Context(
-      **_checked(record['context'], _KINDS_OF_CONTEXT, 'context.', needed)
+      **_checked(record['context'], _TYPES_OF_CONTEXT, 'context.', needed)
     )
     missing = {'target', 'draft', 'vocabulary'} - context.models.keys()
     if missing:
@@ -303,7 +305,7 @@ def model_digest(checkpoint: checkpoint_lib.Checkpoint) -> str:
 
 
 def model_digests(sources: sources_lib.Sources) -> dict[str, str | None]:
-  """The digests of `Context.models`."""
+  """The digests for `Context.models`."""
   digests = {
     'target': model_digest(sources.target),
     'draft': None if sources.draft is None else model_digest(sources.draft),

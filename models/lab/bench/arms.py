@@ -46,8 +46,8 @@ class ReadyArm:
 
   Attributes:
     decode: decodes a batch of prompts.
-    weight_bytes: of all weights and tables in memory; None for a peer, of which
-      tokens, times and forwards are known alone.
+    weight_bytes: of all weights and tables in memory; None for a peer, which
+      tells no more than tokens, times and forwards.
     first_seconds: of a peer, until each prompt had its first token.
   """
 
@@ -123,13 +123,13 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
 def _parse_options(arm: str, method: str, text: str) -> list[list]:
   """For each option, a list of pairs: its name and an alternative value."""
   parsed: dict[str, list] = {}
-  known = _OPTIONS.get(method, ())
+  names = _OPTIONS.get(method, ())
   for option in text.split(','):
     name, equals, values = option.partition('=')
-    if name not in known or not equals:
+    if name not in names or not equals:
       raise ValueError(
         f'arm {arm!r}: option {option!r} is not known; {method} has'
-        f' {", ".join(known) or "none"}, each as name=value'
+        f' {", ".join(names) or "none"}, each as name=value'
       )
     if name in parsed:
       raise ValueError(f'arm {arm!r} has an option twice')

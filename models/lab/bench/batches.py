@@ -43,8 +43,8 @@ def turns_of(
 ) -> list[Turn]:
   """Every turn of the questions as a prompt, with the conversation before it.
 
-  The answers in the conversations are those of `answer`, which decodes batches
-  of `batch_size` rows; the last turns are not decoded here. A conversation of
+  `answer` gives the answers in the conversations; it decodes batches of
+  `batch_size` rows. The last turns are not decoded here. A conversation of
   more than `bucket` tokens does not go on.
 
   Raises:
@@ -96,8 +96,10 @@ def make_batches(
   if bucket is not None:
     turns = [turn for turn in turns if bucket // 2 < len(turn[1]) <= bucket]
     if not turns:
-      found = f'no prompt has {bucket // 2 + 1} to {bucket} tokens'
-      raise ValueError(f'{found}; choose another --prompt_bucket')
+      raise ValueError(
+        f'no prompt has {bucket // 2 + 1} to {bucket} tokens; choose another'
+        ' --prompt_bucket'
+      )
   groups: dict[str | None, list[list[int]]] = {}
   for category, ids in turns:
     groups.setdefault(category, []).append(ids)

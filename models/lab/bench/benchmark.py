@@ -122,13 +122,11 @@ class Report:
   Attributes:
     settings: of the run.
     limits: of `times.Bandwidth.summary`.
-    arms: by name the figures of `timing.summarize_arms`; `flips`, the rows
-      whose tokens differ from those of the plain arm of the same dtype, each
-      with the margin of the choice, or None without such an arm or if tokens
-      may differ. Those of this library also have
-      `weight_bytes`, the figures of `_reading`, and
-      `relative_bandwidth_at_paper_costs`, that of the same forwards at
-      `PAPER_COSTS`.
+    arms: by name the figures of `timing.summarize_arms`, and `flips`: the rows
+      where the plain arm of the same dtype gives other tokens, each with the
+      margin of the choice; None without such an arm, or if tokens may differ.
+      Arms of this library also have `weight_bytes` and the figures of
+      `_reading`.
     categories: by category and by arm, the figures of `timing.summarize_arms`
       and the `flips`; empty for prompts without categories.
   """
@@ -149,23 +147,23 @@ class Report:
   @property
   def figures(self) -> dict[str, Any]:
     """Everything that was measured."""
-    found = {'limits': self.limits, 'arms': self.arms}
-    if not self.categories:
-      return found
-    means = {'mean_over_categories': self.mean_over_categories}
-    return found | {'categories': self.categories} | means
+    figures = {'limits': self.limits, 'arms': self.arms}
+    if self.categories:
+      figures['categories'] = self.categories
+      figures['mean_over_categories'] = self.mean_over_categories
+    return figures
 
   def write(self, path: str) -> None:
-    """Writes a JSON file, and the tables as Markdown beside it."""
+    """Writes a JSON file, and next to it the tables as Markdown."""
     record.write_record(path, dict(self.settings), self.figures)
     whole_files.write_text(pathlib.Path(path).with_suffix('.md'), f'{self}\n')
 
   def __str__(self):
     # Nobody knows what peers read.
-    own = {k: arm for k, arm in self.arms.items() if 'weight_bytes' in arm}
+    ours = {k: arm for k, arm in self.arms.items() if 'weight_bytes' in arm}
     tables = [
       record.to_table(('arm', *columns), _rows(arms, columns))
-      for columns, arms in ((_SPEED, self.arms), (_WORK, own))
+      for columns, arms in ((_SPEED, self.arms), (_WORK, ours))
     ]
     memory = self.limits['bytes_per_second'] / 1e9
     if self.categories:
@@ -204,7 +202,7 @@ def table_by_batch_size(reports: Mapping[int, Report]) -> str:
 
 # The models of the staged speculative decoding paper (arXiv 2308.04623): GPT-2
 # Large and a draft of 40 million parameters, in 16 bits. The shape of the draft
-# is not published; its cache is counted as that of 8 layers of width 512.
+# is not published; its cache is counted as 8 layers of width 512.
 PAPER_COSTS = {
   'target': {'per_forward': 2 * 773e6, 'per_slot': 2 * 2 * 36 * 1280},
   'draft': {'per_forward': 2 * 40e6, 'per_slot': 2 * 2 * 8 * 512},
@@ -278,26 +276,26 @@ def _by_category(
 ) -> dict[str, dict[str, dict[str, Any]]]:
   """By category and arm the figures of `timing.summarize_arms`, and `flips`.
 
-  `figures` are those of all batches together.
+  `figures` are the figures of all batches together.
   """
-  found = {}
+  by_category = {}
   measured = [name for name, _ in batches[: len(results[baseline])]]
   for name in dict.fromkeys(measured):
     if name is None:
       continue
     indices = [index for index, other in enumerate(measured) if other == name]
-    found[name] = timing.summarize_arms(
+    by_category[name] = timing.summarize_arms(
       {
         arm: [all_[index] for index in indices] for arm, all_ in results.items()
       },
       baseline=baseline,
     )
-    for arm, own_figures in found[name].items():
+    for arm, arm_figures in by_category[name].items():
       flips = figures[arm]['flips']
-      own_figures['flips'] = flips and [
+      arm_figures['flips'] = flips and [
         flip for flip in flips if flip['batch'] in indices
       ]
-  return found
+  return by_category
 
 
 def _find_flips(
@@ -320,9 +318,9 @@ def _find_flips(
   flips = []
   pairs_of_batches = zip(results[str(spec)], reference, strict=True)
   for number, both in enumerate(pairs_of_batches):
-    texts = zip(*(one.generation.tokens for one in both), strict=True)
+    texts = zip(*(run.generation.tokens for run in both), strict=True)
     for row, (tokens, expected) in enumerate(texts):
-      found = exactness.divergence(
+      divergence = exactness.divergence(
         pairs[dtype].target,
         keys[row],
         batches[number][row],
@@ -330,9 +328,11 @@ def _find_flips(
         expected,
         task.sampling,
       )
-      if found is not None:
-        place = {'batch': number, 'row': row}
-        flips.append(place | {'offset': found[0], 'margin': found[1]})
+      if divergence is not None:
+        offset, margin = divergence
+        flips.append(
+          {'batch': number, 'row': row, 'offset': offset, 'margin': margin}
+        )
   return flips
 
 
@@ -366,14 +366,14 @@ def _reading(
 ) -> dict[str, float]:
   """How near an arm comes to the bandwidth of the machine.
 
-  The time is that of decoding without prefill, all overhead included. Figures
-  are those of `timing.summarize_arms`, costs of `specdec.statistics`, limits of
-  `times.Bandwidth.summary`.
+  The time is the time of decoding without prefill, all overhead included.
+  `timing.summarize_arms` makes `figures`, `specdec.statistics` makes `costs`, and
+  `times.Bandwidth.summary` makes `limits`.
 
   Returns:
-    `seconds_per_target_forward`; `of_memory_limit`, the time of reading all
-    weights and the filled cache at that bandwidth, those of drafting models
-    included, over the actual time; `relative_bandwidth_at_paper_costs`.
+    `seconds_per_target_forward`; `of_memory_limit`, the time of reading the
+    weights and filled caches of all models at that bandwidth, over the actual
+    time; `relative_bandwidth_at_paper_costs`, at `PAPER_COSTS`.
   """
   reads = figures['reads']
   seconds = max(figures['seconds'] - figures['prefill_seconds'], 1e-9)

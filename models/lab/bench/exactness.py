@@ -68,10 +68,10 @@ def choice_margin(
   A score is a logit over the temperature plus noise (`specdec.sampling`). The
   margin, at least 0 and in nats, is the least of three differences: of the two
   best scores; of the chosen token's logit and the best one that a filter
-  excludes; of the lowest logit that is kept and that of an excluded token with
-  a better score. At temperature 0 it is the difference of two logits.
+  excludes; of the lowest logit that is kept and the logit of an excluded token
+  with a better score. At temperature 0 it is the difference of two logits.
 
-  `tokens` is the text so far; `row_key` and `sampling` are those of the row.
+  `tokens` is the text so far; `row_key` and `sampling` belong to the row.
   """
   length = jnp.array(len(tokens), jnp.int32)
   params = arguments_lib.to_params(sampling, 1, model.spec.vocab_size)

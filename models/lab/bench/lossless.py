@@ -25,9 +25,9 @@ from specdec.models.text import text_options
 class Divergence:
   """The first difference of a row from plain decoding.
 
-  The offset is that of the first new token that differs; `plain` and `drafted`
-  are at most three tokens from there on; rounding can reverse the order of the
-  two best scores there if `margin`, their difference, is small.
+  `offset` is the place of the first new token that differs; `plain` and
+  `drafted` are at most three tokens from there on. If `margin`, the difference
+  of the two best scores there, is small, rounding can reverse their order.
   """
 
   prompt: int
@@ -123,9 +123,9 @@ def check_tokens(
   checks = []
   for size in batch_sizes:
     title = f'batch {size}'
-    _, found, rate = _decode(generator, prompts, seed, size, title, **options)
+    _, drafted, rate = _decode(generator, prompts, seed, size, title, **options)
     divergences = _divergences(
-      generator.pair, ids, found, expected, sampling, seed
+      generator.pair, ids, drafted, expected, sampling, seed
     )
     checks.append(
       Check(
@@ -143,14 +143,14 @@ def check_tokens(
 def _divergences(
   pair: pair_lib.Pair,
   ids: Sequence[Sequence[int]],
-  found: Sequence[list[int]],
+  drafted: Sequence[list[int]],
   expected: Sequence[list[int]],
   sampling: specdec.Sampling,
   seed: int,
 ) -> list[Divergence]:
   """Where the texts after prompts part, scored by the target of the pair."""
   divergences = []
-  for number, (row, other) in enumerate(zip(expected, found, strict=True)):
+  for number, (row, other) in enumerate(zip(expected, drafted, strict=True)):
     (key,) = text_options.keys_of_seeds([seed + number], 1)
     place = exactness.divergence(
       pair.target, key, ids[number], other, row, sampling
@@ -184,7 +184,7 @@ def check_servers(
     ValueError: sampling, and a server is not this library's; or one refuses.
   """
   server, plain_server = servers
-  are_ours = {one.kind for one in servers} == {endpoint_lib.OURS}
+  are_ours = {place.kind for place in servers} == {endpoint_lib.OURS}
   if sampling.temperature and not are_ours:
     raise ValueError(
       f'--temperature={sampling.temperature}: only servers of this library draw'
@@ -195,26 +195,27 @@ def check_servers(
   def ask(
     place: endpoint_lib.Endpoint, **more: Any
   ) -> tuple[list[list[int]], int]:
-    def one(number: int) -> endpoint_lib.Reply:
+    def complete(number: int) -> endpoint_lib.Reply:
       fields = endpoint_lib.settings_of(sampling, seed + number, pair.eos_ids)
       return place.complete(ids[number], max_new_tokens, **fields, **more)
 
     with concurrent.futures.ThreadPoolExecutor(batch_size) as threads:
-      replies = [*threads.map(one, range(len(ids)))]
+      replies = [*threads.map(complete, range(len(ids)))]
     rows = [
       endpoint_lib.ids_of(reply, pair.eos_ids, pair.tokenizer)
       for reply in replies
     ]
-    return rows, sum(map(len, rows)) - sum(one.accepted or 0 for one in replies)
+    accepted = sum(reply.accepted or 0 for reply in replies)
+    return rows, sum(map(len, rows)) - accepted
 
-  found, forwards = ask(server)
+  drafted, forwards = ask(server)
   is_ours = plain_server.kind == endpoint_lib.OURS
   expected, _ = ask(plain_server, **({'method': 'plain'} if is_ours else {}))
   return Check(
     batch_size=batch_size,
     num_prompts=len(prompts),
     num_tokens=sum(map(len, expected)),
-    block_efficiency=sum(map(len, found)) / max(forwards, 1),
-    divergences=_divergences(pair, ids, found, expected, sampling, seed),
+    block_efficiency=sum(map(len, drafted)) / max(forwards, 1),
+    divergences=_divergences(pair, ids, drafted, expected, sampling, seed),
     max_margin=max_margin,
   )

@@ -1,6 +1,6 @@
 """Questions of a benchmark: texts, and conversations of several categories.
 
-The files are those of Spec-Bench (arXiv 2401.07851) and SPEED-Bench: a JSON
+The files are as of Spec-Bench (arXiv 2401.07851) and SPEED-Bench: a JSON
 object per line, with the keys `category` and `turns`. This module imports what
 takes no time, as `scripts/options.py` does.
 """
@@ -37,12 +37,12 @@ class Question:
 
 
 def to_object(line: str) -> dict[str, Any]:
-  """The JSON object of a line; empty if it is none."""
+  """The JSON object of a line; empty for all other lines."""
   try:
-    found = json.loads(line)
+    value = json.loads(line)
   except (ValueError, RecursionError):
     return {}
-  return found if isinstance(found, dict) else {}
+  return value if isinstance(value, dict) else {}
 
 
 def has_turns(line: str) -> bool:
@@ -51,15 +51,15 @@ def has_turns(line: str) -> bool:
 
 
 def parse(name: str, lines: Iterable[tuple[int, str]]) -> list[Question]:
-  """The questions of a file; ValueError names it and the line that is none.
+  """The questions of a file; ValueError names the file and a wrong line.
 
   `lines` are numbered, see `text_files.lines`.
   """
   questions = []
   is_text = lambda value: isinstance(value, str) and bool(value.strip())
   for number, line in lines:
-    found, place = to_object(line), f'{name}, line {number}'
-    category, turns = found.get('category'), found.get('turns')
+    record, place = to_object(line), f'{name}, line {number}'
+    category, turns = record.get('category'), record.get('turns')
     if not is_text(category):
       raise ValueError(f'{place}: expected an object with a text as category')
     if not isinstance(turns, list) or not turns or not all(map(is_text, turns)):
@@ -86,4 +86,4 @@ def choose(
       f' the categories are {", ".join(map(str, groups))}'
     )
   names = [name for name in groups if name in categories or not categories]
-  return [found for name in names for found in groups[name][:most]]
+  return [question for name in names for question in groups[name][:most]]

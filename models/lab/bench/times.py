@@ -36,7 +36,7 @@ from specdec.models.text import settings as settings_lib
 Row = dict[str, Any]
 """A row of a table, by column."""
 
-# Larger than the caches of a processor, small enough to fit beside the models.
+# Larger than the caches of a processor, small enough to fit next to the models.
 _READ_BYTES = {'cpu': 256 << 20, 'default': 2 << 30}
 _COLUMNS = 1024
 _REPEATS = 4  # per sample

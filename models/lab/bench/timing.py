@@ -57,7 +57,7 @@ def warm_up(
 ) -> None:
   """Compiles every arm for every padded shape of the batches.
 
-  A second run of each is not timed, in which a GPU records command buffers.
+  Each arm runs twice; the second run lets a GPU record its command buffers.
   """
   shape = lambda batch: (
     len(batch),
@@ -128,12 +128,12 @@ def _added(counts: Sequence[Any]) -> Any:
 
   Entries may be missing: an arm may draft in several ways.
   """
-  counts = [one for one in counts if one is not None]
+  counts = [count for count in counts if count is not None]
   if not counts:
     return None
   if isinstance(counts[0], Mapping):
-    keys = dict.fromkeys(key for one in counts for key in one)
-    return {key: _added([one.get(key) for one in counts]) for key in keys}
+    keys = dict.fromkeys(key for count in counts for key in count)
+    return {key: _added([count.get(key) for count in counts]) for key in keys}
   if isinstance(counts[0], list):
     return [sum(row) for row in itertools.zip_longest(*counts, fillvalue=0)]
   return sum(counts)
@@ -164,7 +164,7 @@ def summarize_arms(
     95 % interval over batches (`pooled_interval`), None for a single batch.
   """
   base = results[baseline]
-  return {name: _summarize(found, base) for name, found in results.items()}
+  return {name: _summarize(runs, base) for name, runs in results.items()}
 
 
 def _summarize(

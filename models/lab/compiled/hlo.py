@@ -205,9 +205,9 @@ def count(program: Program, computation: str = '') -> Loop:
     if opcode == 'while':
       loop = Loop(_search(_OP_NAME, instruction.attributes))
       trips = _search(_TRIPS, instruction.attributes)
-      # Loops whose trip count is known run no condition, the first of both.
-      for part in called[1:] if trips else called:
-        loop.add(count(program, part))
+      # The condition, the first of both, is not run if the trips are known.
+      for inner in called[1:] if trips else called:
+        loop.add(count(program, inner))
       total.counts['branches'] += 1
       if trips:
         total.add(loop, int(trips))
@@ -250,15 +250,15 @@ def _count_instruction(
   total.counts['cycles'] = int(_search(_CYCLES, attributes) or 0)
   if is_kernel and in_forward and layer:
     total.layers[layer] = 1
-  for part in fused:
-    if match := _COLLECTIVE.fullmatch(part.opcode):
-      # The first array of what starts one is the operand.
+  for step in fused:
+    if match := _COLLECTIVE.fullmatch(step.opcode):
+      # The first array of an instruction that starts one is the operand.
       starts = match.group(2) and match.group(1) != 'all-reduce'
-      results = part.arrays[1:2] if starts else part.arrays
-      in_layer = bool(layer or _search(_LAYER, part.attributes))
+      results = step.arrays[1:2] if starts else step.arrays
+      in_layer = bool(layer or _search(_LAYER, step.attributes))
       total.exchanges[Exchange(match.group(1), results, in_layer)] = 1
       break
-  opcodes = {part.opcode.removesuffix('-start') for part in fused}
+  opcodes = {step.opcode.removesuffix('-start') for step in fused}
   if opcodes & {'copy', 'transpose'} and opcodes <= _RELAYOUT:
     for array in arrays[:1]:
       if array.memory_space == 0 and array.num_bytes > _LARGE_COPY:

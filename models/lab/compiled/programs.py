@@ -239,8 +239,8 @@ def memory_of(
     'least_held': sum(map(size, held)) - saved,
   }
   # Compilers for GPUs say less where none is present.
-  known = {name: round(x) for name, x in figures.items() if x is not None}
-  return known, frozenset(leaf.size for leaf in divided)
+  told = {name: round(x) for name, x in figures.items() if x is not None}
+  return told, frozenset(leaf.size for leaf in divided)
 
 
 def compile_program(
@@ -255,7 +255,7 @@ def compile_program(
 
   Raises:
     ValueError: the compiler is not installed, the mesh is for another number of
-      devices, or the method or the rule is none for this.
+      devices, or method, rule and models do not go together.
   """
   platform, devices = DEVICES[device][0], abstract_devices(device)
   layout = _layout(device, devices, mesh)

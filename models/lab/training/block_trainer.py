@@ -2,13 +2,13 @@
 
 Every window of text has some *anchors*, each of which is the root of a block.
 All blocks of a window are one forward. With blocks of 3 rows at the anchors 1
-and 3, whose rows are for the positions 1 2 3 and 3 4 5, a row sees
+and 3, for the positions 1 2 3 and 3 4 5, a row sees
 
     keys of     text: 0 1 2 3 4 5      block of 1: 1 2 3    of 3: 3 4 5
     rows of 1         x . . . . .                  x x x          . . .
     rows of 3         x x x . . .                  . . .          x x x
 
-The drafter learns the target's distribution behind the true tokens, so that its
+The drafter learns the target's distribution after the true tokens, so that its
 Markov term learns what the token before says.
 """
 
@@ -32,7 +32,7 @@ from specdec.models.nn import adapter
 from specdec.models.nn import block_drafter
 from specdec.models.nn import matrices as matrices_lib
 
-# The weight of a token falls by e over so many positions of a block.
+# The weight of a token falls by e over this number of positions of a block.
 _GAMMA = 4.0
 # The weights of cross entropy, total variation and confidence (arXiv
 # 2607.05147).
@@ -45,9 +45,9 @@ def _masks(anchors: jax.Array, length: int, size: int) -> jax.Array:
   roots = jnp.repeat(anchors, size, axis=1)[:, :, None]
   text = jnp.arange(length)[None, None] < roots
   block = np.repeat(np.arange(number), size)
-  own = jnp.asarray(block[:, None] == block[None])[None]
-  own = jnp.broadcast_to(own, (batch_size, *own.shape[1:]))
-  return jnp.concatenate([text, own], axis=2)
+  same = jnp.asarray(block[:, None] == block[None])[None]
+  same = jnp.broadcast_to(same, (batch_size, *same.shape[1:]))
+  return jnp.concatenate([text, same], axis=2)
 
 
 def _anchors(
@@ -69,8 +69,8 @@ def _judge(
 ) -> tuple[jax.Array, jax.Array]:
   """The loss of tokens, and which would be drafted first, `[B, W]` each.
 
-  They follow `parents [B, W]`; `states` and `wanted [B, W, H]` are those that
-  the output matrix multiplies, of the drafter and of the target.
+  They follow `parents [B, W]`. The output matrix multiplies `states [B, W, H]`
+  of the drafter, and `wanted [B, W, H]` of the target.
   """
   logits = module.scores(states, lm_head)
   if module.config.markov:
@@ -105,12 +105,12 @@ def loss_function(
     graph: of the module.
     config: its shape.
     first: the first position of a window that may be an anchor.
-    num_anchors: N, of a window, as far as it has so many.
+    num_anchors: N, of a window, or fewer where it has no room for N.
     dtype: of the matrices.
 
   Returns:
     The function. `accepted [D]` is how often the token that would be drafted
-    first at each position, behind the true tokens, is the target's.
+    first at each position, after the true tokens, is the target's.
   """
   size, depth = config.block_size, config.depth
   weights = np.exp(-np.arange(depth) / _GAMMA)
@@ -142,7 +142,7 @@ def loss_function(
     losses, accepted = [], []
     for place in range(depth):
       before = anchors + place
-      one, drafted = _judge(
+      loss_at, drafted = _judge(
         module,
         states[:, :, place],
         at(tokens, before),
@@ -150,7 +150,7 @@ def loss_function(
         lm_head,
         ids,
       )
-      losses.append(one.mean())
+      losses.append(loss_at.mean())
       accepted.append(jnp.mean(drafted == at(batch['choice'], before)))
     weighted = jnp.sum(jnp.stack(losses) * weights) / weights.sum()
     return weighted, jnp.stack(accepted)
@@ -159,9 +159,9 @@ def loss_function(
 
 
 def _default_reads(num_layers: int) -> tuple[int, ...]:
-  """Three states of a target of so many layers, without that of the last.
+  """Three hidden states of a target, without the state after its last layer.
 
-  Some mean by that one the state before the final norm, some that behind it.
+  Some mean by that the state before the final norm, others the state after it.
   """
   last = num_layers - 1
   return tuple(
@@ -207,7 +207,7 @@ class BlockTraining(target_trainer.TargetTraining):
     )
     if self._first + config.depth > self.length:
       raise ValueError(
-        f'--block_size={self.block_size} does not fit behind the prompt in a'
+        f'--block_size={self.block_size} does not fit after the prompt in a'
         f' window, --context={self.length}'
       )
     return config

@@ -93,8 +93,8 @@ def _sample_shard(
   texts: list[list[int]] = []
   for batch in numbers.reshape(-1, samples.batch_size):
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, batch)
-    # Without EOS ids the draft begins another text after the end of one, as in
-    # its training data.
+    # Without EOS ids the draft begins another text after the end of a text, as
+    # in its training data.
     sampled = specdec.generate(
       pair.target,
       keys,
@@ -170,8 +170,8 @@ def build(
   if corpus is None and not samples.num_tokens:
     raise ValueError('nothing to count; give --num_tokens or --corpus')
   choice = choice_lib.ModelChoice(hub.draft_name(draft), None)
-  found = sources_lib.open_sources(choice)
-  checkpoint, tokenizer = found.target, found.tokenizer
+  opened = sources_lib.open_sources(choice)
+  checkpoint, tokenizer = opened.target, opened.tokenizer
   described = {
     'name': draft,
     'model_blake2b': plan_lib.model_digest(checkpoint),

@@ -45,7 +45,7 @@ class Corpus:
     return pathlib.Path(self.folder or sysconfig.get_path('stdlib'))
 
   def _is_held_out(self, path: pathlib.Path) -> bool:
-    # Names of files may be no UTF-8.
+    # A name may have bytes that are not UTF-8.
     name = os.fsencode(path.relative_to(self.root).as_posix())
     digest = hashlib.blake2b(name, digest_size=8).digest()
     return int.from_bytes(digest, 'big') % 100 < self.held_out_percent
@@ -56,32 +56,32 @@ class Corpus:
     Raises:
       ValueError: there are none; says how many files a corpus should have.
     """
-    found, number = False, 0
+    num_read, num_files = 0, 0
     for path in sorted(self.root.rglob(self.pattern)):
       folders = path.relative_to(self.root).parts
       if _SKIPPED_FOLDERS.intersection(folders) or not path.is_file():
         continue
-      number += 1
+      num_files += 1
       if self._is_held_out(path) != held_out:
         continue
       try:
         text = text_files.read(path)
       except text_files.NotUtf8:
         continue
-      found = True
+      num_read += 1
       yield text
-    if found:
+    if num_read:
       return
     where = f'files that match {self.pattern} under {self.root}'
-    if not number:
+    if not num_files:
       raise ValueError(f'there are no {where}; see --corpus and --pattern')
     part = self.held_out_percent / 100
     split = 'held out to measure the loss' if held_out else 'to train on'
     others = 1 - part if held_out else part
     enough = math.ceil(math.log(0.05) / math.log(others))  # At 19 to 1.
     raise ValueError(
-      f'none of the {number} {where} is {split}: a hash of its name holds each'
-      f' file out with a chance of {part:.0%}, and only UTF-8 is read; give'
+      f'none of the {num_files} {where} is {split}: a hash of its name holds'
+      f' each file out with a chance of {part:.0%}, and only UTF-8 is read; give'
       f' {enough} files or more, such as one for each text'
     )
 
@@ -118,7 +118,7 @@ class Corpus:
     Raises:
       ValueError: they had to be made again, and the files are others now.
     """
-    found = {
+    tokens_of = {
       split: self.kept_tokens(
         workdir / f'{split}_tokens.npy', tokenizer, held_out=split != 'train'
       )
@@ -127,10 +127,10 @@ class Corpus:
     digest = lambda tokens: hashlib.blake2b(tokens, digest_size=8).hexdigest()
     record = {
       split: f'{len(tokens)} tokens, {digest(tokens)}'
-      for split, tokens in found.items()
+      for split, tokens in tokens_of.items()
     }
     kept.write_once(workdir / 'tokens.json', record)
-    return found['train'], found['held_out']
+    return tokens_of['train'], tokens_of['held_out']
 
 
 def training_batch(

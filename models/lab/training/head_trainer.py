@@ -31,15 +31,15 @@ from specdec.models.nn import adapter
 from specdec.models.nn import eagle
 from specdec.models.nn import matrices as matrices_lib
 
-# The weight of the loss of a step, relative to that of the step before it.
+# The weight of the loss of a step, over the weight of the step before.
 _DECAY = 0.8
 
 
 def _mask(length: int, step: int) -> np.ndarray:
   """`[L, (step + 1) L]` bool, see the top of the file."""
   query, key = np.arange(length)[:, None], np.arange(length)[None]
-  own = [key == query - step + block for block in range(1, step + 1)]
-  return np.concatenate([key <= query - step, *own], axis=1)
+  blocks = [key == query - step + block for block in range(1, step + 1)]
+  return np.concatenate([key <= query - step, *blocks], axis=1)
 
 
 def _judge(
@@ -80,9 +80,9 @@ def loss_function(
   def loss(frozen, params, batch):
     embedding, lm_head, ids = frozen
     params = loss_lib.cast(params, jnp.dtype(dtype))
-    own = {name: part for name, part in params.items() if name != 'lm_head'}
-    matrix = params.get('lm_head', lm_head)
-    module = nnx.merge(graph, own)
+    params = dict(params)
+    matrix = params.pop('lm_head', lm_head)
+    module = nnx.merge(graph, params)
     tokens = jnp.asarray(batch['tokens'])[:, 1:]
     batch_size, length = tokens.shape
     embedded = matrices_lib.take_rows(embedding, tokens)
@@ -106,9 +106,8 @@ def loss_function(
       accepted.append(judged[1])
       states = jnp.pad(states, ((0, 0), (1, 0), (0, 0)))[:, :-1]
     weights = _DECAY ** np.arange(num_steps)
-    total = sum(
-      weight * one for weight, one in zip(weights, losses, strict=True)
-    )
+    pairs = zip(weights, losses, strict=True)
+    total = sum(weight * loss for weight, loss in pairs)
     return total / weights.sum(), jnp.stack(accepted)
 
   return loss
@@ -150,9 +149,9 @@ class HeadTraining(target_trainer.TargetTraining):
     function = loss_function(graph, config, self.depth, self.dtype)
 
     def save(params: Any, folder: pathlib.Path, dtype: str) -> None:
-      own = dict(params)
-      matrix = own.pop('lm_head', None)
-      module = nnx.merge(graph, own)
+      params = dict(params)
+      matrix = params.pop('lm_head', None)
+      module = nnx.merge(graph, params)
       heads.save(module, folder, lm_head=matrix, ids=ids, dtype=dtype)
 
     return params, function, save

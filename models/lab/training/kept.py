@@ -16,7 +16,7 @@ from specdec.text import whole_files
 
 
 def _write(path: pathlib.Path, write: Callable[[], Any]) -> None:
-  """Calls `write`, whose errors are one OSError that names the path."""
+  """Calls `write`; turns its errors into an OSError that names the path."""
   try:
     write()
   except Exception as error:  # Every library has its own for a full disk.
@@ -69,7 +69,7 @@ def write_once(path: pathlib.Path, record: dict[str, Any]) -> None:
   No other process can go on with the folder of the file until this one ends.
 
   Raises:
-    ValueError: the file holds another record, whose changes are listed, or
+    ValueError: the file holds another record (the message lists the changes) or
       cannot be read; or another process has the folder.
   """
   path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ class ResumableRows:
   """A file of results, one JSON object per line; a line is appended at a time.
 
   A run may be killed at any moment: half a line at the end of the file is cut
-  off when the next run begins. The settings of the run are beside the file, in
+  off when the next run begins. The settings of the run are next to the file, in
   `NAME.run.json`. No other process can write the file until this one ends.
 
   Attributes:
@@ -117,8 +117,8 @@ class ResumableRows:
     number: of results that there can be; each has another `index` below it.
 
   Raises:
-    ValueError: the file is of a run with other settings, or of one that has not
-      ended, or it is damaged or no file of results; says which.
+    ValueError: the file is of a run with other settings, or of a run that has
+      not ended, or it is damaged or not a file of results; gives the reason.
   """
 
   def __init__(
@@ -129,16 +129,16 @@ class ResumableRows:
     if path.exists() and not path.is_file():
       raise ValueError(f'{path} is no regular file; give another --output')
     locks.hold(path, 'give another --output')
-    beside = path.with_name(f'{path.name}.run.json')
+    settings_file = path.with_name(f'{path.name}.run.json')
     if path.stat().st_size == 0:
-      save_json(beside, settings)
+      save_json(settings_file, settings)
       return
-    if not beside.exists():
+    if not settings_file.exists():
       raise ValueError(
-        f'{path} is there, but not {beside.name}, the settings of its run; give'
-        ' another --output'
+        f'{path} is there, but not {settings_file.name}, the settings of its'
+        ' run; give another --output'
       )
-    _keep(beside, settings, '--output')
+    _keep(settings_file, settings, '--output')
     self._read(number)
 
   def _read(self, number: float) -> None:
@@ -148,7 +148,7 @@ class ResumableRows:
     for place, line in enumerate(lines, 1):
       with whole_files.reading(
         self._path,
-        f'remove line {place}, whose prompt is decoded again then, or give'
+        f'remove line {place}, so that its prompt is decoded again, or give'
         ' another --output',
       ):
         row = json.loads(line)

@@ -45,9 +45,12 @@ def make_loss(
   Without a teacher it is the cross-entropy with the next token, with a teacher
   the cross-entropy with its next-token distribution, which has the gradient of
   the forward Kullback-Leibler divergence (DistillSpec, Zhou et al. 2023,
-  arXiv 2310.08461, section 4). `graph` is that of the module that `params`
-  belong to, and `dtype` that of the matrices during the forward and backward
-  pass.
+  arXiv 2310.08461, section 4).
+
+  Args:
+    graph: the graph of the module that `params` belong to.
+    dtype: of the matrices, during the forward and backward pass.
+    teacher: the model whose distribution is learned, if any.
 
   Returns:
     A function of float32 params and `[B, L + 1]` int32 windows. It is a pytree
@@ -91,10 +94,10 @@ def held_out_loss(
 ) -> float:
   """Mean loss over consecutive windows, in nats per token.
 
-  The forwards are those of decoding, with its dtypes and kernels. `tokens` are
-  `[tokens]` int32, see `Corpus.tokens`. Windows have `length` tokens; so many
-  are evaluated at once that their logits take at most 2 GiB. The first ones
-  fill up the last batch, so they count twice.
+  The forwards have the dtypes and kernels of decoding. `tokens` are `[tokens]`
+  int32, see `Corpus.tokens`. Windows have `length` tokens. The logits of a
+  batch of windows take at most 2 GiB. The first windows fill up the last batch,
+  so they count twice.
 
   Raises:
     ValueError: a window is longer than the context or than the tokens.

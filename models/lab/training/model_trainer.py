@@ -47,7 +47,7 @@ class ModelTraining(trainer.Training):
     inner_width: None: the default of the family.
     vocab_size: of a tokenizer that is trained.
     tokenizer: the folder of one that is used instead.
-    teacher: a model to distil from, whose tokenizer is used.
+    teacher: a model to distil from; its tokenizer is used.
     phases: windows longer than context or batch are cut.
     eval_tokens: per held-out loss, at most, in windows of the current length.
   """
@@ -111,7 +111,7 @@ class ModelTraining(trainer.Training):
     return config(**{name: values[name] for name in names if name in values})
 
   def window_length(self, step: int) -> int:
-    """The tokens of a window after so many steps."""
+    """The tokens of a window in a step."""
     total = sum(fraction for fraction, _ in self.phases)
     end = 0.0
     for fraction, length in self.phases:  # noqa: B007

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-_FILES = 1 << 16  # Bytes of a checkpoint besides those of its arrays.
+_FILES = 1 << 16  # Bytes of a checkpoint, its arrays apart.
 
 
 def _manager(folder: pathlib.Path) -> ocp.CheckpointManager:
@@ -46,7 +46,7 @@ def restore(
       reason = str(error).partition('\n')[0]
       raise ValueError(
         f'{folder / str(step)} is damaged, or of another program: {reason};'
-        ' remove it, and the run goes on from the one before'
+        ' remove it, and the run continues from the checkpoint before'
       ) from error
   return stored['state'], stored['curve']
 

@@ -1,8 +1,8 @@
 """Training of drafters that learn from the hidden states of a target.
 
 What the target writes and computes is kept on disk, states in 16 bits. Files
-have some dozens of windows each, so that a run that is killed goes on with the
-next file, and a damaged file costs no more than its own windows.
+have some dozens of windows each, so that a killed run continues with the next
+file, and a damaged file costs no more than its own windows.
 """
 
 import abc
@@ -45,7 +45,7 @@ LossFunction = Callable[[Any, Any, dict[str, Any]], tuple[jax.Array, jax.Array]]
 """From what is not trained, params and a batch of `Features` to a loss.
 
 The first are the embedding `[V, H]`, and `lm_head` and `ids` of `begin`; params
-are float32, those of a module by name. The results are those of
+are float32, by their names in a module. The results are as of
 `trainer.Trainee.loss`.
 """
 
@@ -53,8 +53,8 @@ are float32, those of a module by name. The results are those of
 def token_dtype(num_states: int, width: int) -> np.dtype:
   """The record that is kept for each token that a target reads.
 
-  `states` are the hidden states that the drafter reads, side by side; `normed`
-  is that after the final norm, and `choice` the most likely next token.
+  `states` are the hidden states that the drafter reads, joined; `normed` is the
+  state after the final norm, and `choice` the most likely next token.
   """
   return np.dtype(
     [
@@ -66,19 +66,19 @@ def token_dtype(num_states: int, width: int) -> np.dtype:
 
 
 def windows(tokens: np.ndarray, length: int, most: int) -> np.ndarray:
-  """At most so many windows `[n, length + 1]`, from all of the corpus.
+  """At most `most` windows `[n, length + 1]`, from all of the corpus.
 
   Raises:
     ValueError: the tokens are fewer than a window.
   """
-  number = min((len(tokens) - 1) // length, most)
-  if number < 1:
+  num_windows = min((len(tokens) - 1) // length, most)
+  if num_windows < 1:
     raise ValueError(
-      f'there are {len(tokens)} tokens, and room for {most} windows; one has'
-      f' {length + 1} tokens'
+      f'there are {len(tokens)} tokens, and room for {most} windows; a window'
+      f' has {length + 1} tokens'
     )
   last = len(tokens) - length - 1
-  starts = np.linspace(0, last, number).astype(np.int64)
+  starts = np.linspace(0, last, num_windows).astype(np.int64)
   return np.asarray(tokens)[starts[:, None] + np.arange(length + 1)]
 
 
@@ -99,24 +99,23 @@ class Features:
 
   def batch(self, index: np.ndarray, draw: int) -> dict[str, Any]:
     """The windows of these numbers."""
-    rows = [self.parts[one // _WINDOWS][one % _WINDOWS] for one in index]
-    found = np.stack(rows)
-    fields = {name: found[name] for name in found.dtype.names or ()}
+    rows = np.stack([self.parts[at // _WINDOWS][at % _WINDOWS] for at in index])
+    fields = {name: rows[name] for name in rows.dtype.names or ()}
     return {'tokens': self.tokens[index], 'draw': np.uint32(draw)} | fields
 
   def random_batch(self, step: int, size: int, seed: int) -> dict[str, Any]:
     """The batch of a step: windows in a new order for every epoch."""
-    number, index = len(self.tokens), []
+    num_windows, index = len(self.tokens), []
     for place in range(step * size, (step + 1) * size):
-      epoch, within = divmod(place, number)
-      order = np.random.default_rng([seed, epoch]).permutation(number)
+      epoch, within = divmod(place, num_windows)
+      order = np.random.default_rng([seed, epoch]).permutation(num_windows)
       index.append(order[within])
     return self.batch(np.array(index), step)
 
   def batches_of(self, size: int) -> Iterator[dict[str, Any]]:
     """All windows; the last batch is filled up with the first ones."""
-    number = len(self.tokens)
-    rows = np.arange(-(-number // size) * size) % number
+    num_windows = len(self.tokens)
+    rows = np.arange(-(-num_windows // size) * size) % num_windows
     for draw, index in enumerate(rows.reshape(-1, size)):
       yield self.batch(index, draw)
 
@@ -126,7 +125,7 @@ def _compute(target, lm_head, tokens, reads):
   """The fields of `token_dtype`, each `[B, L, ...]`."""
   cache = target.spec.init_cache(*tokens.shape)
   _, cache = target.causal(tokens, cache)
-  states = [cache.hidden[one][:, 0] for one in reads]
+  states = [cache.hidden[key][:, 0] for key in reads]
   normed = cache.hidden[cache_lib.AFTER_NORM][:, 0].astype(jnp.float32)
   rows = normed.reshape(-1, normed.shape[-1])
   padded = jnp.pad(rows, ((0, -len(rows) % _ROWS), (0, 0)))
@@ -134,15 +133,15 @@ def _compute(target, lm_head, tokens, reads):
   chosen = lax.map(choose, padded.reshape(-1, _ROWS, rows.shape[-1])).ravel()
   chosen = chosen[: len(rows)].reshape(tokens.shape).astype(jnp.int32)
   fields = jnp.concatenate(states, axis=-1).astype(jnp.float32), normed
-  clipped = [jnp.clip(one, -_LARGEST, _LARGEST) for one in fields]
-  return *(one.astype(jnp.float16) for one in clipped), chosen
+  clipped = [jnp.clip(field, -_LARGEST, _LARGEST) for field in fields]
+  return *(field.astype(jnp.float16) for field in clipped), chosen
 
 
 @dataclasses.dataclass(frozen=True)
 class Lesson:
   """A target, its embedding and output matrix, and what it computes.
 
-  It keeps the states `reads` and that after the norm, see `KVCache.hidden`.
+  It keeps the states `reads` and the state after the norm (`KVCache.hidden`).
   """
 
   target: model_lib.LanguageModel
@@ -162,7 +161,7 @@ class Lesson:
   def answers(
     self,
     tokens: np.ndarray,
-    number: int,
+    num_written: int,
     folder: pathlib.Path,
   ) -> np.ndarray:
     """Windows whose last tokens the target writes, or those still missing.
@@ -171,18 +170,19 @@ class Lesson:
 
     Args:
       tokens: `[N, L + 1]` int32.
-      number: how many tokens of each window it writes.
+      num_written: how many tokens of each window it writes.
       folder: of the files.
     """
     temperature = np.linspace(0, 1, _WINDOWS, dtype=np.float32)
 
     def write(rows: np.ndarray) -> np.ndarray:
-      begun = np.resize(rows[:, :-number], (_WINDOWS, rows.shape[1] - number))
+      shape = _WINDOWS, rows.shape[1] - num_written
+      begun = np.resize(rows[:, :-num_written], shape)
       written = specdec.generate(
         self.target,
-        jax.random.key(int(rows.sum())),  # The same in a run that goes on.
+        jax.random.key(int(rows.sum())),  # The same in a resumed run.
         begun.tolist(),
-        max_new_tokens=number,
+        max_new_tokens=num_written,
         sampling=specdec.Sampling(temperature=temperature),
       )
       whole = np.concatenate([begun, np.array(written.tokens)], axis=1)
@@ -207,13 +207,13 @@ class Lesson:
 
     def compute(rows: np.ndarray) -> np.ndarray:
       padded = np.resize(rows, (-(-len(rows) // size) * size, rows.shape[1]))
-      found = np.empty(padded.shape, dtype)
+      features = np.empty(padded.shape, dtype)
       for first in range(0, len(padded), size):
         some = slice(first, first + size)
         fields = _compute(self.target, self.lm_head, padded[some], self.reads)
         for name, values in zip(dtype.names or (), fields, strict=True):
-          found[name][some] = values
-      return found[: len(rows)]
+          features[name][some] = values
+      return features[: len(rows)]
 
     return Features(tokens, _in_files(tokens, compute, folder))
 
@@ -229,8 +229,8 @@ def _in_files(
   for first in tqdm.tqdm(range(0, len(tokens), _WINDOWS), what):
     files.append(folder / f'windows_{first // _WINDOWS:05d}.npy')
     if not files[-1].exists():
-      found = make(tokens[first : first + _WINDOWS])
-      kept.save(files[-1], functools.partial(np.save, arr=found))
+      made = make(tokens[first : first + _WINDOWS])
+      kept.save(files[-1], functools.partial(np.save, arr=made))
   return [np.load(file, mmap_mode='r') for file in files]
 
 
@@ -254,7 +254,7 @@ def growing_cache(
 
 
 def _rotation(target: adapter.Config) -> rope_lib.Rope:
-  """The rotation of a drafter: that of the target's last layer with one."""
+  """The rotation of a drafter: as in the target's last layer that rotates."""
   of_layers = getattr(target, 'of_layers', lambda field: ())
   ropes = of_layers('rope')
   return next((rope for rope in reversed(ropes) if rope), rope_lib.Rope())
@@ -264,12 +264,13 @@ def _rotation(target: adapter.Config) -> rope_lib.Rope:
 class TargetTraining(trainer.Training):
   """Settings of training that learns from a target.
 
-  A kind of drafter is a subclass, with two methods, of which `config` gives the
-  shape of a drafter: a record with `reads`, the hidden states that it reads.
+  A kind of drafter is a subclass with two methods: `config` gives the shape of
+  a drafter, a record with the hidden states that it `reads`; `begin` draws the
+  weights.
   """
 
   target: str = 'demo'  # See `specdec.load`.
-  target_dtype: str = dtypes.AUTO  # That the target computes in.
+  target_dtype: str = dtypes.AUTO  # The target's compute dtype.
   length: int = 256  # Tokens of a window.
   answer_tokens: int = 0  # Its last ones, which the target writes itself.
   # The layers of the drafter have these; None: as in the target.
@@ -376,15 +377,18 @@ class TargetTraining(trainer.Training):
     token = token_dtype(len(config.reads), checkpoint.config.width)
     each = (self.length + 1) * token.itemsize
     room = max(int(self.feature_gigabytes * 1e9) // each - self.eval_windows, 0)
-    number = min((len(splits[0]) - 1) // self.length, room)
+    num_windows = min((len(splits[0]) - 1) // self.length, room)
     report(
-      f'features: {number} training windows of {self.length} tokens take'
-      f' {number * each / 1e9:.2f} GB in {workdir}, of'
+      f'features: {num_windows} training windows of {self.length} tokens take'
+      f' {num_windows * each / 1e9:.2f} GB in {workdir}, of'
       f' {self.feature_gigabytes:.2f} GB that they may'
     )
     sets = []
     for name, tokens, most in zip(
-      ('train', 'held_out'), splits, (number, self.eval_windows), strict=True
+      ('train', 'held_out'),
+      splits,
+      (num_windows, self.eval_windows),
+      strict=True,
     ):
       chosen = windows(tokens, self.length, most)
       if self.answer_tokens:

@@ -14,7 +14,7 @@ END_OF_TEXT = '<|endoftext|>'
 def train_tokenizer(
   texts: Iterable[str], *, vocab_size: int, context: int
 ) -> transformers.PreTrainedTokenizerFast:
-  """Trains byte-level BPE like that of GPT-2: every text round-trips.
+  """Trains byte-level BPE as GPT-2 has it: every text round-trips.
 
   `context` is its `model_max_length`, in tokens.
 

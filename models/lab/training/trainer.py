@@ -45,7 +45,7 @@ class Progress:
 
   def __str__(self):
     minutes, seconds = divmod(round(self.seconds_left), 60)
-    accepted = ' '.join(f'{100 * one:.1f}' for one in self.accepted)
+    accepted = ' '.join(f'{100 * share:.1f}' for share in self.accepted)
     accepted = f'  accepted {accepted} %' if accepted else ''
     return (
       f'step {self.step:6d}  loss {self.train_loss:.3f}  held out'
@@ -66,8 +66,8 @@ class Trainee:
     params: a pytree of float32 arrays, with which training begins.
     loss: of training.
     held_out_loss: of held-out batches.
-    batch: `step -> batch`, what is learned after so many steps.
-    held_out: `step -> batches`, what is judged after so many steps.
+    batch: `step -> batch`, what is learned in a step; the first is 0.
+    held_out: `step -> batches`, the held-out batches at a step.
     save: `(params, folder, dtype)`: writes the result, in a dtype by its name.
   """
 
@@ -99,10 +99,10 @@ class Training(abc.ABC):
 
   @abc.abstractmethod
   def window_length(self, step: int) -> int:
-    """The tokens of a window after so many steps, at most `batch_tokens`."""
+    """The tokens of a window in a step, at most `batch_tokens`."""
 
   def batch_size(self, step: int) -> int:
-    """The windows of a batch after so many steps."""
+    """The windows of a batch in a step."""
     return self.batch_tokens // self.window_length(step)
 
   @abc.abstractmethod
@@ -182,11 +182,11 @@ def _evaluate(
     FloatingPointError: a loss or weight is not a number.
   """
   losses = jax.device_get(losses)
-  found = [
+  results = [
     jax.device_get(_apply(trainee.held_out_loss, state['params'], batch))
     for batch in trainee.held_out(step)
   ]
-  held_out_losses, accepted = zip(*found, strict=True)
+  held_out_losses, accepted = zip(*results, strict=True)
   held_out_loss = float(np.mean(held_out_losses))
   # The loss of a step belongs to the weights before it, so it is finite even if
   # the step overflows.
@@ -239,7 +239,7 @@ def fit(
     if step % training.eval_every and step < training.num_steps:
       continue
     try:
-      found = _evaluate(trainee, step, state, losses)
+      evaluation = _evaluate(trainee, step, state, losses)
     except FloatingPointError as error:
       raise FloatingPointError(
         f'{error}; what is in {checkpoints} is from before that; start again in'
@@ -251,7 +251,7 @@ def fit(
       tokens=last['tokens'] + tokens,
       tokens_per_second=tokens / seconds,
       seconds_left=seconds / len(losses) * (training.num_steps - step),
-      **found,
+      **evaluation,
     )
     report(progress)
     last = dataclasses.asdict(progress)
@@ -275,8 +275,8 @@ def run(
   `workdir` keeps everything that a resumed run needs.
 
   Raises:
-    ValueError: the settings do not fit each other, or those of the run that
-      `workdir` holds.
+    ValueError: the settings do not fit each other, or `workdir` holds a run
+      with other settings.
     FloatingPointError: a loss or weight is not a number.
     OSError: a file or folder cannot be written.
   """

@@ -64,7 +64,7 @@ def find_plan(
   plan_seconds: float = planner.PLAN_SECONDS,
   report: Callable[[str], None],
 ) -> plan_lib.Plan:
-  """Reads a plan; makes and saves that of this machine if there is none.
+  """Reads a plan, or makes and saves a plan for this machine.
 
   Args:
     name: of a file, or `auto`.
@@ -132,23 +132,23 @@ def join_plans(
 
   Returns:
     A plan, and the `tree_sizes` of `specdec.Slots`. If the usual ways of the
-    plans differ only in tree size, or that of `full` is plain: the plan with
-    the larger tree, and sizes that use the tree of `alone` up to a quarter of
-    the batch and that of `full` above. Else `full` and `{}`.
+    plans differ only in tree size, or the usual way of `full` is plain: the
+    plan with the larger tree, and sizes that use the tree of `alone` up to a
+    quarter of the batch and the tree of `full` above. Else `full` and `{}`.
   """
   resized = lambda way: settings_lib.with_options(
     way.drafting, {'num_nodes': 1}
   )
-  one, all_ = alone.usual, full.usual
-  if one.method == 'plain' or one.drafting.topology is not None:
+  way, full_way = alone.usual, full.usual
+  if way.method == 'plain' or way.drafting.topology is not None:
     return full, {}
   quarter = max(batch_size // 4, 1)
-  if all_.method == 'plain':
-    return alone, {quarter: _num_nodes(one), batch_size: 1}
-  if (all_.method, resized(all_)) != (one.method, resized(one)):
+  if full_way.method == 'plain':
+    return alone, {quarter: _num_nodes(way), batch_size: 1}
+  if (full_way.method, resized(full_way)) != (way.method, resized(way)):
     return full, {}
   larger = max(alone, full, key=lambda plan: _num_nodes(plan.usual))
-  return larger, {quarter: _num_nodes(one), batch_size: _num_nodes(all_)}
+  return larger, {quarter: _num_nodes(way), batch_size: _num_nodes(full_way)}
 
 
 def table(plan: plan_lib.Plan) -> str:

@@ -84,27 +84,27 @@ class Trial:
   method: str
   drafting: settings_lib.DraftSettings
   drafter: specdec.Drafter
-  pairs: list[tuple[Run, Run]]  # Plain decoding, then its own.
+  pairs: list[tuple[Run, Run]]  # Plain decoding, then the candidate.
 
   @property
   def speed(self) -> float:
-    """The speed in that of plain decoding, the prompt counted."""
-    plain, own = (
+    """The speed over plain decoding, the prompt counted."""
+    plain, drafted = (
       sum(pair[arm].seconds(pair[0].expected) for pair in self.pairs)
       for arm in (0, 1)
     )
-    return plain / own
+    return plain / drafted
 
 
 def break_even(trials: Sequence[Trial]) -> float:
   """The time of a step of a way, at all lengths, in plain steps."""
   pairs = [pair for trial in trials for pair in trial.pairs]
-  plain, own = (
+  plain, drafted = (
     sum(pair[arm].decoding for pair in pairs)
     / sum(pair[arm].steps for pair in pairs)
     for arm in (0, 1)
   )
-  return own / plain
+  return drafted / plain
 
 
 def list_candidates(
@@ -237,8 +237,8 @@ def _first_round(
     if not plain.tokens:
       search.report('the target ends all sample prompts at once')
       return
-    own = search.run(drafter, prompts, limit=limit, end=end)
-    trials.append(Trial(name, method, drafting, drafter, [(plain, own)]))
+    drafted = search.run(drafter, prompts, limit=limit, end=end)
+    trials.append(Trial(name, method, drafting, drafter, [(plain, drafted)]))
     search.report(f'{length} tokens, {name}: {trials[-1].speed:.2f}x')
 
 
@@ -262,11 +262,11 @@ def _try_length(
     for trial in alive:
       if search.clock() >= end:
         return
-      own = search.run(trial.drafter, prompts, limit=room, end=end)
-      if plain.tokens and own.tokens:
-        trial.pairs.append((plain, own))
+      drafted = search.run(trial.drafter, prompts, limit=room, end=end)
+      if plain.tokens and drafted.tokens:
+        trial.pairs.append((plain, drafted))
     alive.sort(key=lambda trial: trial.speed, reverse=True)
-    speeds = ', '.join(f'{one.name} {one.speed:.2f}x' for one in alive)
+    speeds = ', '.join(f'{trial.name} {trial.speed:.2f}x' for trial in alive)
     search.report(f'{length} tokens: {speeds}')
 
 
