@@ -54,8 +54,8 @@ _CATEGORIES = flags.DEFINE_list(
 _PROMPT_BUCKET = flags.DEFINE_integer(
   'prompt_bucket',
   None,
-  'of those, only prompts of at most this number of tokens and of more than half'
-  ' of it: a power of 2 saves compiling for others; default: all',
+  'of those, only prompts of at most this number of tokens and of more than'
+  ' half of it: a power of 2 saves compiling for others; default: all',
 )
 _BATCH_SIZE = options.define_batch_size(1, 'prompts per batch')
 _BATCH_SIZES = flags.DEFINE_list(

@@ -367,8 +367,8 @@ def _reading(
   """How near an arm comes to the bandwidth of the machine.
 
   The time is the time of decoding without prefill, all overhead included.
-  `timing.summarize_arms` makes `figures`, `specdec.statistics` makes `costs`, and
-  `times.Bandwidth.summary` makes `limits`.
+  `timing.summarize_arms` makes `figures`, `specdec.statistics` makes `costs`,
+  and `times.Bandwidth.summary` makes `limits`.
 
   Returns:
     `seconds_per_target_forward`; `of_memory_limit`, the time of reading the

@@ -81,8 +81,8 @@ class Corpus:
     enough = math.ceil(math.log(0.05) / math.log(others))  # At 19 to 1.
     raise ValueError(
       f'none of the {num_files} {where} is {split}: a hash of its name holds'
-      f' each file out with a chance of {part:.0%}, and only UTF-8 is read; give'
-      f' {enough} files or more, such as one for each text'
+      f' each file out with a chance of {part:.0%}, and only UTF-8 is read;'
+      f' give {enough} files or more, such as one for each text'
     )
 
   def tokens(
