@@ -100,7 +100,7 @@ def main(what: str) -> None:
   from specdec.models.lab.bench import times
 
   if what not in _SIZES:
-    raise ValueError(f'{what!r} must be one of {", ".join(_SIZES)}; see --help')
+    raise ValueError(f'{what!r} is none of {", ".join(_SIZES)}; see --help')
   record.prepare_output(_OUTPUT.value)
   sizes = [int(size) for size in _LIST.value or _SIZES[what]]
   if what == 'kernels':

@@ -131,7 +131,7 @@ def _define(
     int: flags.DEFINE_integer,
     float: flags.DEFINE_float,
   }
-  return define.get(option.kind, flags.DEFINE_string)(name, default, text)
+  return define.get(option.parser, flags.DEFINE_string)(name, default, text)
 
 
 MODELS = {
@@ -339,9 +339,9 @@ def prompt_lines(errors: str = 'strict') -> Iterator[tuple[int, str]]:
   if PROMPT_FILE.value is None:
     raise ValueError('--prompt_file is needed: a file of prompts')
   with named_as_flag('prompt_file='):
-    for number, line in text_files.lines(PROMPT_FILE.value, errors=errors):
+    for line_number, line in text_files.lines(PROMPT_FILE.value, errors=errors):
       if line.strip():
-        yield number, line
+        yield line_number, line
 
 
 def as_dict() -> dict[str, Any]:

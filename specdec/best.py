@@ -54,16 +54,16 @@ def best_of_few(scores: jax.Array, tokens: jax.Array) -> jax.Array:
   return jnp.min(jnp.where(scores == largest, tokens, jnp.max(tokens)), axis=-1)
 
 
-def _top_k(scores: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
+def _top_k(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
   # Without barriers XLA's CPU backend notices that only a slice is used, and
   # sorts the whole vocabulary instead: 100 times slower. A single one for both
   # results crashes it on several devices.
-  best, tokens = map(lax.optimization_barrier, lax.top_k(scores, number))
+  best, tokens = map(lax.optimization_barrier, lax.top_k(scores, count))
   return best, tokens.astype(jnp.int32)
 
 
 def _top_k_by_blocks(
-  scores: jax.Array, number: int
+  scores: jax.Array, count: int
 ) -> tuple[jax.Array, jax.Array]:
   """`top_k` among the blocks with the largest maxima, as the others have none.
 
@@ -74,24 +74,24 @@ def _top_k_by_blocks(
   padding = [(0, 0)] * len(rows) + [(0, -vocab_size % _BLOCK)]
   padded = jnp.pad(scores, padding, constant_values=-jnp.inf)
   blocks = padded.reshape(*rows, -1, _BLOCK)
-  _, chosen = _top_k(jnp.max(blocks, axis=-1), number)
+  _, chosen = _top_k(jnp.max(blocks, axis=-1), count)
   chosen = jnp.sort(chosen, axis=-1)
   few = jnp.take_along_axis(blocks, chosen[..., None], axis=-2)
-  best, places = _top_k(few.reshape(*rows, -1), number)
+  best, places = _top_k(few.reshape(*rows, -1), count)
   block = jnp.take_along_axis(chosen, places // _BLOCK, axis=-1)
   return best, block * _BLOCK + places % _BLOCK
 
 
-def top_k(scores: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
+def top_k(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
   """The highest of `scores [..., V]` and their tokens, as of `lax.top_k`.
 
-  `[..., number]` float32, in descending order, and int32; among equal scores
+  `[..., count]` float32, in descending order, and int32; among equal scores
   the lowest token comes first. Where NaN is among them, any are returned.
   """
-  if scores.shape[-1] < max(_LARGE, 2 * _BLOCK * number):
-    return _top_k(scores, number)
+  if scores.shape[-1] < max(_LARGE, 2 * _BLOCK * count):
+    return _top_k(scores, count)
   return lax.platform_dependent(
     scores,
-    cpu=lambda scores: _top_k_by_blocks(scores, number),
-    default=lambda scores: _top_k(scores, number),
+    cpu=lambda scores: _top_k_by_blocks(scores, count),
+    default=lambda scores: _top_k(scores, count),
   )

@@ -16,12 +16,12 @@ from specdec.text import text_files
 from specdec.text import whole_files
 
 
-def most_frequent(path: str, number: int) -> list[int]:
+def most_frequent(path: str, num_tokens: int) -> list[int]:
   """The tokens of the largest counts; of equal counts the lower ids.
 
   Args:
     path: of a `.npy` file with an array of counts, `[V]`.
-    number: N, at most V.
+    num_tokens: N, at most V.
 
   Raises:
     ValueError: the file cannot be read or has another shape.
@@ -31,7 +31,7 @@ def most_frequent(path: str, number: int) -> list[int]:
     counts = np.load(path, allow_pickle=False)
   if counts.ndim != 1 or counts.dtype.kind not in 'iuf':
     raise ValueError(f'{path} has no array [V] of counts, but {counts.shape}')
-  return sorted(np.argsort(-counts, kind='stable')[:number].tolist())
+  return sorted(np.argsort(-counts, kind='stable')[:num_tokens].tolist())
 
 
 def size_of(draft_vocab: int | Sequence[int] | None) -> int | None:

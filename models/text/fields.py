@@ -81,17 +81,17 @@ class Option:
   record: str = ''
 
   @property
-  def kind(self) -> Any:
+  def parser(self) -> Any:
     """Its parser, or the type of its values other than None."""
-    kinds = get_args(self.field.type)
-    kind = kinds[0] if types.NoneType in kinds else self.field.type
-    return self.field.metadata.get('parse') or kind
+    members = get_args(self.field.type)
+    type_ = members[0] if types.NoneType in members else self.field.type
+    return self.field.metadata.get('parse') or type_
 
   @property
   def choices(self) -> Mapping[str, Any]:
     """The values by the texts that a flag may have; empty: any text."""
-    if get_origin(self.kind) is Literal:
-      return {text: text for text in get_args(self.kind)}
+    if get_origin(self.parser) is Literal:
+      return {text: text for text in get_args(self.parser)}
     return self.field.metadata.get('choices', {})
 
   @property
@@ -120,7 +120,7 @@ class Option:
     if not isinstance(text, list if self.repeats else str):
       return text
     if not self.choices:
-      return self.kind(text)
+      return self.parser(text)
     for choice, value in self.choices.items():
       if choice == text:
         return value

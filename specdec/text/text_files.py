@@ -50,7 +50,7 @@ def lines(
     NotUtf8: names the file and the line.
     ValueError: the file cannot be read.
   """
-  number = 0
+  line_number = 0
   with contextlib.ExitStack() as stack:
     try:
       standard = str(name) == '-'
@@ -58,15 +58,15 @@ def lines(
         sys.stdin.buffer if standard else stack.enter_context(open(name, 'rb'))
       )
       for data in file:
-        codec = 'utf-8' if number else 'utf-8-sig'
+        codec = 'utf-8' if line_number else 'utf-8-sig'
         text = data.decode(codec, errors)
         for line in io.StringIO(text, newline=None):
-          number += 1
-          yield number, line
+          line_number += 1
+          yield line_number, line
     except UnicodeDecodeError as error:
-      number += 1 + error.object[: error.start].count(b'\r')
+      line_number += 1 + error.object[: error.start].count(b'\r')
       raise NotUtf8(
-        f'{name} cannot be read: line {number} has the byte'
+        f'{name} cannot be read: line {line_number} has the byte'
         f' {error.object[error.start]:#04x}, which is not UTF-8'
         f' ({error.reason}); save the file as UTF-8'
       ) from error

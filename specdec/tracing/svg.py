@@ -100,9 +100,9 @@ def visible(text: str, limit: int = 16) -> str:
   return text or '∅'
 
 
-def plural(number: int, noun: str) -> str:
+def plural(count: int, noun: str) -> str:
   """For example 1 token, 2 tokens."""
-  return f'{number:,} {noun}' + ('' if number == 1 else 's')
+  return f'{count:,} {noun}' + ('' if count == 1 else 's')
 
 
 def sentence(trace: trace_lib.Trace, block: trace_lib.Block) -> str:

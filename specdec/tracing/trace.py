@@ -200,16 +200,16 @@ def _blocks_of(
     of_row = jax.tree.map(lambda array, row=row: array[row], tree)
     used = nodes[row][nodes[row] >= 0]
     # Indices within the block; ascending, so a parent precedes its children.
-    number = np.full(of_row.capacity + 1, tree_lib.NO_NODE)
-    number[used] = np.arange(used.size)
+    index = np.full(of_row.capacity + 1, tree_lib.NO_NODE)
+    index[used] = np.arange(used.size)
     probs = np.exp(np.minimum(of_row.cond_log_prob[used].astype(float), 0.0))
     blocks[row] = Block(
       start=int(step.starts[row]),
       tokens=tuple(of_row.token[used].tolist()),
-      parents=tuple(number[of_row.parent[used]].tolist()),
+      parents=tuple(index[of_row.parent[used]].tolist()),
       origins=tuple(of_row.origin[used].tolist()),
       probs=tuple(np.round(probs, 6).tolist()),
-      path=tuple(number[paths[row][paths[row] >= 0]].tolist()),
+      path=tuple(index[paths[row][paths[row] >= 0]].tolist()),
       emitted=tuple(step.new_tokens[row]),
       forwards={name: int(rows[row]) for name, rows in step.forwards.items()},
     )

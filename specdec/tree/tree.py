@@ -239,19 +239,19 @@ def accumulate(tree: TokenTree, max_depth: int) -> TokenTree:
   return tree.replace(log_prob=log_prob)
 
 
-def best_by(scores: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
+def best_by(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
   """The highest of `scores [..., M]` in descending order, above -inf.
 
   Among equals the smaller index comes first.
 
   Returns:
-    `[..., number]` int32 indices, `NO_NODE` where there are fewer, and
-    `[..., number]` float32 scores, -inf there.
+    `[..., count]` int32 indices, `NO_NODE` where there are fewer, and
+    `[..., count]` float32 scores, -inf there.
   """
-  number_of_entries = min(number, scores.shape[-1])
-  scores, nodes = lax.top_k(scores, number_of_entries)
+  num_found = min(count, scores.shape[-1])
+  scores, nodes = lax.top_k(scores, num_found)
   nodes = jnp.where(scores > -jnp.inf, nodes, NO_NODE).astype(jnp.int32)
-  padding = [(0, 0)] * (nodes.ndim - 1) + [(0, number - number_of_entries)]
+  padding = [(0, 0)] * (nodes.ndim - 1) + [(0, count - num_found)]
   return (
     jnp.pad(nodes, padding, constant_values=NO_NODE),
     jnp.pad(scores, padding, constant_values=-jnp.inf),
@@ -259,30 +259,30 @@ def best_by(scores: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
 
 
 def best_nodes(
-  tree: TokenTree, allowed: jax.Array, number: int
+  tree: TokenTree, allowed: jax.Array, count: int
 ) -> tuple[jax.Array, jax.Array]:
   """The most likely of the nodes that are `allowed [M]`, see `best_by`.
 
   A parent comes before its child.
   """
-  return best_by(jnp.where(allowed, tree.log_prob, -jnp.inf), number)
+  return best_by(jnp.where(allowed, tree.log_prob, -jnp.inf), count)
 
 
 def best_of_sets(
-  tree: TokenTree, sets: Sequence[jax.Array], numbers: Sequence[int]
+  tree: TokenTree, sets: Sequence[jax.Array], counts: Sequence[int]
 ) -> tuple[tuple[jax.Array, jax.Array], ...]:
   """`best_nodes` of several sets `[M]`, on an accelerator by one sort."""
 
   def all_at_once(*scores: jax.Array) -> tuple[Any, ...]:
-    nodes, best = best_by(jnp.stack(scores), max(numbers))
+    nodes, best = best_by(jnp.stack(scores), max(counts))
     return tuple(
-      (nodes[place, :number], best[place, :number])
-      for place, number in enumerate(numbers)
+      (nodes[place, :count], best[place, :count])
+      for place, count in enumerate(counts)
     )
 
   return lax.platform_dependent(
     *(jnp.where(nodes, tree.log_prob, -jnp.inf) for nodes in sets),
-    cpu=lambda *scores: tuple(map(best_by, scores, numbers)),
+    cpu=lambda *scores: tuple(map(best_by, scores, counts)),
     default=all_at_once,
   )
 

@@ -317,13 +317,13 @@ def _find_flips(
   keys = arguments_lib.row_keys(jax.random.key(task.seed), task.batch_size)
   flips = []
   pairs_of_batches = zip(results[str(spec)], reference, strict=True)
-  for number, both in enumerate(pairs_of_batches):
+  for batch, both in enumerate(pairs_of_batches):
     texts = zip(*(run.generation.tokens for run in both), strict=True)
     for row, (tokens, expected) in enumerate(texts):
       divergence = exactness.divergence(
         pairs[dtype].target,
         keys[row],
-        batches[number][row],
+        batches[batch][row],
         tokens,
         expected,
         task.sampling,
@@ -331,7 +331,7 @@ def _find_flips(
       if divergence is not None:
         offset, margin = divergence
         flips.append(
-          {'batch': number, 'row': row, 'offset': offset, 'margin': margin}
+          {'batch': batch, 'row': row, 'offset': offset, 'margin': margin}
         )
   return flips
 

@@ -150,16 +150,16 @@ def _divergences(
 ) -> list[Divergence]:
   """Where the texts after prompts part, scored by the target of the pair."""
   divergences = []
-  for number, (row, other) in enumerate(zip(expected, drafted, strict=True)):
-    (key,) = text_options.keys_of_seeds([seed + number], 1)
+  for index, (row, other) in enumerate(zip(expected, drafted, strict=True)):
+    (key,) = text_options.keys_of_seeds([seed + index], 1)
     place = exactness.divergence(
-      pair.target, key, ids[number], other, row, sampling
+      pair.target, key, ids[index], other, row, sampling
     )
     if place is not None:
       offset, margin = place
       shown = slice(offset, offset + 3)
       divergences.append(
-        Divergence(number, offset, row[shown], other[shown], margin)
+        Divergence(index, offset, row[shown], other[shown], margin)
       )
   return divergences
 
@@ -195,9 +195,9 @@ def check_servers(
   def ask(
     place: endpoint_lib.Endpoint, **more: Any
   ) -> tuple[list[list[int]], int]:
-    def complete(number: int) -> endpoint_lib.Reply:
-      fields = endpoint_lib.settings_of(sampling, seed + number, pair.eos_ids)
-      return place.complete(ids[number], max_new_tokens, **fields, **more)
+    def complete(index: int) -> endpoint_lib.Reply:
+      fields = endpoint_lib.settings_of(sampling, seed + index, pair.eos_ids)
+      return place.complete(ids[index], max_new_tokens, **fields, **more)
 
     with concurrent.futures.ThreadPoolExecutor(batch_size) as threads:
       replies = [*threads.map(complete, range(len(ids)))]

@@ -41,21 +41,23 @@ _CROSS_ENTROPY, _VARIATION, _CONFIDENCE = 0.1, 0.9, 1.0
 
 def _masks(anchors: jax.Array, length: int, size: int) -> jax.Array:
   """`[B, N R, L + N R]` bool, see the top of the file; `anchors [B, N]`."""
-  batch_size, number = anchors.shape
+  batch_size, num_anchors = anchors.shape
   roots = jnp.repeat(anchors, size, axis=1)[:, :, None]
   text = jnp.arange(length)[None, None] < roots
-  block = np.repeat(np.arange(number), size)
+  block = np.repeat(np.arange(num_anchors), size)
   same = jnp.asarray(block[:, None] == block[None])[None]
   same = jnp.broadcast_to(same, (batch_size, *same.shape[1:]))
   return jnp.concatenate([text, same], axis=2)
 
 
 def _anchors(
-  draw: jax.Array, batch_size: int, number: int, first: int, last: int
+  draw: jax.Array, batch_size: int, num_anchors: int, first: int, last: int
 ) -> jax.Array:
   """`[B, N]`, at most N anchors of each window, from `first` to `last`."""
   keys = jax.random.split(jax.random.key(draw), batch_size)
-  permute = lambda key: jax.random.permutation(key, last + 1 - first)[:number]
+  permute = lambda key: jax.random.permutation(key, last + 1 - first)[
+    :num_anchors
+  ]
   return first + jax.vmap(permute)(keys)
 
 

@@ -91,11 +91,11 @@ class Corpus:
     """The tokens of one split, int32, with `<|endoftext|>` after each file."""
     if tokenizer.eos_token_id is None:
       raise ValueError('the tokenizer has no end-of-text token; set eos_token')
-    parts = []
+    tokens = []
     for text in self.texts(held_out=held_out):
       ids = tokenizer.backend_tokenizer.encode(text).ids
-      parts.append(np.array([*ids, tokenizer.eos_token_id], np.int32))
-    return np.concatenate(parts)
+      tokens.append(np.array([*ids, tokenizer.eos_token_id], np.int32))
+    return np.concatenate(tokens)
 
   def kept_tokens(
     self,

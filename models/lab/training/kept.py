@@ -114,7 +114,7 @@ class ResumableRows:
   Args:
     path: of the file.
     settings: what the run depends on.
-    number: of results that there can be; each has another `index` below it.
+    num_rows: of results that there can be; each has another `index` below it.
 
   Raises:
     ValueError: the file is of a run with other settings, or of a run that has
@@ -122,7 +122,7 @@ class ResumableRows:
   """
 
   def __init__(
-    self, path: pathlib.Path, settings: dict[str, Any], number: float
+    self, path: pathlib.Path, settings: dict[str, Any], num_rows: float
   ):
     self._path = path
     self.rows: list[dict[str, Any]] = []
@@ -139,9 +139,9 @@ class ResumableRows:
         ' run; give another --output'
       )
     _keep(settings_file, settings, '--output')
-    self._read(number)
+    self._read(num_rows)
 
-  def _read(self, number: float) -> None:
+  def _read(self, num_rows: float) -> None:
     content = self._path.read_bytes()
     lines = content.split(b'\n')[:-1]
     indices = set[int]()
@@ -153,7 +153,7 @@ class ResumableRows:
       ):
         row = json.loads(line)
         index: Any = row.get('index') if isinstance(row, dict) else None
-        if type(index) is not int or not 0 <= index < number:
+        if type(index) is not int or not 0 <= index < num_rows:
           raise ValueError(f'line {place} is not the result of a prompt')
         if index in indices:
           raise ValueError(f'line {place} has the index of an earlier line')

@@ -91,15 +91,15 @@ class Features:
 
   Attributes:
     tokens: `[N, L + 1]` int32.
-    parts: arrays of `token_dtype` for `_WINDOWS` windows each.
+    files: arrays of `token_dtype` for `_WINDOWS` windows each.
   """
 
   tokens: np.ndarray
-  parts: Sequence[np.ndarray]
+  files: Sequence[np.ndarray]
 
   def batch(self, index: np.ndarray, draw: int) -> dict[str, Any]:
     """The windows of these numbers."""
-    rows = np.stack([self.parts[at // _WINDOWS][at % _WINDOWS] for at in index])
+    rows = np.stack([self.files[at // _WINDOWS][at % _WINDOWS] for at in index])
     fields = {name: rows[name] for name in rows.dtype.names or ()}
     return {'tokens': self.tokens[index], 'draw': np.uint32(draw)} | fields
 
@@ -332,8 +332,8 @@ class TargetTraining(trainer.Training):
     """The ids of `vocabulary`, which the target chooses most, ascending."""
     if self.vocabulary is None:
       return None
-    chosen = [part['choice'].ravel() for part in features.parts]
-    counts = sum(np.bincount(part, minlength=size) for part in chosen)
+    chosen = [file['choice'].ravel() for file in features.files]
+    counts = sum(np.bincount(tokens, minlength=size) for tokens in chosen)
     return np.sort(np.argsort(-counts, kind='stable')[: self.vocabulary])
 
   @abc.abstractmethod

@@ -321,9 +321,9 @@ def _try_all(
   """The trials of each length, which get equal shares of the time."""
   start, trials = search.clock(), dict[int, list[Trial]]()
   try:
-    for number, (length, of_length) in enumerate(batches.items(), 1):
+    for place, (length, of_length) in enumerate(batches.items(), 1):
       trials[length] = []
-      end = start + seconds * number / len(batches)
+      end = start + seconds * place / len(batches)
       _try_length(search, length, of_length, trials[length], end)
   except KeyboardInterrupt:
     if not any(trials.values()):
