@@ -1,7 +1,7 @@
 """Arguments that users pass, checked, and as arrays of padded sizes.
 
-What cannot be used is a `ValueError` that names the argument, its value and the
-remedy.
+A value that cannot be used raises a `ValueError`, which names the argument, the
+value and the remedy.
 """
 
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ def check_text(name: str, text: str) -> None:
 
 
 def is_integer(value: Any) -> bool:
-  """Whether a value is an integer of Python or NumPy, and no bool."""
+  """Whether a value is an integer of Python or NumPy, but not a bool."""
   return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
@@ -292,7 +292,7 @@ def to_params(
   """As `decode` takes it: one value per row, biases as arrays.
 
   Raises:
-    ValueError: a value is out of range or of another shape; says which.
+    ValueError: a value is out of range or has another shape; names it.
   """
   if not isinstance(sampling, sampling_lib.Sampling):
     raise ValueError(f'sampling must be a specdec.Sampling, got {sampling!r}')

@@ -65,10 +65,10 @@ def _top_k(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 def _top_k_by_blocks(
   scores: jax.Array, count: int
 ) -> tuple[jax.Array, jax.Array]:
-  """`top_k` among the blocks with the largest maxima, as the others have none.
+  """`top_k` of the blocks with the largest maxima, which have all of the best.
 
-  The blocks remain in their order, so that the lowest of equal scores are
-  found, as `lax.top_k` does.
+  The blocks stay in order. So among equal scores the lowest tokens come first,
+  as in `lax.top_k`.
   """
   *rows, vocab_size = scores.shape
   padding = [(0, 0)] * len(rows) + [(0, -vocab_size % _BLOCK)]

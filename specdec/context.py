@@ -58,7 +58,7 @@ class StepContext(flax.struct.PyTreeNode):
   def followed(self, tree: tree_lib.TokenTree) -> tree_lib.TokenTree:
     """The trees, `[B, M]` per field, with what new children carry.
 
-    What their parents carry is known.
+    Their parents must already have what they carry.
     """
     if not jax.tree.leaves(tree.carried):
       return tree

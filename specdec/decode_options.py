@@ -1,4 +1,4 @@
-"""The options of a decode: what they are, and what is made of them."""
+"""The options of a decode, and the request that is made of them."""
 
 from collections.abc import Callable
 from collections.abc import Sequence

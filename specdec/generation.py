@@ -188,12 +188,12 @@ class Decoding:
 
   @property
   def done(self) -> bool:
-    """Whether all rows are."""
+    """Whether all rows have ended."""
     return bool(np.all(self._reasons != accept.RUNNING))
 
   @property
   def finish_reasons(self) -> list[str | None]:
-    """By row, see `Generation`; None while it goes on."""
+    """By row, see `Generation`; None for a row that has not ended."""
     return [
       None if reason == accept.RUNNING else _FINISH_REASONS[int(reason)]
       for reason in self._reasons
@@ -208,9 +208,10 @@ class Decoding:
   ) -> None:
     """Goes on from other prompts, such as the next turn of a conversation.
 
-    What each has in common with the text of its row so far, prompt and new
-    tokens, is not read again; everything else is as if a decode of these
-    prompts began, and no program is compiled for them but one that reads.
+    The tokens that a prompt has in common with the text of its row so far,
+    prompt and new tokens, are not read again. Everything else is as if a decode
+    of these prompts began. The only program that is compiled for them is the
+    one that reads.
 
     Args:
       prompts: one per row.
@@ -252,7 +253,7 @@ class Decoding:
     self._begin(prompts, lengths, limits, num_kept=hosts.read(kept))
 
   def step(self, num_steps: int = 1) -> list[list[int]]:
-    """Some target forwards of all rows that go on; their new tokens."""
+    """Takes some steps of all rows that have not ended; their new tokens."""
     self._state = loop.advance(
       self._target,
       self._drafter,
@@ -265,9 +266,9 @@ class Decoding:
     return self._new_tokens()
 
   def step_recorded(self) -> RecordedStep:
-    """One target forward of all rows that go on, and its tree.
+    """Takes one step of all rows that have not ended, and records its tree.
 
-    The tokens are the same as by `step`. Compiles a program of its own.
+    The tokens are the same as by `step`. It compiles a program of its own.
     """
     before, starts = _row_forwards(self._state, self._drafter), self._ends
     self._state, record = loop.advance_recorded(
@@ -293,7 +294,7 @@ class Decoding:
     return new
 
   def run(self, should_stop: Callable[[], bool] | None = None) -> None:
-    """To the end, or until somebody wants to stop; see `generate`."""
+    """Decodes to the end, or until `should_stop` returns true."""
     if should_stop is None:
       self.step(loop.ALL_STEPS)
     else:
@@ -301,7 +302,7 @@ class Decoding:
         self.step(_STEPS_BETWEEN_CHECKS)
 
   def __iter__(self) -> Iterator[list[list[int]]]:
-    """The new tokens of each row, one step after the other, until all end."""
+    """Yields the new tokens of each row, step by step, until all have ended."""
     while not self.done:
       yield self.step()
 

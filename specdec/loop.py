@@ -1,7 +1,7 @@
 """The decode loop: one jitted `lax.while_loop` of steps, prompt to last token.
 
-With the fallback (`specdec.fallback`) it is a loop of two, of speculative and
-of plain steps, which take turns.
+With the fallback (`specdec.fallback`) two loops take turns in it: one of
+speculative steps, one of plain steps.
 
 `decode` is all of it. `start` and `advance` are its two halves, for callers who
 look in between: to stream, or to stop early. `extend` goes on from another

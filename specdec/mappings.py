@@ -24,7 +24,7 @@ _ALLOWED = pathlib.Path('/proc/sys/vm/max_map_count')
 def _mappings() -> tuple[int, int]:
   """Memory mappings of this process, and how many it may have.
 
-  On other systems than Linux, which have no such limit, 0 and 1.
+  0 and 1 on other systems than Linux; they have no such limit.
   """
   try:
     return _TAKEN.read_bytes().count(b'\n'), int(_ALLOWED.read_text())

@@ -18,9 +18,9 @@ _FLOAT32 = 4
 
 
 def device_bytes() -> int | None:
-  """Memory of the default device in bytes; None if nobody says.
+  """Memory of the default device in bytes; None if it is not known.
 
-  That of a CPU is the physical memory, or the limit of the container.
+  For a CPU it is the physical memory, or the limit of the container.
   """
   device = jax.devices()[0]
   if device.platform != 'cpu':
@@ -38,7 +38,7 @@ def device_bytes() -> int | None:
 
 def bytes_on_device(array: Any) -> int:
   """Bytes of the part of an array that one device holds."""
-  sharding = getattr(array, 'sharding', None)  # of a NumPy array there is none
+  sharding = getattr(array, 'sharding', None)  # NumPy arrays have none.
   shape = sharding.shard_shape(array.shape) if sharding else array.shape
   return math.prod(shape) * array.dtype.itemsize
 

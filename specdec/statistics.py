@@ -117,7 +117,7 @@ def relative_bandwidth(
 class Statistics:
   """Figures of a decode, pooled over its rows; None where they do not apply.
 
-  By stage or by model, they are mappings from its name.
+  Figures per stage or per model are mappings by its name.
   """
 
   new_tokens: int  #: Emitted by all rows.
@@ -131,22 +131,23 @@ class Statistics:
   #: By stage, the tokens that its context was too short to draft.
   beyond_context: Mapping[str, int] | None = None
   stage_forwards: Mapping[str, int]  #: By stage, summed over rows.
-  #: Nodes verified by the `target`, and by stage W per forward, summed over
-  #: rows.
+  #: Summed over rows: the nodes that the `target` verified, and W per forward
+  #: of each stage.
   positions: Mapping[str, int]
   origins: Mapping[str, int] | None = None  #: Emitted tokens by source.
   #: See `relative_bandwidth`.
   relative_bandwidth: float = dataclasses.field(init=False)
   #: Batched target forwards for which the fallback drafted nothing.
   plain_steps: int | None = None
-  #: Batched `forwards`, and summed over rows visible cache `slots` and forwards
-  #: of `rows`: of the `target`, of each stage and of `plain` decoding.
+  #: For the `target`, each stage and `plain` decoding: batched `forwards`; and
+  #: summed over rows, visible cache `slots` and the forwards of `rows`.
   reads: Mapping[str, Mapping[str, int]]
-  #: Bytes `per_forward` and `per_slot`, of the `target` and of each stage; of
-  #: models with recurrent states, which every forward of a row reads twice, for
-  #: the nodes and for the accepted path, also `per_row`.
+  #: For the `target` and each stage: bytes `per_forward` and `per_slot`. Models
+  #: with recurrent states also have `per_row`: every forward of a row reads its
+  #: states twice, for the nodes and for the accepted path.
   costs: Mapping[str, Mapping[str, float]]
-  #: Time of decoding with the prompt, without compiling; of timed decodes.
+  #: Time of decoding, the prompt included, without compiling; timed decodes
+  #: have it.
   seconds: float | None = None
   #: All rows together; timed decodes have it.
   tokens_per_second: float | None = None

@@ -61,14 +61,14 @@ MODELS = {
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-  """Peak rates of a machine with one device, or several alike.
+  """Peak rates of a machine with one device, or with several equal devices.
 
   Several devices share weights and caches evenly. Rates are per device.
   """
 
   bytes_per_second: float  #: The rate of the main memory.
   flops_per_second: float  #: The rate of dense products in bfloat16.
-  link_bytes_per_second: float = math.inf  #: That a device sends to others.
+  link_bytes_per_second: float = math.inf  #: What a device sends to others.
   collective_seconds: float = 0.0  #: Least time of a collective operation.
   devices: int = 1
 

@@ -1,9 +1,9 @@
 r"""Expressions and JSON schemas that a text must match.
 
 An expression is in the syntax of Python's `re`, and the texts are those that
-`re.fullmatch` accepts. Refused are look-around, back references, conditional
-and atomic groups, possessive quantifiers, `\b` and `\B`, and anchors, except at
-the beginning and the end of a text, where they say nothing.
+`re.fullmatch` accepts. Look-around, back references, conditional and atomic
+groups, possessive quantifiers, `\b` and `\B` are refused, and so are anchors,
+except at the beginning and the end of a text, where they say nothing.
 
 A schema follows JSON Schema 2020-12, and the texts are JSON that conforms to
 it. The keywords are `type`, `enum`, `const`, `anyOf`, `allOf` with one schema,

@@ -189,7 +189,7 @@ class Planned:
 
   @property
   def usual(self) -> tuple[drafter_lib.Drafter, float]:
-    """The same of a prompt like the usual samples of the plan."""
+    """`of_length` for a prompt like the usual samples of the plan."""
     return self.of_length(self.plan.usual_length)
 
 

@@ -25,8 +25,8 @@ class TextGeneration:
     reasoning: what the model said before its answer in a conversation, by row;
       it is not in `text`. Empty if there is none, see `models/text/reasoning`.
     prompt_tokens: the ids of each prompt.
-    pieces: what the new tokens of each row add, joined the reasoning and the
-      text; a character that spans several tokens is in the piece of the last.
+    pieces: what each new token of a row adds; joined they are the reasoning and
+      the text. A character of several tokens is in the piece of the last token.
     stats: the figures of the decode; `text_decoding.timed` adds times.
   """
 

@@ -194,7 +194,7 @@ class _Policy:
       _, pays = planned
     else:
       # On a GPU the host waits for every condition, unless the length of a loop
-      # is known. The rounds that others leave out have no nodes.
+      # is known. There, a round that does not pay has no nodes.
       pays = lax.platform_dependent(
         cuda=lambda: jnp.ones((), bool), default=would_pay
       )

@@ -55,10 +55,8 @@ def _anchors(
 ) -> jax.Array:
   """`[B, N]`, at most N anchors of each window, from `first` to `last`."""
   keys = jax.random.split(jax.random.key(draw), batch_size)
-  permute = lambda key: jax.random.permutation(key, last + 1 - first)[
-    :num_anchors
-  ]
-  return first + jax.vmap(permute)(keys)
+  permute = lambda key: jax.random.permutation(key, last + 1 - first)
+  return first + jax.vmap(permute)(keys)[:, :num_anchors]
 
 
 def _judge(

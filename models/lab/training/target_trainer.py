@@ -164,7 +164,7 @@ class Lesson:
     num_written: int,
     folder: pathlib.Path,
   ) -> np.ndarray:
-    """Windows whose last tokens the target writes, or those still missing.
+    """Windows whose last tokens the target wrote; it writes missing ones.
 
     The temperatures of the rows of a file are spread from 0 to 1.
 
@@ -277,8 +277,8 @@ class TargetTraining(trainer.Training):
   num_heads: int | None = None
   num_kv_heads: int | None = None
   inner_width: int | None = None
-  # The most frequent tokens, which alone are drafted, with an output matrix of
-  # the drafter's own; None: all, with the matrix of the target.
+  # How many tokens are drafted, the most frequent ones, with an output matrix
+  # of the drafter's own; None: all, with the matrix of the target.
   vocabulary: int | None = None
   feature_gigabytes: float = 10.0  # On disk, at most.
   eval_windows: int = 64  # At most.
