@@ -34,15 +34,9 @@ _ENDS = {
 # Read before anything is typed; some templates refuse an empty message.
 _FIRST = 'Hello'
 _COMMANDS = '/show: who proposed what; /new: start over; /quit'
-
-
-@command_line.checked_first
-def _check() -> None:
-  if (address := several_hosts.COORDINATOR.value) is not None:
-    raise ValueError(
-      f'--coordinator={address}: every host would read its own terminal; a'
-      ' conversation needs one host'
-    )
+several_hosts.refuse(
+  'every host would read its own terminal; a conversation needs one host'
+)
 
 
 def _next_line():

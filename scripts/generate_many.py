@@ -33,19 +33,7 @@ from specdec.text import text_files
 options.define_method()
 _OUTPUT = flags.DEFINE_string('output', None, 'JSON lines, or -; needed')
 _BATCH_SIZE = options.define_batch_size(8, 'prompts that are decoded at once')
-_CONTEXT = flags.DEFINE_integer(
-  'context',
-  None,
-  'the most tokens of a prompt and its continuation; default: the context of'
-  ' the target, and at most 2048',
-  lower_bound=1,
-)
-_READING = flags.DEFINE_integer(
-  'reading',
-  512,
-  'the most tokens of new prompts that are read between two steps of others',
-  lower_bound=1,
-)
+_CONTEXT, _READING = options.define_slots()
 options.define_stop()
 options.define_constraint()
 _IN_ORDER = flags.DEFINE_bool(

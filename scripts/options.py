@@ -170,6 +170,26 @@ def define_batch_size(default: int, text: str) -> flags.FlagHolder:
   )
 
 
+def define_slots() -> tuple[flags.FlagHolder, flags.FlagHolder]:
+  """Defines `--context` and `--reading`, of prompts that share slots."""
+  context = flags.DEFINE_integer(
+    'context',
+    None,
+    'the most tokens of a prompt and its continuation; default: the context of'
+    ' the target, and at most 2048',
+    lower_bound=1,
+    **_IN_SCRIPT,
+  )
+  reading = flags.DEFINE_integer(
+    'reading',
+    512,
+    'the most tokens of new prompts that are read between two steps of others',
+    lower_bound=1,
+    **_IN_SCRIPT,
+  )
+  return context, reading
+
+
 def define_stop() -> None:
   """Defines `--stop`, which `stop` reads."""
   text = r'the text ends before this; \n is a line end; may be repeated'

@@ -15,30 +15,11 @@ _BATCH_SIZE = options.define_batch_size(4, 'requests that are decoded at once')
 _QUEUE_SIZE = flags.DEFINE_integer(
   'queue_size', 64, 'requests that may wait; others get the status 429', 0
 )
-_CONTEXT = flags.DEFINE_integer(
-  'context',
-  None,
-  'the most tokens of a prompt and its continuation; default: the context of'
-  ' the target, and at most 2048',
-  lower_bound=1,
-)
-_READING = flags.DEFINE_integer(
-  'reading',
-  512,
-  'the most tokens of new prompts that are read between two steps of others',
-  lower_bound=1,
-)
+_CONTEXT, _READING = options.define_slots()
 _HOST = flags.DEFINE_string('host', '127.0.0.1', 'the address to listen at')
 _PORT = flags.DEFINE_integer('port', 8000, 'the port, 0: a free one', 0, 65535)
 _API_KEY = flags.DEFINE_string('api_key', None, 'that clients must send')
-
-
-@command_line.checked_first
-def _check() -> None:
-  if (address := several_hosts.COORDINATOR.value) is not None:
-    raise ValueError(
-      f'--coordinator={address}: requests come to one host; leave it out'
-    )
+several_hosts.refuse('requests come to one host; leave it out')
 
 
 def main() -> None:

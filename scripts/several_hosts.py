@@ -76,6 +76,15 @@ def _check() -> None:
     )
 
 
+def refuse(why: str) -> None:
+  """Refuses `--coordinator` in a script that is for one host."""
+
+  @command_line.checked_first
+  def check() -> None:
+    if COORDINATOR.value is not None:
+      raise ValueError(f'--coordinator={COORDINATOR.value}: {why}')
+
+
 @command_line.before_main
 def _join() -> None:
   """Waits for the other hosts; only process 0 prints from now on."""

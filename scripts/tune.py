@@ -21,6 +21,9 @@ _BATCH_SIZE = options.define_batch_size(1, 'rows decoded together')
 _OUTPUT = flags.DEFINE_string(
   'output', None, 'file of the plan; default: where --plan=auto looks for it'
 )
+several_hosts.refuse(
+  'hosts would decide by their own clocks; make the plan on one host'
+)
 
 
 def main() -> None:
@@ -37,11 +40,6 @@ def main() -> None:
   if not options.keeps_tokens():
     raise ValueError(
       f'plans are for --verify=match, got {options.VERIFY.value}'
-    )
-  if (address := several_hosts.COORDINATOR.value) is not None:
-    raise ValueError(
-      f'--coordinator={address}: hosts would decide by their own clocks; make'
-      ' the plan on one host'
     )
   prompts = prompt_flags.file_prompts()
   record.prepare_output(_OUTPUT.value)
