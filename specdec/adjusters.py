@@ -47,31 +47,31 @@ class Adjuster:
     del state
     return ()
 
-  def after(self, carried: Any, tokens: jax.Array) -> Any:
+  def after(self, node_state: Any, tokens: jax.Array) -> Any:
     """The states of nodes, from their parents' states and their own tokens.
 
     Args:
-      carried: `[B, M, ...]`, of the parents.
+      node_state: `[B, M, ...]`, of their parents.
       tokens: `[B, M]` int32, of the nodes.
     """
     del tokens
-    return carried
+    return node_state
 
   def adjust(
-    self, logits: jax.Array, state: Any, carried: Any, nodes: Nodes
+    self, logits: jax.Array, state: Any, node_state: Any, nodes: Nodes
   ) -> jax.Array:
     """The logits of some nodes, adjusted.
 
     Args:
       logits: `[B, W, V]` float32.
       state: of the texts.
-      carried: `[B, W, ...]`, what the nodes carry.
+      node_state: `[B, W, ...]`, of the nodes.
       nodes: the nodes.
     """
     raise NotImplementedError
 
   def adjust_few(
-    self, log_probs: jax.Array, tokens: jax.Array, carried: Any
+    self, log_probs: jax.Array, tokens: jax.Array, node_state: Any
   ) -> jax.Array:
     """The log-probabilities of a few tokens; by default they stay.
 
@@ -81,9 +81,9 @@ class Adjuster:
       log_probs: `[B, W, C]` float32, of distinct tokens, adding up to at most
         1; `EXCLUDED` for entries that are no candidates.
       tokens: `[B, W, C]` int32, the tokens, which follow W nodes.
-      carried: `[B, W, ...]`, what the nodes carry.
+      node_state: `[B, W, ...]`, of the nodes.
     """
-    del tokens, carried
+    del tokens, node_state
     return log_probs
 
   def keep(self, state: Any, carried: Any, added: carried_lib.Added) -> Any:
@@ -91,10 +91,10 @@ class Adjuster:
 
     Args:
       state: of the texts before the step.
-      carried: `[B, D + 1, ...]`, what the nodes of the accepted path carry.
+      node_state: `[B, D + 1, ...]`, of the nodes of the accepted path.
       added: what the step added.
     """
-    del carried, added
+    del node_state, added
     return state
 
 
@@ -112,9 +112,9 @@ class RepetitionPenalty(flax.struct.PyTreeNode, Adjuster):
     return sampling_lib.add_seen(nothing, texts.tokens, texts.length)
 
   def adjust(
-    self, logits: jax.Array, state: jax.Array, carried: Any, nodes: Nodes
+    self, logits: jax.Array, state: jax.Array, node_state: Any, nodes: Nodes
   ) -> jax.Array:
-    del carried
+    del node_state
     seen = sampling_lib.seen_by_nodes(
       nodes.tree, nodes.index, state, nodes.max_depth
     )
@@ -123,17 +123,19 @@ class RepetitionPenalty(flax.struct.PyTreeNode, Adjuster):
   def keep(
     self, state: jax.Array, carried: Any, added: carried_lib.Added
   ) -> jax.Array:
-    del carried
+    del node_state
     return sampling_lib.add_seen(state, added.tokens, added.count)
 
 
-def carried_by(tree: tree_lib.TokenTree, nodes: jax.Array) -> tuple[Any, ...]:
+def states_of_nodes(
+  tree: tree_lib.TokenTree, nodes: jax.Array
+) -> tuple[Any, ...]:
   """The states of `nodes [B, W]`, `[B, W, ...]` for each adjuster.
 
-  Entries without a node get what the root carries.
+  Entries without a node get the state of the root.
   """
   at_nodes = jax.vmap(tree_lib.pick)
-  return jax.tree.map(lambda array: at_nodes(array, nodes), tree.carried)
+  return jax.tree.map(lambda array: at_nodes(array, nodes), tree.node_states)
 
 
 def keep(
@@ -143,10 +145,10 @@ def keep(
   added: carried_lib.Added,
 ) -> tuple[Any, ...]:
   """The states of all adjusters after a step."""
-  along_path = carried_by(tree, added.path)
+  along_path = states_of_nodes(tree, added.path)
   return tuple(
-    adjuster.keep(state, carried, added)
-    for adjuster, state, carried in zip(
+    adjuster.keep(state, node_state, added)
+    for adjuster, state, node_state in zip(
       adjusters, states, along_path, strict=True
     )
   )

@@ -35,7 +35,9 @@ class StepContext(flax.struct.PyTreeNode):
   #: The rule of verification; static.
   rule: accept.Rule = flax.struct.field(pytree_node=False)
   adjusters: tuple[adjusters_lib.Adjuster, ...] = ()  #: The request's.
-  carried: tuple[Any, ...] = ()  #: The states of the adjusters after the texts.
+  adjuster_states: tuple[
+    Any, ...
+  ] = ()  #: The adjusters' states after the texts.
   #: The target's hidden states at the D + 1 tokens before the root, if it keeps
   #: any.
   hidden: carried_lib.HiddenStates = carried_lib.HiddenStates()
@@ -51,19 +53,21 @@ class StepContext(flax.struct.PyTreeNode):
     )
     at_root = tuple(
       adjuster.at_root(state)
-      for adjuster, state in zip(self.adjusters, self.carried, strict=True)
+      for adjuster, state in zip(
+        self.adjusters, self.adjuster_states, strict=True
+      )
     )
-    return tree.replace(carried=jax.tree.map(spread, at_root))
+    return tree.replace(node_states=jax.tree.map(spread, at_root))
 
   def followed(self, tree: tree_lib.TokenTree) -> tree_lib.TokenTree:
-    """The trees, `[B, M]` per field, with what new children carry.
+    """The trees, `[B, M]` per field, with the `node_states` of new children.
 
-    Their parents must already have what they carry.
+    Their parents must already have states.
     """
-    if not jax.tree.leaves(tree.carried):
+    if not jax.tree.leaves(tree.node_states):
       return tree
     is_root = tree.parent < 0
-    of_parents = adjusters_lib.carried_by(tree, tree.parent)
+    of_parents = adjusters_lib.states_of_nodes(tree, tree.parent)
 
     def follow(adjuster: Any, before: Any, now: Any) -> Any:
       return jax.tree.map(
@@ -74,8 +78,8 @@ class StepContext(flax.struct.PyTreeNode):
         now,
       )
 
-    followed = map(follow, self.adjusters, of_parents, tree.carried)
-    return tree.replace(carried=tuple(followed))
+    followed = map(follow, self.adjusters, of_parents, tree.node_states)
+    return tree.replace(node_states=tuple(followed))
 
   def adjusted(
     self, logits: jax.Array, tree: tree_lib.TokenTree, nodes: jax.Array
@@ -83,11 +87,11 @@ class StepContext(flax.struct.PyTreeNode):
     """`logits [B, W, V]` of `nodes [B, W]` with the bias and all adjusters."""
     logits = sampling_lib.add_bias(logits, self.sampling)
     at = adjusters_lib.Nodes(tree, nodes, self.sampling, self.max_depth)
-    carried = adjusters_lib.carried_by(tree, nodes)
-    for adjuster, state, of_nodes in zip(
-      self.adjusters, self.carried, carried, strict=True
+    node_states = adjusters_lib.states_of_nodes(tree, nodes)
+    for adjuster, state, node_state in zip(
+      self.adjusters, self.adjuster_states, node_states, strict=True
     ):
-      logits = adjuster.adjust(logits, state, of_nodes, at)
+      logits = adjuster.adjust(logits, state, node_state, at)
     return logits
 
   def adjusted_few(
@@ -102,7 +106,7 @@ class StepContext(flax.struct.PyTreeNode):
     `tokens [B, W, C]` are candidates after `nodes [B, W]`, and
     `log_probs [B, W, C]` are theirs.
     """
-    carried = adjusters_lib.carried_by(tree, nodes)
-    for adjuster, of_nodes in zip(self.adjusters, carried, strict=True):
-      log_probs = adjuster.adjust_few(log_probs, tokens, of_nodes)
+    node_states = adjusters_lib.states_of_nodes(tree, nodes)
+    for adjuster, node_state in zip(self.adjusters, node_states, strict=True):
+      log_probs = adjuster.adjust_few(log_probs, tokens, node_state)
     return log_probs

@@ -128,7 +128,7 @@ def step_context(
     target_bytes=target.spec.weight_bytes,
     rule=rule,
     adjusters=request.adjusters,
-    carried=state.adjusters,
+    adjuster_states=state.adjusters,
     # A longer path than this tree has may have been accepted before.
     hidden=carried_lib.before_root(
       state.target.cache,

@@ -116,7 +116,7 @@ def match_context(
   kw = {'active': length > 0, 'rule': match.MatchRule(), 'target_bytes': 1} | kw
   if seen is not None:
     penalty = adjusters_lib.RepetitionPenalty(seen.shape[1])
-    kw |= {'adjusters': (penalty,), 'carried': (seen,)}
+    kw |= {'adjusters': (penalty,), 'adjuster_states': (seen,)}
   return context_lib.StepContext(
     tokens=tokens,
     length=length,

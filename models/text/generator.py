@@ -281,11 +281,9 @@ def load(choice: GeneratorChoice) -> Generator:
       not fit together; gives the reason.
   """
   method, drafting, plan = choice.method, choice.drafting, choice.plan
-  uses_draft = method not in ('plain', *settings_lib.INNERS)
-  if plan is not None:
-    if not isinstance(plan, plan_lib.Plan):
-      plan = plan_lib.load_plan(plan)
-    uses_draft = plan.uses_draft
+  if plan is not None and not isinstance(plan, plan_lib.Plan):
+    plan = plan_lib.load_plan(plan)
+  uses_draft = plan.uses_draft if plan else settings_lib.uses_draft(method)
   if drafting is None:
     drafting = settings_lib.with_options(
       settings_lib.DraftSettings(), settings_lib.usual_options()

@@ -87,7 +87,7 @@ class Way:
   @property
   def uses_draft(self) -> bool:
     """Whether the method has a draft model or a head."""
-    return self.method not in ('plain', *settings_lib.INNERS[1:])
+    return settings_lib.uses_draft(self.method)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

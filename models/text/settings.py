@@ -33,6 +33,11 @@ METHODS = (
 )
 
 
+def uses_draft(method: str) -> bool:
+  """Whether a method other than `plan` has a draft model or a head."""
+  return method not in ('plain', *INNERS)
+
+
 def parse_topology(text: str) -> topology_lib.Topology:
   """Reads `chain:4`, `k_ary:2x3` (2 children, 3 levels) or a topology file.
 

@@ -64,28 +64,28 @@ class Constraint(adjusters_lib.Adjuster):
   def at_root(self, state: jax.Array) -> jax.Array:
     return state
 
-  def after(self, carried: jax.Array, tokens: jax.Array) -> jax.Array:
-    return follow(self, carried, tokens)
+  def after(self, node_state: jax.Array, tokens: jax.Array) -> jax.Array:
+    return follow(self, node_state, tokens)
 
   def adjust(
     self,
     logits: jax.Array,
     state: Any,
-    carried: jax.Array,
+    node_state: jax.Array,
     nodes: adjusters_lib.Nodes,
   ) -> jax.Array:
     del state, nodes
-    return exclude(self, logits, carried)
+    return exclude(self, logits, node_state)
 
   def adjust_few(
-    self, log_probs: jax.Array, tokens: jax.Array, carried: jax.Array
+    self, log_probs: jax.Array, tokens: jax.Array, node_state: jax.Array
   ) -> jax.Array:
-    return condition(self, log_probs, carried, tokens)
+    return condition(self, log_probs, node_state, tokens)
 
   def keep(
     self, state: jax.Array, carried: jax.Array, added: carried_lib.Added
   ) -> jax.Array:
-    after = follow(self, carried, added.tokens)
+    after = follow(self, node_state, added.tokens)
     states = jnp.concatenate([state[:, None], after], axis=1)
     return jnp.take_along_axis(states, added.count[:, None], axis=1)[:, 0]
 

@@ -46,9 +46,9 @@ class TokenTree(flax.struct.PyTreeNode):
   #: 0 at the root.
   origin: jax.Array
   size: jax.Array  #: `[]` int32.
-  #: `[M, ...]` for each adjuster, what the nodes carry, see
+  #: `[M, ...]` for each adjuster, the states of the nodes, see
   #: `specdec.adjusters`.
-  carried: tuple[Any, ...] = ()
+  node_states: tuple[Any, ...] = ()
 
   @property
   def capacity(self) -> int:
