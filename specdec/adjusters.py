@@ -86,7 +86,7 @@ class Adjuster:
     del tokens, node_state
     return log_probs
 
-  def keep(self, state: Any, carried: Any, added: carried_lib.Added) -> Any:
+  def keep(self, state: Any, node_state: Any, added: carried_lib.Added) -> Any:
     """The states after a step; by default they stay.
 
     Args:
@@ -121,7 +121,7 @@ class RepetitionPenalty(flax.struct.PyTreeNode, Adjuster):
     return sampling_lib.penalize(logits, nodes.sampling, seen)
 
   def keep(
-    self, state: jax.Array, carried: Any, added: carried_lib.Added
+    self, state: jax.Array, node_state: Any, added: carried_lib.Added
   ) -> jax.Array:
     del node_state
     return sampling_lib.add_seen(state, added.tokens, added.count)

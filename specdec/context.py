@@ -35,9 +35,7 @@ class StepContext(flax.struct.PyTreeNode):
   #: The rule of verification; static.
   rule: accept.Rule = flax.struct.field(pytree_node=False)
   adjusters: tuple[adjusters_lib.Adjuster, ...] = ()  #: The request's.
-  adjuster_states: tuple[
-    Any, ...
-  ] = ()  #: The adjusters' states after the texts.
+  adjuster_states: tuple[Any, ...] = ()  #: After the texts.
   #: The target's hidden states at the D + 1 tokens before the root, if it keeps
   #: any.
   hidden: carried_lib.HiddenStates = carried_lib.HiddenStates()

@@ -83,7 +83,7 @@ class Constraint(adjusters_lib.Adjuster):
     return condition(self, log_probs, node_state, tokens)
 
   def keep(
-    self, state: jax.Array, carried: jax.Array, added: carried_lib.Added
+    self, state: jax.Array, node_state: jax.Array, added: carried_lib.Added
   ) -> jax.Array:
     after = follow(self, node_state, added.tokens)
     states = jnp.concatenate([state[:, None], after], axis=1)
