@@ -23,8 +23,6 @@ from specdec.text import automaton as automaton_lib
 from specdec.text import constraint as constraint_lib
 from specdec.text import effects as effects_lib
 
-_Ranges = tuple[tuple[int, int], ...]
-
 # A rest, and the effect on counts until it begins.
 _Step = tuple[int, int]
 
@@ -56,11 +54,11 @@ class _Tail(expression_lib.Tree):
   """The last bytes of characters; each byte has six bits of a number."""
 
   length: int = 0
-  ranges: _Ranges = ()  # First and last numbers in order.
+  ranges: expression_lib.Ranges = ()  # In order.
 
 
 def _split(
-  ranges: _Ranges, length: int, lead: int
+  ranges: expression_lib.Ranges, length: int, lead: int
 ) -> list[tuple[int, tuple[_Tail, ...]]]:
   """The first bytes of numbers that have `length` bytes more, and the rest.
 
@@ -72,7 +70,7 @@ def _split(
       start = bits << 6 * length
       end = min(last - start, 64**length - 1)
       after[lead | bits].append((max(first - start, 0), end))
-  alike = collections.defaultdict[_Ranges, int](int)
+  alike = collections.defaultdict[expression_lib.Ranges, int](int)
   for byte, rest in after.items():
     alike[tuple(rest)] |= 1 << byte
   return [
@@ -96,8 +94,7 @@ def _spelled(
     return _split(tree.ranges, tree.length - 1, 0x80)
   spellings = []
   for length, (first, last, lead) in enumerate(_LEADS):
-    cut = [(max(low, first), min(high, last)) for low, high in tree.ranges]
-    ranges = tuple((low, high) for low, high in cut if low <= high)
+    ranges = expression_lib.common(tree.ranges, [(first, last)])
     spellings += _split(ranges, length, lead)
   return spellings
 

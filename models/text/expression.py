@@ -7,6 +7,7 @@ that no such tree can express are refused by name.
 """
 
 from collections.abc import Iterable
+from collections.abc import Sequence
 import dataclasses
 import functools
 import re
@@ -16,6 +17,10 @@ from re import _compiler  # type: ignore[attr-defined]
 from re import _constants as ops  # type: ignore[attr-defined]
 from re import _parser  # type: ignore[attr-defined]
 from typing import Any
+
+Range = tuple[int, int]
+"""The first and the last number."""
+Ranges = tuple[Range, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,7 +54,7 @@ class Character(Tree):
   """One character of a set; it has no parts."""
 
   #: First and last code points in order, without surrogates.
-  ranges: tuple[tuple[int, int], ...] = ()
+  ranges: Ranges = ()
 
 
 # Code points except surrogates, which UTF-8 cannot spell.
@@ -87,15 +92,19 @@ def _literal(code: int) -> Character:
   return character([(code, code)])
 
 
-def character(ranges: Iterable[tuple[int, int]]) -> Character:
-  """One character of some ranges in order, which may have surrogates."""
+def common(ranges: Iterable[Range], others: Sequence[Range]) -> Ranges:
+  """What two lists of ranges have in common; both are in order."""
   cut = [
     (max(first, low), min(last, high))
     for first, last in ranges
-    for low, high in ANY.ranges
+    for low, high in others
   ]
-  ordered = tuple((first, last) for first, last in cut if first <= last)
-  return Character(ranges=ordered)
+  return tuple((first, last) for first, last in cut if first <= last)
+
+
+def character(ranges: Iterable[Range]) -> Character:
+  """One character of some ranges in order, which may have surrogates."""
+  return Character(ranges=common(ranges, ANY.ranges))
 
 
 def parse(expression: str) -> Tree:

@@ -98,10 +98,10 @@ def _says_nothing(key: str, value: Any) -> bool:
   return key in _ANNOTATIONS or key.startswith('x-')
 
 
-def _checked(value: Any, kind: Any, place: str) -> Any:
+def _checked(value: Any, type_: Any, place: str) -> Any:
   """A value that must be of a type of Python."""
-  if not isinstance(value, kind):
-    expected = {dict: 'an object', list: 'a list'}.get(kind, 'a string')
+  if not isinstance(value, type_):
+    expected = {dict: 'an object', list: 'a list'}.get(type_, 'a string')
     _refuse(place, f'must be {expected}, got {value!r:.40}')
   return value
 

@@ -105,12 +105,7 @@ def _in_string(tree: expression_lib.Tree, place: str) -> expression_lib.Tree:
       name = f'{tree.name} of {place}'
       return dataclasses.replace(tree, parts=parts, name=name)
     return dataclasses.replace(tree, parts=parts)
-  cut = [
-    (max(first, least), min(last, most))
-    for first, last in tree.ranges
-    for least, most in _PLAIN
-  ]
-  plain = tuple((first, last) for first, last in cut if first <= last)
+  plain = expression_lib.common(tree.ranges, _PLAIN)
   escapes = (
     expression_lib.literal(json.dumps(chr(code))[1:-1])
     for code in _ESCAPED
