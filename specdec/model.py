@@ -124,7 +124,6 @@ class LanguageModel(Network):
     mask: jax.Array,
     cache: cache_lib.KVCache,
   ) -> tuple[jax.Array, cache_lib.KVCache]:
-    """One forward, see `ModelSpec.apply`."""
     with jax.named_scope('forward'):  # the name in profiles and compiled text
       return self.spec.apply(self.params, tokens, positions, mask, cache)
 

@@ -89,21 +89,17 @@ class NoiseTable(flax.struct.PyTreeNode):
     return self.index.shape[1]
 
   def at(self, index: jax.Array) -> 'NoiseTable':
-    """See `DrawnNoise`."""
     return self.replace(index=jax.vmap(tree_lib.pick)(self.index, index))
 
   def of_tokens(self, tokens: jax.Array) -> jax.Array:
-    """See `DrawnNoise`."""
     of_row = lambda table, index, tokens: table[index[:, None], tokens]
     return jax.vmap(of_row)(self.table, self.index, tokens)
 
   def of_all(self, vocab_size: int) -> jax.Array:
-    """See `DrawnNoise`."""
     del vocab_size
     return jax.vmap(tree_lib.pick)(self.table, self.index)
 
   def of_some(self, tokens: jax.Array) -> jax.Array:
-    """See `DrawnNoise`."""
     return self.of_all(self.table.shape[-1])[..., tokens]
 
 
@@ -114,7 +110,6 @@ class NoiseOfSome(flax.struct.PyTreeNode):
   tokens: jax.Array  #: `[N]` int32.
 
   def of_tokens(self, places: jax.Array) -> jax.Array:
-    """See `DrawnNoise`."""
     return self.noise.of_tokens(self.tokens[places])
 
   def of_all(self, vocab_size: int) -> jax.Array:

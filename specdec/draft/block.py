@@ -141,7 +141,6 @@ class BlockScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     return width
 
   def start(self, texts: carried_lib.Texts, num_scored: int) -> BlockState:
-    """Reads the texts with the states of the target."""
     spec = self.drafter.spec
     rows = texts.tokens.shape[0]
     window_size = max(num_scored, spec.block_size)
@@ -158,7 +157,6 @@ class BlockScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
   def restart(
     self, state: BlockState, texts: carried_lib.Texts, num_scored: int
   ) -> tuple[BlockState, jax.Array]:
-    """Reads the missing text, see `specdec.model.restart`."""
     del num_scored
     model, forwards = model_lib.restart(self.drafter, state.model, texts)
     return state.replace(model=model), forwards

@@ -241,7 +241,6 @@ class Stage(flax.struct.PyTreeNode):
     return '+'.join(self.scorer.facts.labels)
 
   def forward_width(self, max_depth: int, *, has_inner: bool) -> int:
-    """See `Scorer.forward_width`; `max_depth` is D."""
     return self.scorer.forward_width(
       self.config.width, max_depth, has_inner=has_inner
     )

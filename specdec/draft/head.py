@@ -133,7 +133,6 @@ class HeadScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     return max(width, max_depth + 1)
 
   def start(self, texts: carried_lib.Texts, num_scored: int) -> HeadState:
-    """Reads the texts with the states of the target."""
     head = self.head
     state = model_lib.start(head, texts, window_size=num_scored)
     shape = (texts.tokens.shape[0], num_scored, head.spec.width)
@@ -142,7 +141,6 @@ class HeadScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
   def restart(
     self, state: HeadState, texts: carried_lib.Texts, num_scored: int
   ) -> tuple[HeadState, jax.Array]:
-    """Reads the missing text, see `specdec.model.restart`."""
     del num_scored
     read, forwards = model_lib.restart(self.head, state.model, texts)
     return state.replace(model=read), forwards

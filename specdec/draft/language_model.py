@@ -72,7 +72,6 @@ class LanguageModelScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
 
   @property
   def facts(self) -> drafter_lib.ScorerFacts:
-    """The facts of the model."""
     return drafter_lib.ScorerFacts.of_network(
       self.model, self.name, needs_ancestors=True
     )
@@ -87,13 +86,11 @@ class LanguageModelScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
   def start(
     self, texts: carried_lib.Texts, num_scored: int
   ) -> model_lib.ModelState:
-    """Prefills the texts."""
     return model_lib.start(self.model, texts, window_size=num_scored)
 
   def restart(
     self, state: model_lib.ModelState, texts: carried_lib.Texts, num_scored: int
   ) -> tuple[model_lib.ModelState, jax.Array]:
-    """Feeds the missing text, see `specdec.model.restart`."""
     del num_scored
     return model_lib.restart(self.model, state, texts)
 
@@ -115,7 +112,6 @@ class LanguageModelScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
   def keep(
     self, state: model_lib.ModelState, added: carried_lib.Added
   ) -> model_lib.ModelState:
-    """Keeps the entries of accepted nodes, see `specdec.model.keep`."""
     return model_lib.keep(state, added)
 
 
@@ -150,7 +146,6 @@ class PromptTailScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
 
   @property
   def facts(self) -> drafter_lib.ScorerFacts:
-    """The facts of the model's scorer."""
     return self.scorer.facts
 
   def __post_init__(self) -> None:
@@ -159,7 +154,6 @@ class PromptTailScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
   def forward_width(
     self, width: int, max_depth: int, *, has_inner: bool
   ) -> int:
-    """The width of the model's scorer."""
     return self.scorer.forward_width(width, max_depth, has_inner=has_inner)
 
   def start(self, texts: carried_lib.Texts, num_scored: int) -> TailState:
@@ -200,7 +194,6 @@ class PromptTailScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     ctx: context_lib.StepContext,
     config: drafter_lib.StageConfig,
   ) -> tuple[drafter_lib.Scores, TailState]:
-    """One forward, as of a language model that has the shorter text."""
     tail = ctx.replace(
       tokens=_from(ctx.tokens, state.skipped), length=ctx.length - state.skipped
     )
@@ -208,5 +201,4 @@ class PromptTailScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     return scores, state.replace(model=model)
 
   def keep(self, state: TailState, added: carried_lib.Added) -> TailState:
-    """Keeps what a language model keeps."""
     return state.replace(model=self.scorer.keep(state.model, added))

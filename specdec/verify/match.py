@@ -34,7 +34,6 @@ class MatchRule:
     randomness: randomness_lib.Randomness,
     sampling: sampling_lib.SamplingParams,
   ) -> accept.Verdict:
-    """See `specdec.verify.accept.Rule`."""
     del proposals
     noise = randomness.noise.at(jax.vmap(tree_lib.pick)(tree.depth, nodes))
     choices = sampling_lib.choose(logits, noise, sampling)

@@ -268,7 +268,6 @@ class RejectionRule:
     randomness: randomness_lib.Randomness,
     sampling: sampling_lib.SamplingParams,
   ) -> accept.Verdict:
-    """See `specdec.verify.accept.Rule`."""
     parent = jnp.where(nodes >= 0, _at(tree.parent, nodes), tree_lib.NO_NODE)
     draws = self.children != sampling_lib.BEST
     before = jnp.tril(parent[:, :, None] == parent[:, None], -1)

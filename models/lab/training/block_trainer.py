@@ -189,7 +189,6 @@ class BlockTraining(target_trainer.TargetTraining):
   num_anchors: int = 64
 
   def config(self, target: adapter.Config) -> block_drafter.BlockDrafterConfig:
-    """The shape of a drafter for a target; see the base class."""
     has_term = self.markov_rank > 0
     config = block_drafter.BlockDrafterConfig(
       **self.of_layers(target),
@@ -224,7 +223,6 @@ class BlockTraining(target_trainer.TargetTraining):
     lm_head: jax.Array,
     ids: np.ndarray | None,
   ) -> tuple[Any, target_trainer.LossFunction, Callable[..., None]]:
-    """Draws the weights; see the base class."""
     module = block_drafter.BlockDrafter(
       config, self.vocabulary, rngs=nnx.Rngs(self.seed)
     )

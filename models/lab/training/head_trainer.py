@@ -124,7 +124,6 @@ class HeadTraining(target_trainer.TargetTraining):
   depth: int = 4
 
   def config(self, target: adapter.Config) -> eagle.HeadConfig:
-    """The shape of a head for a target; see the base class."""
     return eagle.HeadConfig(
       **self.of_layers(target),
       num_layers=1,
@@ -138,7 +137,6 @@ class HeadTraining(target_trainer.TargetTraining):
     lm_head: jax.Array,
     ids: np.ndarray | None,
   ) -> tuple[Any, target_trainer.LossFunction, Callable[..., None]]:
-    """Draws the weights; see the base class."""
     graph, variables = nnx.split(eagle.Head(config, rngs=nnx.Rngs(self.seed)))
     params = nnx.to_pure_dict(variables)
     # The output matrix is made for states that the target has normalised.

@@ -111,7 +111,6 @@ class ModelTraining(trainer.Training):
     return config(**{name: values[name] for name in names if name in values})
 
   def window_length(self, step: int) -> int:
-    """The tokens of a window in a step."""
     total = sum(fraction for fraction, _ in self.phases)
     end = 0.0
     for fraction, length in self.phases:  # noqa: B007
@@ -123,7 +122,6 @@ class ModelTraining(trainer.Training):
   def prepare(
     self, claim: trainer.Claim, report: trainer.Report
   ) -> trainer.Trainee:
-    """Tokenizes the corpus and draws the weights; see the base class."""
     given, teacher, facts = self.teacher or self.tokenizer, None, {}
     tokenizer = None
     if given is not None:

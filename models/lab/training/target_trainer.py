@@ -358,7 +358,6 @@ class TargetTraining(trainer.Training):
   def prepare(
     self, claim: trainer.Claim, report: trainer.Report
   ) -> trainer.Trainee:
-    """Loads the target and computes features; see the base class."""
     checkpoint = hub.locate(self.target)
     if checkpoint.tokenizer is None:
       raise ValueError(f'--target={self.target} has no tokenizer')
