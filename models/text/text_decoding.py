@@ -49,18 +49,19 @@ class TextDecoding:
     max_new_tokens: int | Sequence[int],
   ) -> None:
     """Goes on from other prompts, see `specdec.Decoding.extend`."""
-    request = dataclasses.replace(
-      self._request,
-      prompts=prompts,
-      ids=self._pair.ids_of(prompts),
-      sections=text_options.first_sections(
-        self._pair, prompts, self._request.constrained
-      ),
+    ids = self._pair.ids_of(prompts)
+    sections = text_options.first_sections(
+      self._pair, prompts, self._request.constrained
     )
-    self._decoding.extend(
-      request.ids, max_new_tokens=max_new_tokens, sections=request.sections
+    self._decoding.extend(ids, max_new_tokens=max_new_tokens, sections=sections)
+    self._begin(
+      dataclasses.replace(
+        self._request,
+        prompts=prompts,
+        ids=self._decoding.prompts,
+        sections=sections,
+      )
     )
-    self._begin(request)
 
   @property
   def num_read(self) -> list[int]:
