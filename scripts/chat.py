@@ -80,7 +80,7 @@ def _answer(chat, interrupts, waits):
 
 
 def _ask(chat, line):
-  """Goes on with a message; after a ValueError nothing has changed."""
+  """Sends a message; after a ValueError nothing has changed."""
   try:
     chat.reply(line)
   except ValueError as error:

@@ -63,7 +63,7 @@ def _keep_programs() -> None:
 
 
 def _check_folder() -> None:
-  """JAX would warn about every program that it cannot write."""
+  """Refuses a file as the folder: JAX would warn about every program."""
   folder = _COMPILATION_CACHE.value
   path = pathlib.Path(folder or 'none')
   if folder not in (None, 'none') and path.exists() and not path.is_dir():

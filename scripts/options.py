@@ -292,7 +292,7 @@ def sampling() -> specdec.Sampling:
 
 
 def models() -> choice_lib.ModelChoice:
-  """The models of the flags; a mesh is its sizes, and starts no device."""
+  """The models of the flags; a mesh has sizes alone, so no device starts."""
   with named_as_flag():
     choice = choice_lib.ModelChoice(
       **{

@@ -126,7 +126,7 @@ def writes() -> bool:
 def of_first_host(make: Callable[[], Any]) -> Any:
   """The result of a function that the first host alone calls, as JSON.
 
-  Files are read so, because hosts whose inputs differ would wait for ever.
+  It reads files, because hosts whose inputs differ would wait for ever.
   """
   text = text_files.to_json(make() if writes() else None).encode()
   size = multihost_utils.broadcast_one_to_all(np.array(len(text)))

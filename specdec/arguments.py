@@ -35,7 +35,7 @@ def is_integer(value: Any) -> bool:
 def check_count(
   name: str, value: Any, largest: float = np.inf, least: int = 1
 ) -> None:
-  """Refuses whatever is not an integer from the least to the largest."""
+  """Refuses everything but integers from `least` to `largest`."""
   if not (is_integer(value) and least <= value <= largest):
     bound = '' if largest == np.inf else f' and at most {largest}'
     raise ValueError(
@@ -289,7 +289,7 @@ def _checked_bias(bias: Any, batch_size: int, vocab_size: int) -> jax.Array:
 def to_params(
   sampling: sampling_lib.Sampling, batch_size: int, vocab_size: int
 ) -> sampling_lib.SamplingParams:
-  """As `decode` takes it: one value per row, biases as arrays.
+  """`Sampling` as `decode` takes it: one value per row, biases as arrays.
 
   Raises:
     ValueError: a value is out of range or has another shape; names it.

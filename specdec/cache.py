@@ -383,7 +383,7 @@ def advance(cache: KVCache, count: jax.Array) -> KVCache:
 
 
 def usable(cache: KVCache, length: jax.typing.ArrayLike) -> jax.Array:
-  """`[B]` int32, how much of its text `rewind` keeps; see there."""
+  """`[B]` int32, how much of its text `rewind` would keep."""
   kept = jnp.minimum(cache.length, length)
   if cache.marked is None:
     return kept

@@ -9,7 +9,7 @@ from specdec import total as total_lib
 
 
 def read(tree: Any) -> Any:
-  """`jax.device_get`, also of arrays of which other hosts have a part.
+  """`jax.device_get`, also of arrays that are partly on other hosts.
 
   A `Total` becomes an array of int64. All hosts must read the same arrays in
   the same order.

@@ -83,7 +83,7 @@ class Recurrent(flax.struct.PyTreeNode):
     return self.replace(inputs=jax.tree.map(empty, self.inputs))
 
   def fold(self, slots: jax.Array, count: jax.Array) -> 'Recurrent':
-    """Takes the state on by the first `count [B]` of `slots [B, n]`."""
+    """The state with the inputs of the first `count [B]` of `slots [B, n]`."""
     if self.fold_all is not None:
       state = self.fold_all(self.state, self.inputs, slots, count)
       return self.replace(state=state)

@@ -61,7 +61,7 @@ class _Slot:
     return self.num_read == len(self.ids)
 
   def read(self, most: int) -> tuple[step_lib.Request, np.int32]:
-    """Goes on by at most `most` tokens: `new` and `kept` of `loop.insert`."""
+    """Adds at most `most` tokens; returns `new` and `kept` of `loop.insert`."""
     kept, length = self.num_read, len(self.ids)
     self.num_read = min(kept + most, length)
     request = self.request.replace(
@@ -257,7 +257,7 @@ class _RowOptions:
       self._tables = automaton_lib.with_row(self._tables, row, automaton)
 
   def free(self, row: int) -> None:
-    """The prompt of the row has ended; its options cost nothing from now on."""
+    """Drops the options of a prompt that has ended; they cost nothing then."""
     self._params[row], self._automata[row] = self._default, None
 
   def of_row(self, row: int) -> sampling_lib.SamplingParams:
@@ -323,7 +323,7 @@ class _Rows:
   texts: slot_texts.SlotTexts
 
   def read_prompts(self, most: int) -> bool:
-    """Reads what is new, at most `most` tokens; whether that was all."""
+    """Reads at most `most` tokens of new prompts; whether all are read."""
     for row, slot in enumerate(self.slots):
       if slot is not None and not slot.is_read:
         if not most:

@@ -88,7 +88,7 @@ def bytes_read(
 def plain_reads(
   prompt_lengths: np.ndarray, new_tokens: np.ndarray
 ) -> dict[str, int]:
-  """Forwards and visible slots of plain decoding; lengths of the rows `[B]`."""
+  """Forwards and visible slots of plain decoding; both arguments are `[B]`."""
   # Emitting token i of a row, plain decoding sees prompt_length + i slots.
   slots = new_tokens * prompt_lengths + new_tokens * (new_tokens - 1) // 2
   return {

@@ -145,7 +145,7 @@ def step(
   state: DecodeState,
   config: DecodeConfig,
 ) -> tuple[DecodeState, StepRecord]:
-  """Takes all rows on that are not done; see `loop.decode`.
+  """Takes one step for all rows that are not done; see `loop.decode`.
 
   A row that is done is computed with the others, but emits and keeps nothing.
   The drafter `PLAIN` makes it a plain step, whatever stages the state has.

@@ -323,7 +323,7 @@ def fixed_drafter(
 def staged(*drafters: Drafter) -> Drafter:
   """The stages of several drafters one after another, in the first's shape.
 
-  Each drafter makes the forwards of the one before it fewer.
+  Each drafter saves forwards of the one before it.
   """
   stages = tuple(stage for drafter in drafters for stage in drafter.stages)
   return drafters[0].replace(stages=stages)

@@ -292,7 +292,7 @@ class _BestFirst(_Policy):
 
   @property
   def takes_all_rounds(self) -> bool:
-    """If nothing need pay: an n-gram, for example, always has candidates."""
+    """Whether rounds cost nothing: an n-gram always has candidates."""
     return self.stage.config.cost_ratio == 0
 
   def next_nodes(

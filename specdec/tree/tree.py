@@ -88,7 +88,7 @@ def count_leading(flags: jax.Array) -> jax.Array:
 
 
 def is_first(same: jax.Array) -> jax.Array:
-  """`[..., n]` bool, which entries equal none before them.
+  """`[..., n]` bool, which entries differ from all entries before them.
 
   `same [..., n, n]` bool: which entries are equal.
   """
@@ -123,7 +123,7 @@ def ancestor_mask(
       node 4   x x . . x
 
   `[W, T]` bool, from `parent [M]`, `nodes [W]` and `others [T]` int32;
-  `NO_NODE` has no ancestor and is none.
+  `NO_NODE` has no ancestors and is not an ancestor.
   """
   walk = walk_up(parent, nodes, max_depth)
   same = walk[:, :, None] == others[None, None]

@@ -104,15 +104,15 @@ def _rows(arms: Mapping[str, Figures], columns: _Columns) -> list[list[str]]:
 
 
 def _to_table(
-  kind: str, groups: Mapping[str, Mapping[str, Figures]], columns: _Columns
+  title: str, groups: Mapping[str, Mapping[str, Figures]], columns: _Columns
 ) -> str:
-  """A Markdown table of groups of arms; `kind` is what tells groups apart."""
+  """A Markdown table of groups of arms; `title` heads the names of groups."""
   rows = [
     [name, *row]
     for name, arms in groups.items()
     for row in _rows(arms, columns)
   ]
-  return record.to_table((kind, 'arm', *columns), rows)
+  return record.to_table((title, 'arm', *columns), rows)
 
 
 @dataclasses.dataclass(frozen=True)

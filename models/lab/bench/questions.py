@@ -75,7 +75,8 @@ def choose(
 ) -> list[Question]:
   """At most the first `most` questions of each of the categories.
 
-  None and no categories stand for all. ValueError if a category has none.
+  `most=None` takes all questions, and no categories take all of them.
+  ValueError if a category has no questions.
   """
   groups: dict[str | None, list[Question]] = {}
   for question in questions:

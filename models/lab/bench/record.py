@@ -30,7 +30,7 @@ def prepare_output(path: str | None) -> None:
 def write_record(
   path: str | None, settings: dict[str, Any], figures: dict[str, Any]
 ) -> None:
-  """Writes `record` as JSON, if there is a path, from the first of hosts."""
+  """Writes `record` as JSON, if there is a path; only the first host does."""
   if path and jax.process_index() == 0:
     text = text_files.to_json(record(settings, figures), indent=1)
     whole_files.write_text(path, f'{text}\n')

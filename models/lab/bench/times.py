@@ -1,7 +1,7 @@
 """Times of parts of decoding on this machine.
 
 `forward`: V(N), a forward over N tree nodes of each row. `draft`: what a step
-takes besides the target. `kernels`: the CPU kernels next to XLA's. The speed of
+takes, the target apart. `kernels`: the CPU kernels next to XLA's. The speed of
 a machine drifts, so alternatives are timed in turns, and medians are used.
 """
 
@@ -220,7 +220,7 @@ def draft(
   context: int,
   repeats: int,
 ) -> list[Row]:
-  """Milliseconds of a step besides the target, and of target forwards.
+  """Milliseconds of a step, the target apart, and of target forwards.
 
   It does not depend on weights, so they may be random (`pair.drawn_pair`).
 

@@ -66,7 +66,7 @@ def save_json(path: pathlib.Path, record: Any) -> None:
 def write_once(path: pathlib.Path, record: dict[str, Any]) -> None:
   """Saves the settings and data of a run; refuses to resume a different run.
 
-  No other process can go on with the folder of the file until this one ends.
+  No other process can use the folder of the file until this one ends.
 
   Raises:
     ValueError: the file holds another record (the message lists the changes) or

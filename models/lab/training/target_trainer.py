@@ -351,7 +351,7 @@ class TargetTraining(trainer.Training):
     """
 
   def window_length(self, step: int) -> int:
-    """The tokens of a window, which are the same in all steps."""
+    """The tokens of a window, in all steps."""
     del step
     return self.length
 

@@ -123,7 +123,7 @@ def _num_nodes(way: plan_lib.Way) -> int:
 def join_plans(
   alone: plan_lib.Plan, full: plan_lib.Plan, batch_size: int
 ) -> tuple[plan_lib.Plan, dict[int, int]]:
-  """One way to decode batches that fill and run dry.
+  """Joins two plans, for batches that fill up and run dry.
 
   Args:
     alone: the plan for one prompt.

@@ -275,8 +275,7 @@ def plan_of(
 ) -> plan_lib.Plan:
   """The fastest way of each length, and plain decoding.
 
-  Among ways only those count that have as many runs as any: the others were
-  left behind.
+  Only ways with the most runs count; the others were dropped before.
   """
   ways: dict[str, list[Trial]] = {}
   speeds: dict[str, dict[int, float]] = {PLAIN: {}}
@@ -342,7 +341,7 @@ def make_plan(
   clock: Callable[[], float] = time.perf_counter,
   report: Callable[[str], None] = lambda line: None,
 ) -> plan_lib.Plan:
-  """Tries the candidates; see the module.
+  """Tries the candidates, and makes a plan of the fastest.
 
   Args:
     pair: the models of the task.
