@@ -2,8 +2,8 @@
 
 An adjuster has a state per text (`specdec.carried`) and, if it wants, one per
 node of the tree. The logits of the target and of every stage pass through the
-adjusters in their order, so plain decoding under the same adjusters
-gives the same tokens.
+adjusters in their order, so plain decoding under the same adjusters gives the
+same tokens.
 """
 
 from typing import Any
