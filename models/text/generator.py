@@ -301,7 +301,7 @@ def load(choice: GeneratorChoice) -> Generator:
       not fit together; gives the reason.
   """
   method, drafting, plan = choice.method, choice.drafting, choice.plan
-  uses_draft = method not in ('plain', *settings_lib.INNERS)
+  uses_draft = settings_lib.method_of(method).uses_draft
   if plan is not None:
     if not isinstance(plan, plan_lib.Plan):
       plan = plan_lib.load_plan(plan)
