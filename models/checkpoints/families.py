@@ -271,11 +271,14 @@ def written_keys(
       key: getattr(config, field) for field, key in row.key_of_field.items()
     }
     if isinstance(rope := getattr(config, 'rope', None), rope_lib.Rope):
+      rotation = rope_keys.write(rope)
       keys |= {
         'max_position_embeddings': config.num_positions,
         'head_dim': config.head_width,
-        'rope_parameters': rope_keys.write(rope),
+        'rope_parameters': rotation,
       }
+      if (key := row_lib.ORIGINAL) in row.class_keys:
+        keys[key] = rotation.get(key, config.num_positions)
     class_name = row.config.__name__.removesuffix('Config')
     head = 'ForCausalLM' if row.rotates else 'LMHeadModel'
     keys |= dict.fromkeys(tokens, eos_token_id) | {
@@ -286,8 +289,8 @@ def written_keys(
     try:
       if _read(keys) == (row, config):
         return keys
-    except ValueError:
-      pass
+    except (KeyError, StrictDataclassError, ValueError):
+      pass  # No such model has these keys.
   raise ValueError(
     f'only the shapes of {", ".join(types)} can be saved, not {config}'
   )

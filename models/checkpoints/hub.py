@@ -74,28 +74,22 @@ def locate(
     path = _EMBEDDED.get(str(name), pathlib.Path(name).expanduser())
   except RuntimeError as error:  # An unknown user, or none has a home.
     raise ValueError(f'there is no folder {name}: {error}') from error
-  if checkpoint := _at(path):
+  if any(container.holds(path) for container in _CONTAINERS):
     if revision is not None:
       raise ValueError(f'{name} is not a hub id, and a revision needs one')
-    return checkpoint
-  if path.is_file():
-    text_files.refuse_stand_in(path)
-    raise ValueError(
-      f'{name} is a file, but no GGUF file; give the folder of a model'
-    )
-  if path.suffix.lower() == gguf.SUFFIX:
-    raise ValueError(f'there is no file {name}')
-  if isinstance(name, pathlib.Path) or name.startswith(('/', '.', '~')):
-    raise ValueError(f'there is no folder {name}')
-  checkpoint = _at(_download(name, revision))
-  assert checkpoint is not None
-  return checkpoint
-
-
-def _at(path: pathlib.Path) -> checkpoint_lib.Checkpoint | None:
+  else:
+    if path.is_file():
+      text_files.refuse_stand_in(path)
+      raise ValueError(
+        f'{name} is a file, but no GGUF file; give the folder of a model'
+      )
+    if path.suffix.lower() == gguf.SUFFIX:
+      raise ValueError(f'there is no file {name}')
+    if isinstance(name, pathlib.Path) or name.startswith(('/', '.', '~')):
+      raise ValueError(f'there is no folder {name}')
+    path = _download(name, revision)
   return next(
-    (container(path) for container in _CONTAINERS if container.holds(path)),
-    None,
+    container(path) for container in _CONTAINERS if container.holds(path)
   )
 
 

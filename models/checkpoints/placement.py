@@ -65,16 +65,11 @@ class Placement:
     head = config.embedding if tied else 'lm_head'
     if self.outputs is not None and path[0] == head:
       host = matrices_lib.few_outputs(host, self.outputs, is_embedding=tied)
-    return self._put(path, host, config)
-
-  def _put(self, path: tuple[Any, ...], host: Any, config: Any) -> Any:
     if self.on_host:
       return host
     # Some embeddings are added, not multiplied.
-    if not self.packed or path[0] == config.looked_up:
-      host = matrices_lib.for_xla(host)
-    elif len(host.shape) == 2:
-      host = matrices_lib.pack(host)
+    packed = self.packed and path[0] != config.looked_up
+    host = matrices_lib.as_operand(host, packed=packed)
     return self.layout.put_parameter(path, host, config)
 
   def hold_copy(self, matrix: Any, ids: np.ndarray, config: Any) -> Any:
@@ -84,7 +79,8 @@ class Placement:
       outputs=self.form.from_blocks([(slice(None), rows)], rows.shape),
       index=matrices_lib.index_of(ids, matrix.shape[0]),
     )
-    return self._put(('lm_head',), few, config)
+    few = matrices_lib.as_operand(few, packed=self.packed)
+    return self.layout.put_parameter(('lm_head',), few, config)
 
 
 def make(
