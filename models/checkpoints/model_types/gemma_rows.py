@@ -1,6 +1,5 @@
 """Gemma 1 to 4 (text)."""
 
-from collections.abc import Mapping
 import itertools
 import re
 from typing import Any
@@ -12,7 +11,7 @@ from specdec.models.checkpoints.model_types import architecture
 from specdec.models.checkpoints.model_types import model_type
 from specdec.models.nn import gemma as gemma_lib
 
-_Keys = Mapping[str, Any]
+_Keys = architecture.Keys
 _SHARED = 'num_kv_shared_layers'
 _GEMMA4_FIXED = {
   'post_norm': True,

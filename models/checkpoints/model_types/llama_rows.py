@@ -1,6 +1,5 @@
 """GPT-2, Llama and the models that differ from a Llama in single fields."""
 
-from collections.abc import Mapping
 import math
 import re
 from typing import Any
@@ -12,7 +11,7 @@ from specdec.models.checkpoints.model_types import model_type
 from specdec.models.nn import gpt2 as nn_gpt2
 from specdec.text import text_files
 
-_Keys = Mapping[str, Any]
+_Keys = architecture.Keys
 _POST_NORM = {
   'pre_norm': False,
   'post_norm': True,
@@ -50,7 +49,7 @@ _GPT2_FILES = architecture.Architecture(
 )
 
 
-def _as_granite(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _as_granite(raw: _Keys) -> dict[str, Any]:
   """The keys of the Granite that computes the same as a MiniCPM."""
   text_files.check_types(raw, dict.fromkeys(_MINICPM, float))
   for key in _MINICPM:

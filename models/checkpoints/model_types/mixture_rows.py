@@ -1,6 +1,6 @@
 """Mixtures of experts."""
 
-from collections.abc import Mapping
+import dataclasses
 import functools
 from typing import Any
 
@@ -12,7 +12,7 @@ from specdec.models.checkpoints.model_types import llama_rows
 from specdec.models.checkpoints.model_types import model_type
 from specdec.models.nn import mixtral as mixtral_lib
 
-_Keys = Mapping[str, Any]
+_Keys = architecture.Keys
 _Mixture = functools.partial(
   model_type.ModelType,
   shape=mixtral_lib.MixtralConfig,
@@ -35,15 +35,11 @@ _GRANITE_4_GIVEN = {
 _GRANITE_4: dict[str, Any] = {
   'extra': {'time_step_limit': list | None},
   'idle': (
-    'mamba_n_heads',
-    'mamba_n_groups',
-    'mamba_d_state',
-    'mamba_d_head',
-    'mamba_d_conv',
-    'mamba_expand',
-    'mamba_chunk_size',
-    'mamba_conv_bias',
-    'mamba_proj_bias',
+    *(
+      field.name
+      for field in dataclasses.fields(transformers.GraniteMoeHybridConfig)
+      if field.name.startswith('mamba_')
+    ),
     'init_method',
     'normalization_function',
     'num_experts_per_tok',

@@ -1,6 +1,5 @@
 """Models whose layers may have a state in place of keys and values."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from specdec.models.checkpoints.model_types import model_type
 from specdec.models.nn import delta as delta_lib
 from specdec.models.nn import lfm2 as lfm2_lib
 
-_Keys = Mapping[str, Any]
+_Keys = architecture.Keys
 
 
 def _lfm2_layers(config: Any) -> dict[str, Any]:
