@@ -36,6 +36,15 @@ _SCALINGS: dict[str, dict[str, str]] = {
 # key that is 1 in every model of transformers.
 _FACTORS = 'rope.scaling.attn_factor', 'rope.scaling.yarn_attn_factor'
 _EXTRAPOLATION = 'rope.scaling.yarn_ext_factor'
+KEYS = {
+  'rope.freq_base',
+  'rope.scaling.type',
+  *_FACTORS,
+  _EXTRAPOLATION,
+  *(key for keys in _SCALINGS.values() for key in keys),
+}
+"""The keys that are read here."""
+
 _NEVER = 1e29  # From here on, a frequency is divided to zero.
 # The scaling of Llama 3.1 and later; a file has only what follows from it.
 _LLAMA3: dict[str, Any] = {
