@@ -32,9 +32,9 @@ _ARMS = flags.DEFINE_string(
   'plain,chain,tree,staged',
   'separated by commas, each method, method:dtype or'
   ' method(option=value,...):dtype, the first is the baseline; methods:'
-  f' {settings_lib.METHODS}, those from ngram on without the draft and plan as'
-  ' --plan says; options: see the flags of the same names, a|b gives an arm'
-  ' each; dtype: see --dtype',
+  f' {(*settings_lib.METHODS,)}, those from ngram on without the draft and'
+  ' plan as --plan says; options: see the flags of the same names, a|b gives an'
+  ' arm each; dtype: see --dtype',
 )
 _PEER = flags.DEFINE_multi_string(
   'peer',

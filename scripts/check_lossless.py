@@ -24,7 +24,7 @@ import prompt_flags
 
 from specdec.models.text import settings as settings_lib
 
-options.define_method(methods=settings_lib.METHODS)
+options.define_method(methods=[*settings_lib.METHODS])
 options.define_constraint()
 prompt_flags.define_num_prompts()
 _BATCH_SIZES = flags.DEFINE_list('batch_sizes', ['1', '4'], 'to be checked')

@@ -24,7 +24,7 @@ _DEVICE = flags.DEFINE_enum(
 _METHODS = flags.DEFINE_multi_enum(
   'methods',
   ['plain', 'chain', 'staged'],
-  ['plain', 'chain', 'tree', 'staged'],
+  options.METHODS,
   'loops to compile; may be repeated',
 )
 _BATCH_SIZE = flags.DEFINE_integer('batch_size', 1, 'rows', lower_bound=1)

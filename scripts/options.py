@@ -153,9 +153,13 @@ for _flag in flags.FLAGS.get_key_flags_for_module(__name__):
 _IN_SCRIPT: dict[str, Any] = {'module_name': sys.argv[0]}
 
 
+METHODS = ('plain', 'chain', 'tree', 'staged')
+"""Methods that most scripts know."""
+
+
 def define_method(
   default: str = 'staged',
-  methods: Sequence[str] = ('plain', 'chain', 'tree', 'staged'),
+  methods: Sequence[str] = METHODS,
 ) -> None:
   """Defines `--method`, which `loading` reads."""
   text = 'how to decode; the text is the same; --plan chooses'

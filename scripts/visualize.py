@@ -20,7 +20,7 @@ from specdec.text import text_files
 from specdec.text import whole_files
 
 _PROMPT = flags.DEFINE_string('prompt', options.DEFAULT_PROMPT, 'to continue')
-options.define_method(methods=settings_lib.METHODS[:-1])
+options.define_method(methods=[*settings_lib.METHODS][:-1])
 _OUTPUT = flags.DEFINE_string(
   'output', None, 'HTML file to write, with the trace next to it', required=True
 )

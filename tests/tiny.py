@@ -7,6 +7,7 @@ their weights alone.
 
 import dataclasses
 import functools
+import pathlib
 
 from flax import nnx
 import jax
@@ -17,6 +18,8 @@ import specdec
 from specdec import arguments as arguments_lib
 from specdec import sampling as sampling_lib
 from specdec.models.checkpoints import families
+from specdec.models.checkpoints import hub
+from specdec.models.checkpoints.keys import tensor_parts
 from specdec.models.nn import adapter
 from specdec.models.nn import delta as delta_lib
 from specdec.models.nn import gpt2 as nn_gpt2
@@ -248,6 +251,22 @@ LLAMA_CONFIGS['delta'] = delta_lib.DeltaConfig(
   **{'key_heads': 2, 'value_heads': 4, 'key_width': 16, 'value_width': 8},
   **{'conv_size': 4, 'mixers': ('linear_attn', 'self_attn')},
 )
+
+
+class Stored:
+  """The weights of a module, as a stored network for `hub.read_module`."""
+
+  path, size = pathlib.Path('module'), 0
+
+  def __init__(self, module: adapter.Module):
+    self.module = module
+    self.config = module.config
+    self.family = families.family_of(module.config)
+
+  def tensors(self):
+    for path, leaf in hub.flat_params(self.module)[1].items():
+      name = families.parameter_name(path)
+      yield name, tensor_parts.HostTensor(name, np.asarray(leaf))
 
 
 _LLAMA_SEED = 9000  # These models do not repeat themselves.

@@ -13,6 +13,7 @@ from typing import TypeVar
 import jax
 import transformers
 
+from specdec.models.checkpoints.model_types import model_type
 from specdec.models.nn import adapter
 from specdec.models.nn import blocks as blocks_lib
 from specdec.models.nn import dtypes
@@ -20,9 +21,6 @@ from specdec.models.nn import matrices as matrices_lib
 from specdec.text import whole_files
 
 _Read = TypeVar('_Read')
-
-# Folders store a matrix in MXFP4 as two tensors, whose names end so.
-BLOCKS, SCALES = '_blocks', '_scales'
 
 # Bytes of a draft's files that a processor's cache may hold.
 _CACHED = 1 << 26
@@ -72,8 +70,8 @@ class StoredNetwork(Protocol):
     """The shape; raises ValueError if no family supports it."""
 
   @property
-  def family(self) -> Any:
-    """Its `families.Family`."""
+  def family(self) -> model_type.Family:
+    """What loads its weights; of a model its model type."""
 
 
 class Checkpoint(StoredNetwork, Protocol):

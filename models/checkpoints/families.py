@@ -1,134 +1,29 @@
-"""Registry of the model families, with the functions that map their formats.
+"""The shapes that the keys of models describe.
 
-The canonical name of a parameter is its path in the module, joined by dots,
-with the leaf names of checkpoints: `h.0.ln_1.weight`.
+Every model type is a row of `models/checkpoints/model_types`.
 """
 
-from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Mapping
-import dataclasses
-import functools
+from collections.abc import Sequence
+import math
 import pathlib
 import re
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-import numpy as np
 
 from specdec.models.checkpoints import checkpoint as checkpoint_lib
-from specdec.models.checkpoints import model_configs
-from specdec.models.checkpoints import tensor_names
 from specdec.models.checkpoints.keys import config_keys
-from specdec.models.checkpoints.keys import tensor_parts
+from specdec.models.checkpoints.keys import rope_keys
+from specdec.models.checkpoints.model_types import model_type as row_lib
+from specdec.models.checkpoints.model_types import registry
 from specdec.models.nn import adapter
-from specdec.models.nn import delta as delta_lib
-from specdec.models.nn import gemma as gemma_lib
-from specdec.models.nn import gpt2 as nn_gpt2
-from specdec.models.nn import lfm2 as lfm2_lib
-from specdec.models.nn import llama as nn_llama
+from specdec.models.nn import layers
 from specdec.models.nn import llama_config
-from specdec.models.nn import mixtral as mixtral_lib
+from specdec.models.nn import rope as rope_lib
 from specdec.text import text_files
 
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-  """A family of models and its Hugging Face format, by default Llama's.
-
-  Attributes:
-    name: name in messages.
-    config: class of the shapes; see `model_configs` for its keys.
-    module: class of the modules, called with `(config, dtype=, rngs=)`.
-    canonical_name: maps `(stored name, config)` to a canonical name, or to None
-      for a tensor that is not needed.
-    parts: maps `(canonical name, config)` to the canonical names of tensors
-      that are stored as one under it, and their parts of it; to {} for a tensor
-      by itself.
-    is_transposed: whether the axes of a canonical name are stored in reverse,
-      such as `[in, out]`.
-    convert: called with `(sign, canonical name, rows)`; `rows` is a slice of
-      the tensor's rows, `[n, in]` or `[n]`. Makes our values of stored values
-      (sign 1) or stored values of ours (-1), by default the same.
-    is_unused: whether the tensor of a canonical name is stored, but not read;
-      called with `(name, config)`.
-    stays_float: whether the matrix of a canonical name is never rounded to
-      eight bits.
-    extras: paths and shapes of matrices that are stored next to the module.
-  """
-
-  name: str
-  config: type[adapter.Config]
-  _: dataclasses.KW_ONLY
-  module: Callable[..., adapter.Module] = nn_llama.Llama
-  canonical_name: Callable[[str, Any], str | None] = tensor_names.canonical_name
-  parts: Callable[[str, Any], Mapping[str, tensor_parts.Part]] = (
-    tensor_names.parts
-  )
-  is_transposed: Callable[[str], bool] = lambda name: False
-  convert: Callable[[int, str, np.ndarray], np.ndarray] = (
-    lambda sign, name, rows: rows
-  )
-  is_unused: Callable[[str, Any], bool] = lambda name, config: False
-  stays_float: Callable[[str], bool] = lambda name: False
-  extras: tuple[tuple[tuple[Any, ...], tuple[int, ...]], ...] = ()
-
-
-FAMILIES = (
-  Family(
-    'GPT-2',
-    nn_gpt2.GPT2Config,
-    module=nn_gpt2.GPT2,
-    is_transposed=tensor_names.is_conv1d,
-    stays_float=lambda name: name == 'wpe.weight',
-  ),
-  Family('Llama', llama_config.LlamaConfig),
-  Family(
-    'Mixtral',
-    mixtral_lib.MixtralConfig,
-    module=mixtral_lib.Mixtral,
-    # A router in eight bits would route tokens to other experts.
-    stays_float=lambda name: 'gate.' in name,
-  ),
-  Family(
-    'gpt-oss',
-    mixtral_lib.GptOssConfig,
-    module=mixtral_lib.Mixtral,
-    canonical_name=tensor_names.gpt_oss_name,
-    parts=functools.partial(tensor_names.parts, interleaved=True),
-    is_transposed=lambda name: '.experts.' in name and name.endswith('.weight'),
-    stays_float=lambda name: 'gate.' in name,
-  ),
-  Family('Gemma', gemma_lib.GemmaConfig, convert=tensor_names.shift_norms),
-  Family(
-    'Gemma 4',
-    gemma_lib.Gemma4Config,
-    module=gemma_lib.Gemma4,
-    parts=lambda name, config: {},
-    is_unused=tensor_names.reads_another,
-  ),
-  Family(
-    'LFM2',
-    lfm2_lib.Lfm2Config,
-    module=lfm2_lib.Lfm2,
-    is_transposed=tensor_names.is_convolution,
-  ),
-  Family(
-    'Qwen3.5',
-    delta_lib.DeltaConfig,
-    module=delta_lib.Delta,
-    is_transposed=tensor_names.is_convolution,
-    convert=tensor_names.shift_rates,
-  ),
-)
-
-# Models that have more than a language model, by the `model_type` of the whole,
-# and whether their embeddings are tied if they do not say it.
-_WITH_TEXT = {
-  'gemma3': True,
-  'gemma4': True,
-  'mistral3': True,
-  'qwen3_5': False,
-}
 ASSISTANT = 'gemma4_assistant'
 NO_ASSISTANTS = (
   "Google's drafters of Gemma 4 read the keys and values of their target, which"
@@ -144,15 +39,17 @@ _WITH_PICTURES = (
   'audio_config',
   'vision_soft_tokens_per_image',
 )
-
 # Layers are unrolled: shapes alone of 4,000 take over a minute.
 _MAX_LAYERS = 256
+# The model types of models that are saved, and of the layers of heads.
+SAVED = ('gpt2', 'llama', 'qwen3')
+SAVED_LAYERS = ('llama', 'qwen3', 'phi3')
 _QUOTED = re.compile(r"field '(\w+)'")
 
 
-def family_of(config: adapter.Config) -> Family:
-  """The family of a shape."""
-  return next(family for family in FAMILIES if family.config is type(config))
+def family_of(config: adapter.Config) -> row_lib.ModelType:
+  """The first model type with a shape of this class."""
+  return next(row for row in registry.ROWS if row.shape is type(config))
 
 
 def parameter_name(path: tuple[Any, ...]) -> str:
@@ -168,25 +65,151 @@ def parameter_name(path: tuple[Any, ...]) -> str:
   return '.'.join([*parents, leaf])
 
 
+def _layer_types(config: Any, supported: Collection[str]) -> list[str]:
+  """The kind of each layer; ValueError if there are others than are known."""
+  types, num_layers = config.layer_types, config.num_hidden_layers
+  if unknown := {*types} - {*supported}:
+    raise ValueError(f'layer_types has {sorted(unknown)}, not supported')
+  if len(types) != num_layers:
+    raise ValueError(
+      f'layer_types has {len(types)} entries for {num_layers} layers'
+    )
+  return types
+
+
+def _read_windows(
+  config: Any, row: row_lib.ModelType
+) -> tuple[int | None, ...]:
+  """The window of each layer, None where it sees the whole text."""
+  window = getattr(config, 'sliding_window', None)
+  if row.mixers or 'layer_types' not in row.class_keys:
+    return (window,) * config.num_hidden_layers
+  slides = {row_lib.SLIDING} if 'sliding_window' in row.class_keys else set()
+  types = _layer_types(config, {row_lib.FULL, *slides})
+  return tuple(
+    window if layer_type == row_lib.SLIDING else None for layer_type in types
+  )
+
+
+def _check_windows(
+  keys: Mapping[str, Any],
+  shape: llama_config.LlamaConfig,
+  row: row_lib.ModelType,
+) -> None:
+  """Refuses windows that transformers ignores, and others do not."""
+  unread = [
+    key for key in row_lib.WINDOWS if keys.get(key) and key not in row.reads
+  ]
+  num_layers, window = shape.num_layers, keys.get('sliding_window')
+  types = keys.get('layer_types') or [row_lib.SLIDING] * num_layers
+  if keys.get('use_sliding_window') is False:
+    window = None
+  if window is not None and window >= shape.num_positions:
+    window = None
+  stated = tuple(
+    window if layer_type == row_lib.SLIDING else None for layer_type in types
+  )
+  if unread and (
+    stated != shape.of_layers('window')
+    or {*types} - {row_lib.FULL, row_lib.SLIDING}
+  ):
+    raise config_keys.UnreadKey(
+      f'{unread[0]}={keys[unread[0]]!r:.60}: the layers of such a model have no'
+      ' such window'
+    )
+
+
+def _read_shape(config: Any, row: row_lib.ModelType) -> Any:
+  """The shape that a transformers config describes."""
+  keys = row.key_of_field
+  for key, value in row.constants.items():
+    if getattr(config, key) != value:
+      raise ValueError(
+        f'{key}={getattr(config, key)!r} is not supported, only {value}'
+      )
+  by_layer = row.read(config)  # First: it refuses what differs by layer.
+  fields = {field: getattr(config, key) for field, key in keys.items()}
+  fields |= by_layer
+  if fields.get('activation', 'silu') not in layers.ACTIVATIONS:
+    raise ValueError(
+      f'{keys["activation"]}={fields["activation"]!r} is not known; choose from'
+      f' {sorted(layers.ACTIVATIONS)}'
+    )
+  if not row.rotates:
+    return row.shape(**fields)
+  windows = _read_windows(config, row)
+  ropes = rope_keys.read_all(config, row.ropes, is_partial=row.is_partial)
+  if row_lib.QUERY_SCALAR in keys.values():
+    fields['attention_scale'] = 1 / math.sqrt(fields['attention_scale'])
+  if row.mixers:
+    types = _layer_types(config, row.mixers)
+    fields['mixers'] = tuple(row.mixers[layer_type] for layer_type in types)
+  if 'head_width' not in fields:
+    from_width = config.hidden_size // config.num_attention_heads
+    fields['head_width'] = getattr(config, 'head_dim', None) or from_width
+  return row.shape(
+    **{**fields, **row.fixed},
+    num_positions=rope_keys.context_of(config, ropes),
+    rope=ropes,
+    window=windows,
+  )
+
+
+def _read(
+  raw: Mapping[str, Any],
+) -> tuple[row_lib.ModelType, adapter.Config]:
+  """The row and the shape of the keys of a language model."""
+  name, supported = raw.get('model_type'), registry.MODEL_TYPES
+  if not isinstance(name, str) or name not in supported:
+    raise ValueError(
+      f'model_type {name!r} is not known; choose from {sorted(supported)}'
+    )
+  row = supported[name]
+  # None is the default, which is above 0.
+  if row.mixture and raw.get('num_local_experts') != 0:
+    row = row.mixture
+  raw = row.translate(raw)
+  text_files.check_types(raw, row.types)
+  if raw.get('num_attention_heads') == 0:  # transformers would divide by it.
+    raise ValueError('num_attention_heads must be positive, got 0')
+  read = config_keys.select(row.config, raw, row.reads)
+  normalized = rope_keys.normalized(read, row.ropes)
+  config = row.config.from_dict({**normalized, **row.given})
+  shape, idle = _read_shape(config, row), row.idle
+  if row.rotates:
+    rope_keys.check_read(read, config.rope_parameters)
+    _check_windows(raw, shape, row)
+    idle += row_lib.WINDOWS
+  unread = dict(raw)
+  rounding = raw.get(row_lib.ROUNDED) or {}
+  if rounding.get('quant_method') in row.rounded:
+    del unread[row_lib.ROUNDED]
+  config_keys.refuse_unread(
+    unread, {*row.reads, *read}, idle=idle, resolved=config
+  )
+  return row, shape
+
+
 def _of_text(raw: Mapping[str, Any]) -> Mapping[str, Any]:
   """The keys of the language model; ValueError if the others matter."""
-  if str(raw.get('model_type')) not in _WITH_TEXT:
+  row = registry.WHOLES.get(str(raw.get('model_type')))
+  if row is None:
     return raw
   text: Any = raw.get('text_config')
   text_files.check_types({'text_config': text}, {'text_config': dict})
   shared = {'text_config', 'tie_word_embeddings'}
   config_keys.refuse_unread(raw, shared, idle=_WITH_PICTURES)
-  tied = raw.get('tie_word_embeddings', _WITH_TEXT[str(raw['model_type'])])
+  tied = raw.get('tie_word_embeddings', row.whole_is_tied)
   return {'tie_word_embeddings': tied} | text
 
 
-def config_from_keys(
+def read(
   raw: Mapping[str, Any], path: pathlib.Path
-) -> adapter.Config:
-  """The shape that the keys of a `config.json` describe.
+) -> tuple[row_lib.ModelType, adapter.Config]:
+  """The model type and the shape that the keys of a `config.json` describe.
 
   Raises:
-    ValueError: no family supports it; the message begins with the path, and
+    ValueError: no model type supports it; the message begins with the path, and
       names the key and its value.
   """
   with checkpoint_lib.naming(path):
@@ -194,7 +217,7 @@ def config_from_keys(
       raw = _of_text(raw)
       if raw.get('model_type') == ASSISTANT:
         raise ValueError(f'model_type {ASSISTANT!r}: {NO_ASSISTANTS}')
-      config = model_configs.read_config(raw)
+      row, config = _read(raw)
     except config_keys.UnreadKey as error:
       if not (path.is_dir() or path.suffix == '.json'):
         raise  # Nobody removes a key of a GGUF file.
@@ -213,4 +236,61 @@ def config_from_keys(
       raise ValueError(
         f'{config.num_layers} layers, at most {_MAX_LAYERS} are supported'
       )
-  return config
+  return row, config
+
+
+def config_from_keys(
+  raw: Mapping[str, Any], path: pathlib.Path
+) -> adapter.Config:
+  """The shape alone, see `read`."""
+  return read(raw, path)[1]
+
+
+def written_keys(
+  config: adapter.Config,
+  types: Sequence[str],
+  *,
+  dtype: str,
+  eos_token_id: int | None = None,
+) -> dict[str, Any]:
+  """The `config.json` of a shape, as the first of some types that has it.
+
+  Only those are written that are trained here: GPT-2, Llama, and the layers of
+  drafting heads, whose queries may be normalised (Qwen 3) and partly rotated
+  (Phi-3).
+
+  Raises:
+    ValueError: none of the types has the shape.
+  """
+  tokens = ('bos_token_id', 'eos_token_id', 'pad_token_id')
+  for name in types:
+    row = registry.MODEL_TYPES[name]
+    if row.shape is not type(config):
+      continue
+    keys = {
+      key: getattr(config, field) for field, key in row.key_of_field.items()
+    }
+    if isinstance(rope := getattr(config, 'rope', None), rope_lib.Rope):
+      rotation = rope_keys.write(rope)
+      keys |= {
+        'max_position_embeddings': config.num_positions,
+        'head_dim': config.head_width,
+        'rope_parameters': rotation,
+      }
+      if (key := row_lib.ORIGINAL) in row.class_keys:
+        keys[key] = rotation.get(key, config.num_positions)
+    class_name = row.config.__name__.removesuffix('Config')
+    head = 'ForCausalLM' if row.rotates else 'LMHeadModel'
+    keys |= dict.fromkeys(tokens, eos_token_id) | {
+      'model_type': name,
+      'architectures': [class_name + head],
+      'dtype': dtype,
+    }
+    try:
+      if _read(keys) == (row, config):
+        return keys
+    except (KeyError, StrictDataclassError, ValueError):
+      pass  # No such model has these keys.
+  raise ValueError(
+    f'only the shapes of {", ".join(types)} can be saved, not {config}'
+  )

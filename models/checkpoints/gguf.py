@@ -8,34 +8,23 @@ from collections.abc import Iterator
 import dataclasses
 import functools
 import pathlib
-from typing import Any
 
 import transformers
 
 from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import families
-from specdec.models.checkpoints import tensor_names
-from specdec.models.checkpoints.gguf_parts import gguf_config
 from specdec.models.checkpoints.gguf_parts import gguf_header
 from specdec.models.checkpoints.gguf_parts import gguf_keys
+from specdec.models.checkpoints.gguf_parts import gguf_rope
 from specdec.models.checkpoints.gguf_parts import gguf_tensor
 from specdec.models.checkpoints.gguf_parts import gguf_tokenizer
-from specdec.models.checkpoints.keys import tensor_parts
+from specdec.models.checkpoints.model_types import architecture
+from specdec.models.checkpoints.model_types import model_type
+from specdec.models.checkpoints.model_types import tensor_names
 from specdec.models.nn import adapter
 from specdec.models.nn import blocks as blocks_lib
 
 SUFFIX = '.gguf'
-
-
-def config_keys(path: pathlib.Path) -> dict[str, Any]:
-  """The keys that the `config.json` of the same model would have.
-
-  Raises:
-    ValueError: the architecture or one of its keys is not known, or a key is
-      missing; the message names it.
-  """
-  with checkpoint_lib.naming(path):
-    return gguf_keys.config_keys(gguf_header.read_header(path))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +41,17 @@ class GGUFFile:
 
   @functools.cached_property
   @checkpoint_lib.named
-  def config(self) -> adapter.Config:
-    return families.config_from_keys(config_keys(self.path), self.path)
+  def _read(self) -> tuple[model_type.ModelType, adapter.Config]:
+    keys = gguf_keys.config_keys(gguf_header.read_header(self.path))
+    return families.read(keys, self.path)
 
   @property
-  def family(self) -> families.Family:
-    return families.family_of(self.config)
+  def family(self) -> model_type.ModelType:
+    return self._read[0]
+
+  @property
+  def config(self) -> adapter.Config:
+    return self._read[1]
 
   @functools.cached_property
   @checkpoint_lib.named
@@ -102,32 +96,24 @@ class GGUFFile:
   def tensors(self) -> Iterator[tuple[str, gguf_tensor.Tensor]]:
     """Yields canonical names and tensors, in the order of the file."""
     header = gguf_header.read_header(self.path)
-    arch_name = gguf_config.architecture_of(header)
-    arch = gguf_config.ARCHITECTURES[arch_name]
-    config, family, tensor = self.config, self.family, gguf_tensor.Tensor
+    _, files = gguf_keys.architecture_of(header)
+    config, family = self.config, self.family
     heads = {'attn_q': config.num_heads, 'attn_k': config.num_kv_heads}
-    unread = {gguf_config.ROPE_FACTORS, *gguf_config.LONGROPE.values()}
-    unread |= gguf_config.of_further_tokens(header, arch_name)
+    unread = {architecture.ROPE_FACTORS, *gguf_rope.LONGROPE.values()}
+    unread |= gguf_keys.of_further_tokens(header, files.name)
     for name, info in header.tensors.items():
       if name in unread:
         continue
-      canonical = gguf_config.canonical_name(name, arch.names, arch.layers)
+      canonical = architecture.canonical_name(name, files.names, files.layers)
       if canonical is None:
         where = f'{self.path}: tensor {name}'
-        raise ValueError(f'{where} is not part of a {arch_name}')
+        raise ValueError(f'{where} is not part of a {files.name}')
       if family.is_unused(canonical, config):
         continue
-      if '{}' in canonical:
-        for expert in range(info.shape[0]):
-          part = tensor_parts.Part(expert=expert)
-          yield canonical.format(expert), tensor(info, part)
-        continue
-      if parts := family.parts(canonical, config):
-        yield from ((key, tensor(info, part)) for key, part in parts.items())
-        continue
-      rotated = heads.get(name.split('.')[-2]) if arch.swaps_rows else None
-      is_convolution = tensor_names.is_convolution(canonical)
-      yield (
-        canonical,
-        tensor(info, num_heads=rotated, transposed=is_convolution),
+      tensor = gguf_tensor.Tensor(
+        info,
+        num_heads=heads.get(name.split('.')[-2]) if files.swaps_rows else None,
+        transposed=tensor_names.is_convolution(canonical),
       )
+      for key, part in tensor_names.parts(canonical, family, config).items():
+        yield key, dataclasses.replace(tensor, part=part)

@@ -1,8 +1,6 @@
 """Finds models by name; loads and saves them, one tensor at a time."""
 
 from collections.abc import Iterator
-from collections.abc import Mapping
-import dataclasses
 import pathlib
 from typing import Any
 
@@ -21,13 +19,11 @@ from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import families
 from specdec.models.checkpoints import gguf
 from specdec.models.checkpoints import hugging_face
-from specdec.models.checkpoints import model_configs
 from specdec.models.checkpoints import placement as placement_lib
 from specdec.models.checkpoints import rounded
-from specdec.models.checkpoints import tensor_names
 from specdec.models.checkpoints.keys import tensor_parts
+from specdec.models.checkpoints.model_types import model_type
 from specdec.models.nn import adapter
-from specdec.models.nn import blocks as blocks_lib
 from specdec.models.nn import matrices as matrices_lib
 from specdec.models.nn import sharding as sharding_lib
 from specdec.text import text_files
@@ -78,28 +74,22 @@ def locate(
     path = _EMBEDDED.get(str(name), pathlib.Path(name).expanduser())
   except RuntimeError as error:  # An unknown user, or none has a home.
     raise ValueError(f'there is no folder {name}: {error}') from error
-  if checkpoint := _at(path):
+  if any(container.holds(path) for container in _CONTAINERS):
     if revision is not None:
       raise ValueError(f'{name} is not a hub id, and a revision needs one')
-    return checkpoint
-  if path.is_file():
-    text_files.refuse_stand_in(path)
-    raise ValueError(
-      f'{name} is a file, but no GGUF file; give the folder of a model'
-    )
-  if path.suffix.lower() == gguf.SUFFIX:
-    raise ValueError(f'there is no file {name}')
-  if isinstance(name, pathlib.Path) or name.startswith(('/', '.', '~')):
-    raise ValueError(f'there is no folder {name}')
-  checkpoint = _at(_download(name, revision))
-  assert checkpoint is not None
-  return checkpoint
-
-
-def _at(path: pathlib.Path) -> checkpoint_lib.Checkpoint | None:
+  else:
+    if path.is_file():
+      text_files.refuse_stand_in(path)
+      raise ValueError(
+        f'{name} is a file, but no GGUF file; give the folder of a model'
+      )
+    if path.suffix.lower() == gguf.SUFFIX:
+      raise ValueError(f'there is no file {name}')
+    if isinstance(name, pathlib.Path) or name.startswith(('/', '.', '~')):
+      raise ValueError(f'there is no folder {name}')
+    path = _download(name, revision)
   return next(
-    (container(path) for container in _CONTAINERS if container.holds(path)),
-    None,
+    container(path) for container in _CONTAINERS if container.holds(path)
   )
 
 
@@ -135,12 +125,21 @@ def shape_module(
   config: adapter.Config,
   dtype: jnp.dtype,
   layout: sharding_lib.Layout = sharding_lib.Layout(),
-  family: families.Family | None = None,
 ) -> adapter.Module:
   """A module with shapes and shardings in place of weights."""
-  make = (family or families.family_of(config)).module
+  graph, shapes = _shapes(config, families.family_of(config), dtype, layout)
+  return nnx.merge(graph, traverse_util.unflatten_dict(shapes))
+
+
+def _shapes(
+  config: Any,
+  family: model_type.Family,
+  dtype: jax.typing.DTypeLike,
+  layout: sharding_lib.Layout,
+) -> tuple[nnx.GraphDef[Any], Shapes]:
+  """The graph of a module; the shapes and shardings of all that is stored."""
   graph, shapes = flat_params(
-    nnx.eval_shape(lambda: make(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    nnx.eval_shape(lambda: family.module(config, dtype=dtype, rngs=nnx.Rngs(0)))
   )
   placed = {
     path: jax.ShapeDtypeStruct(
@@ -150,7 +149,9 @@ def shape_module(
     )
     for path, leaf in shapes.items()
   }
-  return nnx.merge(graph, traverse_util.unflatten_dict(placed))
+  for path, shape in family.extras:
+    placed[path] = jax.ShapeDtypeStruct(shape, dtype)
+  return graph, placed
 
 
 def flat_params(
@@ -210,7 +211,8 @@ def load_network(
     # One matrix per layer, before shapes are made of absurd sizes.
     least = config.num_layers * config.width**2 // layout.num_devices
     memory.check_fits({'the weights; see config.json': least})
-    graph, expected = _shapes(stored, placement)
+    dtype = placement.form.float_dtype
+    graph, expected = _shapes(config, family, dtype, layout)
     held = _held_bytes(expected, placement.form)
     memory.check_fits({'the weights; see dtype': held})
   if whole := sharding_lib.undivided(layout, config):
@@ -220,7 +222,7 @@ def load_network(
       ', '.join(whole),
       layout.parts('heads'),
     )
-  is_model = family in families.FAMILIES
+  is_model = isinstance(family, model_type.ModelType)
   if is_model and getattr(config, 'ends_with_training', False):
     logging.warning(
       '%s: the context is %d tokens, so --context may not be larger: a longer'
@@ -230,49 +232,31 @@ def load_network(
     )
   loaded, origin = dict[Path, matrices_lib.Weight](), dict[Path, str]()
   read = _read(stored, expected, placement)
-  for path, name, host in whole_files.reading_each(stored.path, read):
-    final = placement.hold(path, host, config)
+  for path, name, held in whole_files.reading_each(stored.path, read):
     if path not in loaded:
-      loaded[path] = jax.block_until_ready(final)
+      loaded[path] = jax.block_until_ready(held)
       origin[path] = name
-    elif not jax.tree.all(jax.tree.map(jnp.array_equal, loaded[path], final)):
+    elif not jax.tree.all(jax.tree.map(jnp.array_equal, loaded[path], held)):
       raise ValueError(
         f'{stored.path}: tensors {origin[path]} and {name} must be equal'
         ' but are not; is tie_word_embeddings wrong in config.json?'
       )
-    del host  # Before the next tensor is read.
+    del held  # Before the next tensor is read.
   extras = {path: loaded.pop(path) for path, _ in family.extras}
   return nnx.merge(graph, traverse_util.unflatten_dict(loaded)), extras
 
 
-@dataclasses.dataclass(frozen=True)
-class _Array:
-  """An array as a stored tensor, see `checkpoint.StoredTensor`."""
-
-  name: str
-  array: np.ndarray
-
-  @property
-  def shape(self) -> tuple[int, ...]:
-    return self.array.shape
-
-  def blocks(self) -> Iterator[blocks_lib.Rows]:
-    yield slice(None), np.asarray(self.array, np.float32)
-
-  def in_blocks(self) -> None:
-    """There are no blocks of few bits."""
-
-
 def drawn_tensors(
   stored: checkpoint_lib.StoredNetwork,
-) -> Iterator[tuple[str, _Array]]:
+) -> Iterator[tuple[str, tensor_parts.HostTensor]]:
   """Yields random tensors of a network by their canonical names."""
   rng = np.random.default_rng(0)
-  placement = placement_lib.make(jnp.bfloat16)
-  for path, leaf in _shapes(stored, placement)[1].items():
+  layout = sharding_lib.Layout()
+  _, shapes = _shapes(stored.config, stored.family, jnp.bfloat16, layout)
+  for path, leaf in shapes.items():
     name = families.parameter_name(path)
     array = 0.02 * rng.standard_normal(leaf.shape, np.float32)
-    yield name, _Array(name, array)
+    yield name, tensor_parts.HostTensor(name, array)
 
 
 class DrawnFolder(hugging_face.HuggingFaceFolder):
@@ -286,18 +270,6 @@ class DrawnFolder(hugging_face.HuggingFaceFolder):
   def tensors(self) -> Iterator[tuple[str, Any]]:
     """Yields canonical names and tensors."""
     return drawn_tensors(self)
-
-
-def _shapes(
-  stored: checkpoint_lib.StoredNetwork, placement: placement_lib.Placement
-) -> tuple[nnx.GraphDef[Any], Shapes]:
-  """The graph of a module, and the shapes of all that is stored."""
-  dtype, family = jnp.dtype(placement.form.float_dtype), stored.family
-  module = shape_module(stored.config, dtype, placement.layout, family)
-  graph, shapes = flat_params(module)
-  for path, shape in family.extras:
-    shapes[path] = jax.ShapeDtypeStruct(shape, dtype)
-  return graph, shapes
 
 
 def _held_bytes(expected: Shapes, form: matrices_lib.WeightFormat) -> int:
@@ -314,7 +286,11 @@ def _read(
   expected: Shapes,
   placement: placement_lib.Placement,
 ) -> Iterator[tuple[Path, str, Any]]:
-  """Yields paths in the module, stored names, and parameters on the host."""
+  """Yields paths in the module, stored names, and parameters as they are held.
+
+  Raises:
+    ValueError: see `load_network`.
+  """
   config, family = stored.config, stored.family
   expanded, read_names = list[str](), set[str]()
   paths = {families.parameter_name(path): path for path in expected}
@@ -330,18 +306,21 @@ def _read(
       raise ValueError(
         f'{where} has shape {tensor.shape[::by]}, expected {leaf.shape[::by]}'
       )
+    is_matrix = leaf.ndim == 2 and not family.stays_float(key)
+    dtype = None if is_matrix else leaf.dtype
     try:
-      if leaf.ndim != 2 or family.stays_float(key):
-        host = matrices_lib.fill(tensor.blocks(), leaf.shape, dtype=leaf.dtype)
-      else:
-        host = placement.rounded(path, tensor, config)
-        if placement.form.keeps_blocks and isinstance(host, np.ndarray):
-          expanded.append(tensor.name)
+      held = placement.hold(path, tensor, config, dtype)
     except ValueError as error:
       raise ValueError(f'{where}: {error}') from error
+    if (
+      is_matrix
+      and placement.form.keeps_blocks
+      and str(held.dtype) == 'bfloat16'
+    ):
+      expanded.append(tensor.name)
     read_names.add(key)
-    yield path, tensor.name, host
-    del host  # Before the next tensor is read.
+    yield path, tensor.name, held
+    del held  # Before the next tensor is read.
   if missing := sorted(paths.keys() - read_names):
     lacks = f'lacks {len(missing)} tensors, the first is {missing[0]}'
     raise ValueError(f'{stored.path} {lacks}')
@@ -355,21 +334,6 @@ def _read(
     )
 
 
-def _joined(
-  arrays: Mapping[str, np.ndarray], parts: Mapping[str, tensor_parts.Part]
-) -> np.ndarray:
-  """Joins arrays to a tensor, each at its part; {} of parts: the only array."""
-  first = next(iter(arrays.values()))
-  if not parts:
-    return first
-  num_experts = next(iter(parts.values())).experts
-  rows = sum(len(arrays[name]) for name in parts) // (num_experts or 1)
-  whole = np.empty((num_experts or 1, rows, *first.shape[1:]), first.dtype)
-  for name, part in parts.items():
-    whole[part.expert or 0, part.rows] = arrays[name]
-  return whole if num_experts else whole[0]
-
-
 def save_pretrained(
   module: adapter.Module,
   folder: str | pathlib.Path,
@@ -377,14 +341,13 @@ def save_pretrained(
   tokenizer: transformers.PreTrainedTokenizerBase | None = None,
   dtype: jax.typing.DTypeLike | None = None,
 ) -> None:
-  """Writes a folder that both `load_module` and transformers read.
+  """Writes a GPT-2 or a Llama that both `load_module` and transformers read.
 
   The folder is made if it does not exist, and the tokenizer saved next to the
   weights. Without a dtype every tensor keeps its own.
 
   Raises:
-    ValueError: the matrices are in eight bits, or no model of transformers has
-      the shape.
+    ValueError: the matrices are in eight bits, or it is another model.
   """
   family = families.family_of(module.config)
   _, params = flat_params(module)
@@ -397,32 +360,22 @@ def save_pretrained(
         f'{folder}: a model loaded with dtype={leaf.dtype} cannot be saved;'
         ' load it as float32 or bfloat16'
       )
-  described = model_configs.to_hugging_face(
+  keys = families.written_keys(
     module.config,
+    families.SAVED,
     dtype=jnp.dtype(dtype or module.dtype).name,
     eos_token_id=None if tokenizer is None else tokenizer.eos_token_id,
   )
-  folder = pathlib.Path(folder)
-  folder.mkdir(parents=True, exist_ok=True)
-  stored = dict[str, dict[str, np.ndarray]]()
+  prefix = 'model.' if family.rotates else 'transformer.'
+  tensors = dict[str, np.ndarray]()
   for path, leaf in params.items():
     name = families.parameter_name(path)
-    values = family.convert(-1, name, np.asarray(matrices_lib.unpack(leaf)))
-    array = np.asarray(values, dtype=dtype or values.dtype)
-    stored_name = tensor_names.stored_name(name, module.config)
-    stored.setdefault(stored_name, {})[name] = array
-  tensors = {}
-  for stored_name, arrays in stored.items():
-    canonical = family.canonical_name(stored_name, module.config) or stored_name
-    whole = _joined(arrays, family.parts(canonical, module.config))
-    name, part = next(iter(arrays.items()))
-    if family.is_transposed(name):
-      whole = whole.swapaxes(whole.ndim - part.ndim, -1)
-    tensors[stored_name] = np.ascontiguousarray(whole)
-  whole_files.write_tensors(
-    folder / hugging_face.WEIGHTS, tensors, {'format': 'pt'}
-  )
-  described.save_pretrained(folder)
+    array = np.asarray(matrices_lib.unpack(leaf))
+    array = array.T if family.is_transposed(name) else array
+    stored_name = name if path == ('lm_head',) else prefix + name
+    tensors[stored_name] = np.ascontiguousarray(array, dtype)
+  folder = pathlib.Path(folder)
+  hugging_face.write(folder, keys, tensors)
   if tokenizer is not None:
     tokenizer.save_pretrained(folder)
 
@@ -447,8 +400,11 @@ def save_in_four_bits(name: str, folder: str | pathlib.Path) -> None:
     )
   if pathlib.Path(folder).resolve() == checkpoint.path.resolve():
     raise ValueError(f'{folder} is the folder of the model; give another')
-  placement = placement_lib.Placement(matrices_lib.FORMATS['int4'])
-  read = _read(checkpoint, _shapes(checkpoint, placement)[1], placement)
+  form = matrices_lib.FORMATS['int4']
+  placement = placement_lib.Placement(form, on_host=True)
+  family, layout = checkpoint.family, placement.layout
+  _, shapes = _shapes(checkpoint.config, family, form.float_dtype, layout)
+  read = _read(checkpoint, shapes, placement)
   parameters = {
     families.parameter_name(path): host
     for path, _, host in whole_files.reading_each(checkpoint.path, read)

@@ -25,39 +25,51 @@ class Placement:
     layout: the devices that hold the tensors.
     outputs: `[N]` int, ascending, the tokens whose logits are computed; other
       logits are -inf. None: all.
+    on_host: whether parameters stay on the host, in the format alone.
   """
 
   form: matrices_lib.WeightFormat
   packed: bool = False
   layout: sharding_lib.Layout = sharding_lib.Layout()
   outputs: np.ndarray | None = None
+  on_host: bool = False
 
-  def rounded(
+  def hold(
     self,
     path: tuple[Any, ...],
     tensor: checkpoint_lib.StoredTensor,
     config: Any,
+    dtype: jax.typing.DTypeLike | None,
   ) -> Any:
-    """A stored matrix on the host, in the format; ValueError if it is bad."""
-    if self.form.keeps_blocks and (blocks := tensor.in_blocks()) is not None:
-      return blocks
-    # Rows that are looked up cost little, so they have eight bits, too.
-    heads = {config.embedding, config.looked_up, 'lm_head'}
-    heads |= {*block_drafter.LOOKED_UP}
-    make = heads.intersection(path) and self.form.of_head
-    return (make or self.form.from_blocks)(tensor.blocks(), tensor.shape)
+    """Reads a parameter, and puts it on the devices as products read it.
 
-  def hold(self, path: tuple[Any, ...], host: Any, config: Any) -> Any:
-    """Puts a parameter of the host on the devices, as products read it."""
+    Args:
+      path: of the parameter in the module.
+      tensor: of the file.
+      config: the shape of the network.
+      dtype: of an array; None: a matrix, which has the format.
+
+    Raises:
+      ValueError: the tensor cannot be read or rounded.
+    """
+    host: Any
+    if dtype is not None:
+      host = matrices_lib.fill(tensor.blocks(), tensor.shape, dtype=dtype)
+    elif not self.form.keeps_blocks or (host := tensor.in_blocks()) is None:
+      # Rows that are looked up cost little, so they have eight bits, too.
+      heads = {config.embedding, config.looked_up, 'lm_head'}
+      heads |= {*block_drafter.LOOKED_UP}
+      make = heads.intersection(path) and self.form.of_head
+      host = (make or self.form.from_blocks)(tensor.blocks(), tensor.shape)
     tied = self.outputs is not None and config.tie_embeddings
     head = config.embedding if tied else 'lm_head'
     if self.outputs is not None and path[0] == head:
       host = matrices_lib.few_outputs(host, self.outputs, is_embedding=tied)
+    if self.on_host:
+      return host
     # Some embeddings are added, not multiplied.
-    if not self.packed or path[0] == config.looked_up:
-      host = matrices_lib.for_xla(host)
-    elif len(host.shape) == 2:
-      host = matrices_lib.pack(host)
+    packed = self.packed and path[0] != config.looked_up
+    host = matrices_lib.as_operand(host, packed=packed)
     return self.layout.put_parameter(path, host, config)
 
   def hold_copy(self, matrix: Any, ids: np.ndarray, config: Any) -> Any:
@@ -67,7 +79,8 @@ class Placement:
       outputs=self.form.from_blocks([(slice(None), rows)], rows.shape),
       index=matrices_lib.index_of(ids, matrix.shape[0]),
     )
-    return self.hold(('lm_head',), few, config)
+    few = matrices_lib.as_operand(few, packed=self.packed)
+    return self.layout.put_parameter(('lm_head',), few, config)
 
 
 def make(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from specdec.models.checkpoints import hugging_face
+from specdec.models.checkpoints.keys import tensor_parts
 from specdec.models.nn import blocks as blocks_lib
 from specdec.text import whole_files
 
@@ -19,10 +20,10 @@ _COPIED = ('*.json', '*.jinja', '*.txt', '*.model')
 
 
 @dataclasses.dataclass(frozen=True)
-class _Matrix(hugging_face.Packed):
+class _Matrix(tensor_parts.Packed):
   """A matrix in blocks; a stored tensor has its words."""
 
-  words: hugging_face.Tensor
+  words: tensor_parts.Tensor
   kind: str  # The kind of its blocks.
   width: int
 
@@ -59,7 +60,7 @@ class RoundedFolder(hugging_face.HuggingFaceFolder):
 
   def tensors(self) -> Iterator[tuple[str, Any]]:
     """Yields canonical names and tensors."""
-    with hugging_face.opened(self.path / _WEIGHTS) as mapped:
+    with tensor_parts.opened(self.path / _WEIGHTS) as mapped:
       kinds = mapped.metadata() or {}
     for tensor in self.stored():
       kind, _, width = kinds.get(tensor.name, '').partition(' ')

@@ -403,6 +403,13 @@ def for_xla(weight: Any) -> Any:
   return jax.tree.map(grouped, weight, is_leaf=is_blocks)
 
 
+def as_operand(weight: Any, *, packed: bool) -> Any:
+  """A parameter on the host as the kernels or XLA read it."""
+  if packed and len(weight.shape) == 2:
+    return pack(weight)
+  return weight if packed else for_xla(weight)
+
+
 def unpack(weight: Weight) -> jax.Array | np.ndarray:
   """The stored numbers `[out, in]` of a matrix, without scales."""
   return _as_matrix(weight).unpacked()

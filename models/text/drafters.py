@@ -123,19 +123,16 @@ def make_drafter(
   Raises:
     ValueError: the method is not known or does not fit the settings.
   """
-  if method not in settings_lib.METHODS or settings.inner not in (
-    None,
-    *settings_lib.INNERS,
-  ):
+  uses_draft, _ = settings_lib.method_of(method)
+  if settings.inner not in (None, *settings_lib.INNERS):
     raise ValueError(
-      f'method {method!r} with inner {settings.inner!r} is not known; methods'
-      f' are {settings_lib.METHODS}, inner drafters {settings_lib.INNERS}'
+      f'inner={settings.inner} is not known; choose from {settings_lib.INNERS}'
     )
   if method == settings_lib.PLANNED:
     return make_planned(settings.plan, pair).usual[0]
   if method == 'plain':
     return drafter_lib.PLAIN
-  if method in settings_lib.INNERS:
+  if not uses_draft:
     return _alone(method, settings, pair)
   inner = settings.inner or _default_inner(settings, pair)
   if pair.draft is None and pair.head is None:

@@ -283,7 +283,7 @@ def load(choice: GeneratorChoice) -> Generator:
   method, drafting, plan = choice.method, choice.drafting, choice.plan
   if plan is not None and not isinstance(plan, plan_lib.Plan):
     plan = plan_lib.load_plan(plan)
-  uses_draft = plan.uses_draft if plan else settings_lib.uses_draft(method)
+  uses_draft = (plan or settings_lib.method_of(method)).uses_draft
   if drafting is None:
     drafting = settings_lib.with_options(
       settings_lib.DraftSettings(), settings_lib.usual_options()

@@ -87,7 +87,7 @@ class Way:
   @property
   def uses_draft(self) -> bool:
     """Whether the method has a draft model or a head."""
-    return settings_lib.uses_draft(self.method)
+    return settings_lib.method_of(self.method).uses_draft
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,7 +222,9 @@ def _way_from(name: str, record: dict[str, Any]) -> Way:
     raise ValueError(
       f'{place}break_even must be positive, got {record["break_even"]}'
     )
-  if record['method'] not in settings_lib.METHODS[:-1]:  # Without `plan`.
+  if record['method'] not in settings_lib.METHODS.keys() - {
+    settings_lib.PLANNED
+  }:
     raise ValueError(f'{place}method {record["method"]!r} is not known')
   speeds = record['tokens_per_second']
   if not speeds or not all(

@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 from typing import get_args
 from typing import Literal
+from typing import NamedTuple
 
 import jax
 
@@ -22,20 +23,6 @@ from specdec.tree import topology as topology_lib
 Inner = Literal['none', 'ngram', 'lookup', 'ngram+lookup']
 INNERS: tuple[str, ...] = get_args(Inner)
 PLANNED = 'plan'
-METHODS = (
-  'plain',
-  'chain',
-  'tree',
-  'staged_chain',
-  'staged',
-  *INNERS[1:],
-  PLANNED,
-)
-
-
-def uses_draft(method: str) -> bool:
-  """Whether a method other than `plan` has a draft model or a head."""
-  return method not in ('plain', *INNERS)
 
 
 def parse_topology(text: str) -> topology_lib.Topology:
@@ -135,6 +122,45 @@ def usual_options() -> dict[str, int]:
 
 OPTIONS: Mapping[str, fields.Option] = fields.options_of(DraftSettings)
 """All settings that have a flag, by the name of the flag."""
+
+
+class Method(NamedTuple):
+  """What drafts in a method of decoding, and what can be set."""
+
+  uses_draft: bool  # Whether it has a draft model or a head.
+  options: tuple[str, ...]  # Names in `OPTIONS`; others have no effect.
+
+
+_INNER_OPTIONS = (
+  *(name for name in OPTIONS if name.startswith('inner')),
+  'ngram',
+)
+_STOPPING = ('rounds', 'calibration', 'cost_ratio')
+_CHAIN = ('num_draft_tokens', 'draft_prompt')
+_TREE = tuple(name for name in OPTIONS if name != 'num_draft_tokens')
+_STAGED = tuple(name for name in _TREE if name != 'topology')
+_TABLE = tuple(
+  name for name in _TREE if name not in (*_STOPPING, 'draft_prompt')
+)
+METHODS: Mapping[str, Method] = {
+  'plain': Method(uses_draft=False, options=()),
+  'chain': Method(uses_draft=True, options=_CHAIN),
+  'tree': Method(uses_draft=True, options=_TREE),
+  'staged_chain': Method(
+    uses_draft=True, options=(*_CHAIN, *_STOPPING, *_INNER_OPTIONS)
+  ),
+  'staged': Method(uses_draft=True, options=_STAGED),
+  **dict.fromkeys(INNERS[1:], Method(uses_draft=False, options=_TABLE)),
+  PLANNED: Method(uses_draft=True, options=()),
+}
+"""The methods by name; the last one takes others, as a plan says."""
+
+
+def method_of(name: str) -> Method:
+  """The method of a name; raises ValueError if there is none."""
+  if name not in METHODS:
+    raise ValueError(f'method={name} is not known; choose from {[*METHODS]}')
+  return METHODS[name]
 
 
 def with_options(

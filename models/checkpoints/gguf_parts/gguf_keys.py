@@ -1,13 +1,212 @@
 """The keys of config.json that follow from a GGUF file."""
 
+from collections.abc import Collection
 from collections.abc import Mapping
 import math
+import re
 from typing import Any
 
-from specdec.models.checkpoints.gguf_parts import gguf_config
+import numpy as np
+
 from specdec.models.checkpoints.gguf_parts import gguf_header
 from specdec.models.checkpoints.gguf_parts import gguf_rope
-from specdec.models.checkpoints.keys import model_types
+from specdec.models.checkpoints.model_types import architecture as files_lib
+from specdec.models.checkpoints.model_types import model_type as row_lib
+from specdec.models.checkpoints.model_types import registry
+from specdec.text import text_files
+
+# Keys that 0 turns off, as in llama.cpp, and the values that do so here.
+_OFF_AT_ZERO: dict[str, float | None] = {
+  'attention.scale': None,
+  'attention.sliding_window': None,
+  'attn_logit_softcapping': None,
+  'embedding_scale': 1.0,
+  'final_logit_softcapping': None,
+  'logit_scale': 1.0,
+  'residual_scale': 1.0,
+}
+# Parts that a model may have: prefixes of their keys, and texts in the names of
+# their tensors. Converters write these keys for models without the part, too: a
+# Granite 4 without Mamba layers is a `granite`.
+_OPTIONAL_PARTS = {
+  'ssm.': '.ssm_',
+  'shortconv.': '.shortconv.',
+  'expert_shared_': 'shexp.',
+}
+_NEXTN = 'nextn_predict_layers'
+PATTERN = 'attention.sliding_window_pattern'
+"""For each layer, whether it has the window; or n: every n-th layer has not."""
+
+_KV_HEADS = 'attention.head_count_kv'
+_OPTIONAL = {_KV_HEADS, 'attention.key_length', *_OFF_AT_ZERO}
+# Keys that are read elsewhere, or that change nothing.
+_OTHER_KEYS = {
+  *gguf_rope.KEYS,
+  PATTERN,
+  _NEXTN,
+  'attention.value_length',
+  'attention.value_length_swa',
+  'rope.dimension_count',
+  'rope.dimension_count_swa',
+  'rope.dimension_sections',
+  'rope.freq_base_swa',
+  'rope.scaling.finetuned',
+  'ssm.inner_size',
+  'tensor_data_layout',
+  'vocab_size',
+}
+# Types of keys that are not integers; a key with a part from `_NUMBERS` is a
+# number.
+_LISTS: dict[str, Any] = {
+  PATTERN: int | list[bool] | list[int],
+  'extract_layers': list[int],
+  'rope.dimension_sections': list[int],
+  'target_layers': list[int],
+}
+_TYPES = _LISTS | {
+  'rope.scaling.type': str,
+  'tensor_data_layout': str,
+  'rope.scaling.finetuned': bool,
+  'norm_before_residual': bool,
+  'attention.causal': bool,
+  'sample_from_anchor': bool,
+  'rope_is_neox_style': bool,
+  files_lib.INNER: int | list[int],
+}
+_NUMBERS = re.compile(r'epsilon|scale|softcapping|freq_base|factor|beta|multi')
+_PROJECTOR = 'the projector (mmproj) of a vision model, without the model'
+# Files with other contents, by their `general.type` or architecture.
+_NO_MODELS = {
+  'adapter': 'an adapter (LoRA) of one; merge it into the model it is for',
+  'clip': _PROJECTOR,
+  'mmproj': _PROJECTOR,
+  'controlvector': 'a control vector of one; give the file of the model',
+  'imatrix': 'an importance matrix, with which models are rounded',
+  'vocab': 'a vocabulary without a model; give the file of the model',
+}
+
+
+def check_is_model(header: gguf_header.Header) -> None:
+  """Refuses a file that holds something else, or a part of a model."""
+  for key in ('general.type', 'general.architecture'):
+    if other := _NO_MODELS.get(str(header.metadata.get(key))):
+      raise ValueError(f'it is no model, but {other}')
+  if (num_files := header.metadata.get('split.count', 0)) > 1:  # 0: merged.
+    raise ValueError(
+      f'it is one of {num_files} parts of a model; merge them with'
+      ' llama-gguf-split --merge'
+    )
+
+
+def architecture_of(
+  header: gguf_header.Header,
+) -> tuple[row_lib.ModelType, files_lib.Architecture]:
+  """The architecture of a file, and its row; ValueError if it is not known."""
+  check_is_model(header)
+  name = header.metadata.get('general.architecture')
+  if name not in registry.ARCHITECTURES:
+    raise ValueError(
+      f'architecture {name!r} is not known; choose from'
+      f' {sorted(registry.ARCHITECTURES)}'
+    )
+  return registry.ARCHITECTURES[name]
+
+
+def _shortest(value: Any) -> Any:
+  """1e-05 in place of 9.99999974737875e-06, which is the same in float32."""
+  return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def _num_layers(header: gguf_header.Header, name: str) -> int:
+  """The number of layers, without those that predict further tokens.
+
+  The last ones of a file may be such (MTP), and are not read.
+  """
+  keys = f'{name}.block_count', f'{name}.{_NEXTN}'
+  text_files.check_types(header.metadata, dict.fromkeys(keys, int))
+  num_blocks, others = (header.metadata.get(key, 0) for key in keys)
+  if not 0 <= others <= num_blocks:
+    raise ValueError(f'{keys[1]}={others} contradicts {keys[0]}={num_blocks}')
+  return num_blocks - others
+
+
+def of_further_tokens(header: gguf_header.Header, name: str) -> set[str]:
+  """The tensors of the layers that predict further tokens."""
+  last = header.metadata.get(f'{name}.block_count', 0)
+  blocks = range(_num_layers(header, name), last)
+  prefixes = tuple(f'blk.{block}.' for block in blocks)
+  return {tensor for tensor in header.tensors if tensor.startswith(prefixes)}
+
+
+def _is_left_over(key: str, header: gguf_header.Header) -> bool:
+  """Whether a key is of a part that the tensors do not have."""
+  return any(
+    key.startswith(prefix) and not any(part in name for name in header.tensors)
+    for prefix, part in _OPTIONAL_PARTS.items()
+  )
+
+
+def own_keys(
+  header: gguf_header.Header,
+  files: files_lib.Architecture,
+  keys: Collection[str],
+) -> dict[str, Any]:
+  """The keys of an architecture, without its name before them.
+
+  A list that repeats a value, once for each layer, is this value.
+
+  Args:
+    header: of the file.
+    files: the architecture.
+    keys: those that are known.
+
+  Raises:
+    ValueError: a key is not known, a value has another type, or the values of a
+      list differ or have another number than the layers.
+  """
+  prefix = f'{files.name}.'
+  num_blocks = header.metadata.get(f'{prefix}block_count')
+  metadata = {}
+  for full, value in header.metadata.items():
+    key = full.removeprefix(prefix)
+    if key == full or (key not in keys and _is_left_over(key, header)):
+      continue
+    if key not in keys:
+      raise ValueError(f'{full} is not supported')
+    if key == 'block_count':
+      value = _num_layers(header, files.name)
+    if isinstance(value, list) and (key == PATTERN or key not in _LISTS):
+      if len(value) != num_blocks:
+        raise ValueError(
+          f'{full} has {len(value)} values for block_count={num_blocks!r}'
+        )
+      value = value[: _num_layers(header, files.name)]
+    if isinstance(value, list) and key not in _LISTS:
+      if key == _KV_HEADS and files.state_layers:
+        # The layers with a state have no heads.
+        value = [entry or max(value) for entry in value]
+      differs = not value or any(entry != value[0] for entry in value)
+      if differs and key not in files.lists:
+        raise ValueError(
+          f'{full} differs between layers; this is not supported'
+        )
+      value = value if differs else value[0]
+    value_type = _TYPES.get(key, float if _NUMBERS.search(key) else int)
+    text_files.check_types({full: value}, {full: value_type})
+    is_off = value == 0 and key in _OFF_AT_ZERO
+    metadata[key] = _OFF_AT_ZERO[key] if is_off else _shortest(value)
+  return metadata
+
+
+def check_widths(
+  name: str, metadata: Mapping[str, Any], widths: Mapping[str, int]
+) -> None:
+  """Refuses keys that contradict the width of a head."""
+  for key, width in widths.items():
+    if metadata.get(key, width) != width:
+      raise ValueError(
+        f'{name}.{key}={metadata[key]} is not the width of a head, {width}'
+      )
 
 
 def config_keys(header: gguf_header.Header) -> dict[str, Any]:
@@ -17,19 +216,23 @@ def config_keys(header: gguf_header.Header) -> dict[str, Any]:
     ValueError: the architecture or one of its keys is not known, or a key is
       missing; the message names it.
   """
-  name = gguf_config.architecture_of(header)
-  architecture = gguf_config.ARCHITECTURES[name]
-  metadata = gguf_config.own_keys(header, name)
+  row, files = architecture_of(header)
+  name = files.name
+  metadata = own_keys(header, files, {*files.keys, *_OTHER_KEYS})
   num_experts = metadata.get('expert_count', 0)
-  model_type = architecture.mixture if num_experts > 0 else architecture.plain
-  if model_type is None:
+  model_type = files.experts if num_experts > 0 else row.name
+  if model_type is None or (num_experts == 0 and files.experts == row.name):
     raise ValueError(f'{name} with {num_experts} experts is not supported')
-  gguf_config.check_keys(name, metadata)
+  optional = {key for key in files.keys if key.startswith('expert_')}
+  needed = {*files.needed, files.pattern and 'attention.sliding_window'}
+  optional |= _OPTIONAL - needed
+  if missing := sorted(files.keys.keys() - metadata.keys() - optional):
+    raise ValueError(f'lacks the key {name}.{missing[0]}')
   if 'token_embd.weight' not in header.tensors:
     raise ValueError('lacks the tensor token_embd.weight')
   keys = {
     theirs: metadata[key]
-    for key, theirs in architecture.keys.items()
+    for key, theirs in files.keys.items()
     if key in metadata and (num_experts > 0 or not key.startswith('expert_'))
   }
   vocab_size = header.tensors['token_embd.weight'].shape[0]
@@ -43,135 +246,77 @@ def config_keys(header: gguf_header.Header) -> dict[str, Any]:
     'vocab_size': vocab_size,
     'tie_word_embeddings': 'output.weight' not in header.tensors,
   }
-  keys |= architecture.fixed
-  if architecture.state_layers:
-    keys['layer_types'] = _layer_types(name, header)
-  if name == 'qwen35':
-    inner, heads = (
-      metadata.get(key, 0) for key in ('ssm.inner_size', 'ssm.time_step_rank')
-    )
-    keys['linear_value_head_dim'] = inner // max(heads, 1)
+  keys |= files.fixed
   if num_experts > 0:
     keys |= {'norm_topk_prob': True, 'num_experts': num_experts}
-  if name != 'gpt2':
+  if row.rotates:
+    if files.state_layers:
+      keys['layer_types'] = _layer_types(files, header)
     # Classes of transformers have other defaults.
     keys.setdefault('num_key_value_heads', keys['num_attention_heads'])
     keys['rope_parameters'] = gguf_rope.rope_parameters(metadata, header)
     keys['attention_bias'] = 'blk.0.attn_q.bias' in header.tensors
-    _add_heads(name, metadata, keys)
-    _add_windows(name, metadata, keys)
-    _add_own(name, metadata, keys)
-  if name == 'gemma4':
-    _add_layers(keys)
-  return keys
+    if row_lib.ORIGINAL in row.class_keys & keys['rope_parameters'].keys():
+      # Such a class has this key outside of the rotation, too.
+      keys[row_lib.ORIGINAL] = keys['rope_parameters'][row_lib.ORIGINAL]
+    _add_heads(files, metadata, keys)
+    _add_windows(files, metadata, keys)
+  return keys | files.finish(keys, metadata)
 
 
-def _add_own(
-  name: str, metadata: Mapping[str, Any], keys: dict[str, Any]
-) -> None:
-  """Adds what follows from the architecture alone."""
-  rope, original = keys['rope_parameters'], 'original_max_position_embeddings'
-  if name == 'phi3' and original in rope:  # Phi-3 has this key outside, too.
-    keys[original] = rope[original]
-  if name == 'gpt-oss' and rope.get('rope_type') == 'yarn':
-    rope['truncate'] = False  # No file says that pairs are not rounded.
-  if name in ('granite', 'granitemoe', 'minicpm') and not keys.get(
-    'attention_multiplier'
-  ):
-    keys['attention_multiplier'] = 1 / math.sqrt(keys['head_dim'])
-  if name == 'mistral3' and 'llama_4_scaling_beta' not in rope:
-    keys['model_type'] = 'mistral'  # Such as Mistral Small 3.
-  if name in ('granite', 'granitemoe'):
-    _add_rotation(metadata, keys)
-
-
-def _add_layers(keys: dict[str, Any]) -> None:
-  """Adds what differs between the layers of a Gemma 4.
-
-  Raises:
-    ValueError: a Gemma 4 has no layers of these sizes, or the rotation is
-      missing.
-  """
-  rope = keys['rope_parameters'].get('full_attention', {})
-  if rope.get('rope_type') != 'proportional':
-    raise ValueError(f'lacks the tensor {gguf_config.ROPE_FACTORS}')
-  sizes, shared = keys['intermediate_size'], keys['num_kv_shared_layers']
-  if isinstance(sizes, list):
-    first = len(sizes) - shared
-    if sizes != [sizes[0]] * first + [2 * sizes[0]] * shared:
-      raise ValueError(
-        f'gemma4.{gguf_config.INNER}={sizes!r:.60} is not supported,'
-        f' only one size, and twice that in the last {shared} layers'
-      )
-    keys |= {'intermediate_size': sizes[0], 'use_double_wide_mlp': True}
-  keys['vocab_size_per_layer_input'] = keys['vocab_size']
-
-
-def _add_rotation(metadata: Mapping[str, Any], keys: dict[str, Any]) -> None:
-  """Adds the keys of a Granite that has experts or rotates nothing."""
-  rotates = metadata.get('rope.scaling.finetuned', True)
-  if rotates and keys['model_type'] == 'granite':
-    return
-  num_experts = keys.pop('num_experts', 0)
-  size = 0 if num_experts else keys['intermediate_size']
-  keys |= {
-    'model_type': 'granitemoehybrid',
-    'num_local_experts': num_experts,
-    'shared_intermediate_size': keys.get('shared_intermediate_size', size),
-    'layer_types': ['attention'] * keys['num_hidden_layers'],
-    'position_embedding_type': 'rope' if rotates else None,
-  }
-
-
-def _layer_types(name: str, header: gguf_header.Header) -> list[str]:
+def _layer_types(
+  files: files_lib.Architecture, header: gguf_header.Header
+) -> list[str]:
   """Which layers have a state in place of keys and values."""
-  key = f'{name}.{gguf_config.KV_HEADS}'
+  key = f'{files.name}.{_KV_HEADS}'
   heads = header.metadata.get(key)
   if not isinstance(heads, list):
     raise ValueError(
       f'{key} must say for each layer how many heads it has, got {heads!r:.60}'
     )
-  states = str(gguf_config.ARCHITECTURES[name].state_layers)
-  types = ['full_attention' if num_heads else states for num_heads in heads]
-  return types[: gguf_config.num_layers(header, name)]
+  states = str(files.state_layers)
+  return [row_lib.FULL if num_heads else states for num_heads in heads]
 
 
 def _add_heads(
-  name: str, metadata: Mapping[str, Any], keys: dict[str, Any]
+  files: files_lib.Architecture,
+  metadata: Mapping[str, Any],
+  keys: dict[str, Any],
 ) -> None:
   """Adds the width of a head, and what its scores are divided by."""
   from_width = keys['hidden_size'] // max(keys['num_attention_heads'], 1)
   head_width = keys.setdefault('head_dim', from_width)
-  special = gguf_config.ARCHITECTURES[name].head_from_width
-  if special is not None:
-    keys['query_pre_attn_scalar'] = (
-      from_width if special == keys['num_hidden_layers'] else head_width
-    )
+  if files.head_from_width is not None:
+    by_width = files.head_from_width == keys['num_hidden_layers']
+    keys[row_lib.QUERY_SCALAR] = from_width if by_width else head_width
+  row = registry.MODEL_TYPES[keys['model_type']]
+  if 'attention_multiplier' in row.class_keys:
+    keys['attention_multiplier'] = keys.get(
+      'attention_multiplier'
+    ) or 1 / math.sqrt(head_width)
   rotated = metadata.get('rope.dimension_count', head_width)
   whole = keys.get('global_head_dim', head_width)
-  is_partial = model_types.MODEL_TYPES[keys['model_type']].is_partial
-  if is_partial and rotated < head_width:
+  if row.is_partial and rotated < head_width:
     fraction = gguf_rope.part_of(rotated, head_width)
     keys['rope_parameters']['partial_rotary_factor'] = fraction
   count, values = 'rope.dimension_count', 'attention.value_length'
-  widths = {values: whole} if is_partial else {values: whole, count: whole}
+  widths = {values: whole} if row.is_partial else {values: whole, count: whole}
   widths |= {f'{values}_swa': head_width, f'{count}_swa': head_width}
-  gguf_config.check_widths(name, metadata, widths)
+  check_widths(files.name, metadata, widths)
 
 
 def _add_windows(
-  name: str, metadata: Mapping[str, Any], keys: dict[str, Any]
+  files: files_lib.Architecture,
+  metadata: Mapping[str, Any],
+  keys: dict[str, Any],
 ) -> None:
   """Adds which layers have the window, and how those rotate."""
-  architecture, num_layers = (
-    gguf_config.ARCHITECTURES[name],
-    keys['num_hidden_layers'],
-  )
-  stated, theta = metadata.get(gguf_config.PATTERN), 'rope.freq_base_swa'
+  name, num_layers = files.name, keys['num_hidden_layers']
+  stated, theta = metadata.get(PATTERN), 'rope.freq_base_swa'
   window = keys.get('sliding_window')
-  if window and architecture.windowed:
-    keys['model_type'] = architecture.windowed
-  is_local = model_types.MODEL_TYPES[keys['model_type']].ropes == 'kinds'
+  if window and files.windowed:
+    keys['model_type'] = files.windowed
+  is_local = registry.MODEL_TYPES[keys['model_type']].ropes == 'kinds'
   base = keys['rope_parameters']['rope_theta']
   if not is_local and metadata.get(theta, base) != base:
     raise ValueError(
@@ -182,28 +327,23 @@ def _add_windows(
     keys.pop('sliding_window', None)
     if stated is not None:
       raise ValueError(
-        f'{name}.{gguf_config.PATTERN} says which layers have a window,'
+        f'{name}.{PATTERN} says which layers have a window,'
         f' but {name}.attention.sliding_window lacks or is 0'
       )
     return
-  pattern = architecture.pattern if stated is None else stated
+  pattern = files.pattern if stated is None else stated
   if pattern is None:
     raise ValueError(
       f'{name}.attention.sliding_window={window}, but no'
-      f' {name}.{gguf_config.PATTERN} says which layers have it'
+      f' {name}.{PATTERN} says which layers have it'
     )
   if not isinstance(pattern, list):
     pattern = [pattern == 0 or (at + 1) % pattern for at in range(num_layers)]
-  if name == 'llama' and keys['model_type'] == 'llama':
-    keys['model_type'] = 'mistral' if all(pattern) else 'ministral'
-  types = [
-    'sliding_attention' if has_window else 'full_attention'
-    for has_window in pattern
-  ]
+  types = [row_lib.SLIDING if slides else row_lib.FULL for slides in pattern]
   keys |= {'layer_types': types, 'use_sliding_window': True}
   if is_local:
-    local = {'rope_theta': metadata.get(theta, architecture.local_base or base)}
+    local = {'rope_theta': metadata.get(theta, files.local_base or base)}
     keys['rope_parameters'] = {
-      'full_attention': keys['rope_parameters'],
-      'sliding_attention': local | {'rope_type': 'default'},
+      row_lib.FULL: keys['rope_parameters'],
+      row_lib.SLIDING: local | {'rope_type': 'default'},
     }

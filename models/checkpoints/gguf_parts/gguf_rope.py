@@ -6,11 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from specdec.models.checkpoints.gguf_parts import gguf_config
 from specdec.models.checkpoints.gguf_parts import gguf_header
 from specdec.models.checkpoints.gguf_parts import gguf_tensor
 from specdec.models.checkpoints.keys import config_keys
+from specdec.models.checkpoints.model_types import architecture
 from specdec.models.nn import rope as rope_lib
+
+LONGROPE = {
+  'short_factor': 'rope_factors_short.weight',
+  'long_factor': 'rope_factors_long.weight',
+}
+"""By which longrope divides the frequencies of pairs."""
 
 # Keys of each scaling, and keys of `rope_parameters`.
 _SCALINGS: dict[str, dict[str, str]] = {
@@ -30,6 +36,15 @@ _SCALINGS: dict[str, dict[str, str]] = {
 # key that is 1 in every model of transformers.
 _FACTORS = 'rope.scaling.attn_factor', 'rope.scaling.yarn_attn_factor'
 _EXTRAPOLATION = 'rope.scaling.yarn_ext_factor'
+KEYS = {
+  'rope.freq_base',
+  'rope.scaling.type',
+  *_FACTORS,
+  _EXTRAPOLATION,
+  *(key for keys in _SCALINGS.values() for key in keys),
+}
+"""The keys that are read here."""
+
 _NEVER = 1e29  # From here on, a frequency is divided to zero.
 # The scaling of Llama 3.1 and later; a file has only what follows from it.
 _LLAMA3: dict[str, Any] = {
@@ -51,7 +66,7 @@ def part_of(count: int, whole: int) -> float:
 def rope_parameters(
   metadata: Mapping[str, Any], header: gguf_header.Header
 ) -> dict[str, Any]:
-  """The `rope_parameters` of transformers, of `gguf_config.own_keys`.
+  """The `rope_parameters` of transformers, of `gguf_keys.own_keys`.
 
   Raises:
     ValueError: the rotation is not supported.
@@ -59,9 +74,7 @@ def rope_parameters(
   parameters = {'rope_theta': metadata.get('rope.freq_base', 10000.0)}
   default = 'linear' if 'rope.scaling.factor' in metadata else 'none'
   scaling = metadata.get('rope.scaling.type', default)
-  if scaling == 'longrope' or header.tensors.keys() & {
-    *gguf_config.LONGROPE.values()
-  }:
+  if scaling == 'longrope' or header.tensors.keys() & {*LONGROPE.values()}:
     return _longrope(metadata, header) | parameters
   for key in (*_FACTORS, _EXTRAPOLATION):
     if metadata.get(key, 1.0) != 1.0 and (
@@ -83,7 +96,7 @@ def rope_parameters(
     parameters |= _attention_factor(metadata, stated.get('factor', 1.0))
   if 'mscale_all_dim' in parameters:  # The other factor is one in llama.cpp.
     parameters['mscale'] = 1.0
-  if (factors := gguf_config.ROPE_FACTORS) in header.tensors:
+  if (factors := architecture.ROPE_FACTORS) in header.tensors:
     if scaling != 'none':
       raise ValueError(
         f'rope.scaling.type={scaling!r} and the tensor {factors}'
@@ -115,7 +128,7 @@ def _longrope(
 ) -> dict[str, Any]:
   """The keys of a rotation that divides frequencies by stored factors."""
   parameters: dict[str, Any] = {'rope_type': 'longrope'}
-  for key, name in gguf_config.LONGROPE.items():
+  for key, name in LONGROPE.items():
     if name not in header.tensors:
       raise ValueError(f'lacks the tensor {name} of its longrope')
     [(_, stored)] = gguf_tensor.Tensor(header.tensors[name]).blocks()
@@ -131,7 +144,7 @@ def _longrope(
 
 def _divided(header: gguf_header.Header, theta: float) -> dict[str, Any]:
   """The keys of a scaling, from the stored divisors of its frequencies."""
-  info = header.tensors[gguf_config.ROPE_FACTORS]
+  info = header.tensors[architecture.ROPE_FACTORS]
   [(_, stored)] = gguf_tensor.Tensor(info).blocks()
   kept = np.count_nonzero(stored == 1)
   if np.all(stored[:kept] == 1) and np.all(stored[kept:] >= _NEVER):
@@ -144,7 +157,7 @@ def _divided(header: gguf_header.Header, theta: float) -> dict[str, Any]:
   scaled = frequencies / scaling.scale(frequencies, theta)
   if not np.allclose(stored, scaled, rtol=1e-3):
     raise ValueError(
-      f'{gguf_config.ROPE_FACTORS} holds factors {stored[:4]}... that differ'
+      f'{architecture.ROPE_FACTORS} holds factors {stored[:4]}... that differ'
       " from Llama 3's scaling, and no others are supported"
     )
   return {'rope_type': 'llama3', 'factor': factor, **_LLAMA3}

@@ -82,6 +82,7 @@ class Tensor:
 
   def _raw(self, start: int, end: int) -> np.ndarray:
     """Some rows as they are stored, `[rows, bytes]`; a vector is a row."""
+    self.part.check(self.info.shape)
     count = end - start
     whole = self.info.shape[self.part.expert is not None :]
     size = self._row_bytes * math.prod(whole[1:-1])

@@ -11,12 +11,9 @@ import numpy as np
 from specdec.models.checkpoints import families
 from specdec.models.checkpoints import hub
 from specdec.models.checkpoints import hugging_face
-from specdec.models.checkpoints import model_configs
 from specdec.models.checkpoints.heads import head_tensors
 from specdec.models.nn import llama_config
 from specdec.models.nn import rope as rope_lib
-from specdec.text import text_files
-from specdec.text import whole_files
 
 
 def write(
@@ -46,12 +43,11 @@ def write(
   config, dtype = module.config, jnp.dtype(dtype)
   if not isinstance(config.rope, rope_lib.Rope):
     raise ValueError('a head without one rotation of all layers is not saved')
-  described = model_configs.to_hugging_face(
+  layers = families.written_keys(
     llama_config.LlamaConfig(**llama_config.fields_of(config)),
+    families.SAVED_LAYERS,
     dtype=dtype.name,
-    eos_token_id=None,
-  ).to_dict()
-  described |= {'rope_theta': config.rope.theta, **keys}
+  )
   stored = dict[str, np.ndarray]()
   for path, leaf in hub.flat_params(module)[1].items():
     name = families.parameter_name(path)
@@ -64,7 +60,5 @@ def write(
     stored[head_tensors.D2T] = np.asarray(ids - np.arange(len(ids)), np.int64)
     tokens = np.arange(config.vocab_size)
     stored[head_tensors.T2D] = np.isin(tokens, ids)
-  weights = folder / hugging_face.WEIGHTS
-  whole_files.write_tensors(weights, stored, {'format': 'pt'})
-  text = text_files.to_json(described, indent=2) + '\n'
-  whole_files.write_text(folder / hugging_face.CONFIG, text)
+  described = {**layers, 'rope_theta': config.rope.theta, **keys}
+  hugging_face.write(folder, described, stored)

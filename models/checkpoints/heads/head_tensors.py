@@ -18,11 +18,14 @@ from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import families
 from specdec.models.checkpoints import gguf
 from specdec.models.checkpoints import hugging_face
-from specdec.models.checkpoints.gguf_parts import gguf_config
 from specdec.models.checkpoints.gguf_parts import gguf_header
+from specdec.models.checkpoints.gguf_parts import gguf_keys
 from specdec.models.checkpoints.gguf_parts import gguf_rope
 from specdec.models.checkpoints.gguf_parts import gguf_tensor
 from specdec.models.checkpoints.keys import block_keys
+from specdec.models.checkpoints.keys import tensor_parts
+from specdec.models.checkpoints.model_types import architecture
+from specdec.models.checkpoints.model_types import model_type
 from specdec.models.nn import blocks as blocks_lib
 from specdec.text import text_files
 
@@ -60,7 +63,7 @@ D2T, T2D = 'd2t', 't2d'
 _EAGLE3, _DFLASH = 'eagle3', 'dflash'
 _MASK = 'tokenizer.ggml.mask_token_id'
 # Keys of the metadata, and keys of config.json.
-_KEYS = gguf_config.LLAMA_KEYS | {
+_KEYS = architecture.KEYS | {
   'rope.freq_base': 'rope_theta',
   'vocab_size': 'vocab_size',
 }
@@ -94,7 +97,7 @@ _WIDTHS = {'attention.value_length', 'rope.dimension_count'}
 _OTHER_KEYS = {'tensor_data_layout', 'rope.scaling.type', *_WIDTHS}
 _OTHER_DFLASH_KEYS = {
   'target_layers',
-  gguf_config.PATTERN,
+  gguf_keys.PATTERN,
   'rope.dimension_sections',
 }
 _INTEGERS = {26: np.int32, 27: np.int64}  # By their numbers in GGUF.
@@ -223,7 +226,7 @@ class HeadFolder(HeadTensors, hugging_face.HuggingFaceFolder):
         f" s.save_file(torch.load('{pickled}', weights_only=True),"
         f" '{self.path / hugging_face.WEIGHTS}')\""
       )
-    tensors = dict[str, hugging_face.Tensor]()
+    tensors = dict[str, tensor_parts.Tensor]()
     for tensor in self.stored():
       if _BUFFERS.fullmatch(tensor.name):
         continue
@@ -249,7 +252,7 @@ class HeadFile(HeadTensors, gguf.GGUFFile):
   @property
   def _architecture(self) -> str:
     header = gguf_header.read_header(self.path)
-    gguf_config.check_is_model(header)
+    gguf_keys.check_is_model(header)
     name = header.metadata.get('general.architecture')
     if name not in _OWN_KEYS:
       raise ValueError(
@@ -266,9 +269,9 @@ class HeadFile(HeadTensors, gguf.GGUFFile):
       ValueError: the file holds no head, or one with a scaled rotation.
     """
     name, header = self._architecture, gguf_header.read_header(self.path)
-    names = _KEYS | _OWN_KEYS[name]
+    names, files = _KEYS | _OWN_KEYS[name], architecture.Architecture(name)
     others = _OTHER_KEYS | (_OTHER_DFLASH_KEYS if name == _DFLASH else set())
-    metadata = gguf_config.own_keys(header, name, {*names, *others})
+    metadata = gguf_keys.own_keys(header, files, {*names, *others})
     scaling = metadata.get('rope.scaling.type', 'none')
     if scaling != 'none':
       raise ValueError(f'{name}.rope.scaling.type={scaling!r} is not supported')
@@ -277,7 +280,7 @@ class HeadFile(HeadTensors, gguf.GGUFFile):
     }
     if width := metadata.get('attention.key_length'):
       widths = dict.fromkeys(_WIDTHS, width)
-      gguf_config.check_widths(name, metadata, widths)
+      gguf_keys.check_widths(name, metadata, widths)
     if name == _DFLASH:
       stated |= self._of_block(header, metadata)
     return {'model_type': 'qwen3' if name == _DFLASH else 'llama'} | stated
@@ -292,13 +295,13 @@ class HeadFile(HeadTensors, gguf.GGUFFile):
     keys['target_layer_ids'] = [layer - 1 for layer in layers]
     if 'markov_w1.weight' in header.tensors:
       keys['markov_rank'] = header.tensors['markov_w1.weight'].shape[1]
-    if gguf_config.ROPE_FACTORS in header.tensors:
+    if architecture.ROPE_FACTORS in header.tensors:
       keys['rope_parameters'] = gguf_rope.rope_parameters(metadata, header)
     if metadata.get('attention.sliding_window'):
-      pattern = metadata.get(gguf_config.PATTERN)
+      pattern = metadata.get(gguf_keys.PATTERN)
       if not isinstance(pattern, list):
         raise ValueError(
-          f'{_DFLASH}.{gguf_config.PATTERN} must say for each layer'
+          f'{_DFLASH}.{gguf_keys.PATTERN} must say for each layer'
           ' whether it has the window'
         )
       types = ('full_attention', 'sliding_attention')
@@ -308,20 +311,20 @@ class HeadFile(HeadTensors, gguf.GGUFFile):
 
   def named(self) -> Iterator[tuple[str, Any]]:
     """Yields canonical names and tensors; see `HeadTensors`."""
-    keys, architecture = self.keys, self._architecture
+    keys, kind = self.keys, self._architecture
     heads: dict[str, Any] = {}
-    if architecture == _EAGLE3:  # Neighbours of a head are rotated.
+    if kind == _EAGLE3:  # Neighbours of a head are rotated.
       heads['attn_q'] = keys.get('num_attention_heads')
       heads['attn_k'] = keys.get('num_key_value_heads', heads['attn_q'])
     for name, info in gguf_header.read_header(self.path).tensors.items():
       if name.removesuffix('.weight') == 'd2t':
         yield D2T, _Ids(info)
         continue
-      if name == gguf_config.ROPE_FACTORS and architecture == _DFLASH:
+      if name == architecture.ROPE_FACTORS and kind == _DFLASH:
         continue  # It is read with the keys.
-      ours = gguf_config.canonical_name(name, gguf_config.NAMES)
+      ours = architecture.canonical_name(name, architecture.DRAFTER_NAMES)
       if ours is None:
-        raise ValueError(f'tensor {name} is not part of an {architecture}')
+        raise ValueError(f'tensor {name} is not part of an {kind}')
       num_heads = heads.get(name.rpartition('.')[0].rpartition('.')[2])
       yield ours, gguf_tensor.Tensor(info, num_heads=num_heads)
 
@@ -354,7 +357,7 @@ class Drafter:
     return self.stored.vocabulary(self.target.vocab_size)
 
   @functools.cached_property
-  def family(self: Any) -> families.Family:
+  def family(self: Any) -> model_type.Family:
     """See `checkpoint.StoredNetwork`."""
     config, ids = self.config, self.ids
     size = config.vocab_size if ids is None else len(ids)
@@ -363,9 +366,8 @@ class Drafter:
       (('lm_head',), (size, config.width)),
     )
     is_stored = lambda path: families.parameter_name(path) in self.stored.all
-    return families.Family(
+    return model_type.Family(
       self.name,
-      type(config),
       module=functools.partial(self.module, num_outputs=size),
       stays_float=lambda name: name.startswith('confidence_head.'),
       extras=tuple(extra for extra in extras if is_stored(extra[0])),

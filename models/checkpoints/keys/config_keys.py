@@ -16,62 +16,27 @@ import transformers
 # Keys that change nothing here: they describe the training, how others run a
 # model, or how text is made from logits.
 _NO_EFFECT = re.compile(
-  '|'.join(
-    (
-      # These are of transformers, for all its models.
-      r'_(?!sliding_window_pattern).*',
-      r'.*_token_(ids?|index)',
-      r'.*dropout.*',
-      r'.*_pdrop',
-      r'(torch_)?dtype',
-      r'transformers[._].*',
-      'architectures',
-      'auto_map',
-      'chunk_size_feed_forward',
-      'id2label',
-      'finetuning_task',
-      'initializer_range',
-      'is_decoder',
-      'label2id',
-      'model_type',
-      'name_or_path',
-      'num_labels',
-      'problem_type',
-      'prefix',
-      'return_dict',
-      'task_specific_params',
-      'tokenizer_class',
-      '(attn|experts)_implementation',
-      'torchscript',
-      'use_bfloat16',
-      'gradient_checkpointing',
-      'pretraining_tp',
-      'neftune_noise_alpha',
-      # Single families have these.
-      'is_llama_config',
-      'max_sequence_length',
-      'model_max_length',
-      'n_special',
-      'predict_special_tokens',
-      'output_past',
-      'reorder_and_upcast_attn',
-      'output_router_logits',
-      'summary_.*',
-      'router_(aux_loss_coef|jitter_noise)',
-      'unsloth_.*',
-      'mup_denominator',
-      # Drafting heads have these.
-      r'speculators_.*',
-      'base_model_.*_plan',
-      'embed_requires_grad',
-      'enable_sp_ulysses',
-      'has_lm_head',
-      'has_no_defaults_at_init',
-      'target_model_type',
-      'target_layer_count',
-      *map(re.escape, vars(transformers.GenerationConfig())),
-    )
-  )
+  r"""
+  # Of transformers, for all its models.
+  _(?!sliding_window_pattern).* | .*_token_(ids?|index) | .*dropout.* | .*_pdrop
+  | (torch_)?dtype | transformers[._].* | architectures | auto_map
+  | chunk_size_feed_forward | finetuning_task | gradient_checkpointing
+  | id2label | initializer_range | is_decoder | label2id | model_type
+  | name_or_path | neftune_noise_alpha | num_labels | prefix | pretraining_tp
+  | problem_type | return_dict | task_specific_params | tokenizer_class
+  | torchscript | use_bfloat16 | (attn|experts)_implementation
+  # Of single model types.
+  | is_llama_config | max_sequence_length | model_max_length | mup_denominator
+  | n_special | output_past | output_router_logits | predict_special_tokens
+  | reorder_and_upcast_attn | router_(aux_loss_coef|jitter_noise) | summary_.*
+  | unsloth_.*
+  # Of drafting heads.
+  | base_model_.*_plan | embed_requires_grad | enable_sp_ulysses | has_lm_head
+  | has_no_defaults_at_init | speculators_.* | target_layer_count
+  | target_model_type
+  | """
+  + '|'.join(map(re.escape, vars(transformers.GenerationConfig()))),
+  re.VERBOSE,
 )
 # Keys with the values that change nothing. If they are off, they change nothing
 # either, except those that may be true.

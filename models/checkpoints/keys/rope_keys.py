@@ -68,7 +68,7 @@ def normalized(keys: Mapping[str, Any], ropes: str) -> dict[str, Any]:
 
   Args:
     keys: of the configuration.
-    ropes: see `models/checkpoints/keys/model_types`; `rope_parameters` of
+    ropes: see `models/checkpoints/model_types`; `rope_parameters` of
       `kinds` has an object for each kind of layer.
 
   Raises:
@@ -187,7 +187,7 @@ def read_all(
 
   Args:
     config: of transformers.
-    ropes: see `models/checkpoints/keys/model_types`.
+    ropes: see `models/checkpoints/model_types`.
     is_partial: whether a part of a head may be rotated.
   """
   num_layers, raw = config.num_hidden_layers, config.rope_parameters

@@ -3,7 +3,6 @@
 An arm is written as `method(option=value,...):dtype`.
 """
 
-from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import itertools
@@ -93,37 +92,10 @@ def as_generation(
     ),
   )
 
-
-_INNER = (
-  *(name for name in settings_lib.OPTIONS if name.startswith('inner')),
-  'ngram',
-)
-_STOPPING = ('rounds', 'calibration', 'cost_ratio')
-_CHAIN = ('num_draft_tokens', 'draft_prompt')
-_TREE = tuple(
-  name
-  for name in settings_lib.OPTIONS
-  if name not in (*_INNER, 'num_draft_tokens')
-)
-_TABLE = tuple(
-  name for name in (*_TREE, *_INNER) if name not in (*_STOPPING, 'draft_prompt')
-)
-
-# The options that each method uses. Others are refused, because they would
-# silently have no effect.
-_OPTIONS: Mapping[str, tuple[str, ...]] = {
-  'chain': _CHAIN,
-  'tree': (*_TREE, *_INNER),
-  'staged': tuple(name for name in (*_TREE, *_INNER) if name != 'topology'),
-  'staged_chain': (*_CHAIN, *_STOPPING, *_INNER),
-  **dict.fromkeys(('ngram', 'lookup', 'ngram+lookup'), _TABLE),
-}
-
-
 def _parse_options(arm: str, method: str, text: str) -> list[list]:
   """For each option, a list of pairs: its name and an alternative value."""
   parsed: dict[str, list] = {}
-  names = _OPTIONS.get(method, ())
+  names = settings_lib.METHODS[method].options
   for option in text.split(','):
     name, equals, values = option.partition('=')
     if name not in names or not equals:
@@ -153,7 +125,7 @@ def parse_arms(text: str, default_dtype: str) -> list[ArmSpec]:
     match = re.fullmatch(r'([^():]*)(?:\(([^()]*)\))?(?::(.*))?', arm.strip())
     method, options, dtype = match.groups() if match else (arm, None, None)
     dtype = dtype or default_dtype
-    methods, dtypes = settings_lib.METHODS, matrices_lib.DTYPES
+    methods, dtypes = (*settings_lib.METHODS,), matrices_lib.DTYPES
     if method not in methods or dtype not in dtypes:
       raise ValueError(
         f'arm {arm!r} is not known; it is method:dtype or'

@@ -257,7 +257,9 @@ def _rotation(target: adapter.Config) -> rope_lib.Rope:
   """The rotation of a drafter: as in the target's last layer that rotates."""
   of_layers = getattr(target, 'of_layers', lambda field: ())
   ropes = of_layers('rope')
-  return next((rope for rope in reversed(ropes) if rope), rope_lib.Rope())
+  rope = next((rope for rope in reversed(ropes) if rope), rope_lib.Rope())
+  # No file of a head can say that queries grow, and it learns without it.
+  return dataclasses.replace(rope, query_growth=0.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

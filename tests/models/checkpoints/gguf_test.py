@@ -214,6 +214,7 @@ def test_tokenizer_and_ends(path):
 _with = lambda key, array: lambda all_: all_ | {key: (array, Kind.F32)}
 _without = lambda key: lambda all_: {k: v for k, v in all_.items() if k != key}
 _ROW = np.ones((40, 256), np.float32)
+_TWO = np.ones((2, 256, 256), np.float32)
 _ODD = _with('rope_freqs.weight', _ROW[0, :32] * 3)
 
 
@@ -230,6 +231,11 @@ _ODD = _with('rope_freqs.weight', _ROW[0, :32] * 3)
     ('gemma4', _without('rope_freqs.weight'), 'lacks the tensor rope_freqs'),
     ('gemma4', _without('blk.0.inp_gate.weight'), 'lacks 1.*0.per_layer_inp'),
     ('gemma4', _with('blk.4.attn_k.weight', _ROW), '4.attn_k.* is not part'),
+    (
+      'llama, mixture',
+      _with('blk.0.ffn_up_exps.weight', _TWO),
+      '2 experts, ex',
+    ),
   ],
 )
 def test_tensors_that_do_not_fit(name, change, message, path):

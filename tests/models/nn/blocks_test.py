@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny
 import tiny_blocks
+import variants
 
 from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import hub
@@ -120,8 +121,8 @@ def test_bytes_of_four_bits_are_counted_and_cannot_be_saved(tmp_path):
 @pytest.mark.parametrize('family', ['gpt2', 'mixtral'])
 def test_a_model_written_in_four_bits_is_not_rounded_again(family, tmp_path):
   folder, rounded = tmp_path / 'model', tmp_path / 'rounded'
-  module = tiny.module() if family == 'gpt2' else tiny.llama_module(family)
-  hub.save_pretrained(module, folder, tokenizer=hub.locate('demo').tokenizer)
+  variants.write(family, folder)
+  hub.locate('demo').tokenizer.save_pretrained(folder)
   ended = command_lines.run(
     'round_model.py', f'--model={folder}', f'--output={rounded}'
   )

@@ -23,7 +23,6 @@ import specdec
 from specdec.models.checkpoints import hub
 from specdec.models.nn import adapter
 from specdec.models.nn import blocks as blocks_lib
-from specdec.models.nn import mixtral as mixtral_lib
 from specdec.models.nn.cpu import build
 
 _LENGTH = len(variants.LONG)
@@ -99,14 +98,9 @@ def check_logits(name):
 
 
 @pytest.mark.parametrize('name', _NAMES)
-def test_logits_are_those_of_transformers_and_shapes_are_saved(name, tmp_path):
+def test_logits_are_those_of_transformers(name, tmp_path):
   module = _loaded(name, tmp_path)
   assert np.max(_error(module, name)) < 2e-4
-  hub.save_pretrained(module, tmp_path)
-  saved = hub.load_module(tmp_path)
-  assert saved.config == module.config
-  both = map(tiny.parameters, (module, saved))
-  jax.tree.map(np.testing.assert_array_equal, *both)
   # A tree whose branches go on after the same beginning: nodes see windows,
   # sinks and factors by their own positions.
   start, size = 16, 12
@@ -256,17 +250,23 @@ def test_greedy_text_is_that_of_a_forward_without_a_cache(name, kind, tmp_path):
 
 def test_folders_in_mxfp4_are_read_as_they_are_stored(tmp_path):
   """Neighbours are the halves of a byte, the first one the lower half."""
-  shape = {'vocab_size': 40, 'num_positions': 64, 'width': 32, 'num_layers': 1}
-  shape |= {'num_heads': 2, 'num_kv_heads': 1, 'head_width': 8}
-  config = mixtral_lib.GptOssConfig(
-    **shape | {'inner_width': 64, 'num_experts': 3, 'experts_per_token': 2},
-    **dict.fromkeys(('mlp_bias', 'sinks', 'clamped', 'tie_embeddings'), True),
+  variant = variants.FAMILIES['gpt_oss_0']
+  wider = {24: 64, 48: 128}  # Rows of two blocks.
+  variants.write(
+    {
+      'config': variant['config']
+      | {'hidden_size': 64, 'intermediate_size': 64},
+      'tensors': {
+        name: [wider.get(size, size) for size in shape]
+        for name, shape in variant['tensors'].items()
+      },
+    },
+    tmp_path / 'model',
   )
-  made = mixtral_lib.Mixtral(config, rngs=nnx.Rngs(0))
-  hub.save_pretrained(made, tmp_path)
+  tmp_path /= 'model'
   rng, floats, blocks = np.random.default_rng(0), {}, {}
   halves = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-  for part, size in (('gate_up_proj', (3, 128, 1)), ('down_proj', (3, 32, 2))):
+  for part, size in (('gate_up_proj', (4, 128, 2)), ('down_proj', (4, 64, 2))):
     name = f'model.layers.0.mlp.experts.{part}'
     codes = rng.integers(0, 16, (*size, 32), dtype=np.uint8)
     exponents = rng.integers(120, 128, size, dtype=np.uint8)
@@ -291,7 +291,7 @@ def test_folders_in_mxfp4_are_read_as_they_are_stored(tmp_path):
     json.dumps(keys | {'quantization_config': {'quant_method': 'mxfp4'}})
   )
   assert hub.locate(tmp_path).stored_dtypes == ['float32', 'stored']
-  for dtype, count in (('float32', 0), ('stored', 9)):
+  for dtype, count in (('float32', 0), ('stored', 12)):
     found = hub.flat_params(hub.load_module(tmp_path, dtype=dtype))[1]
     grouped = lambda leaf: isinstance(leaf, blocks_lib.GroupedMatrix)
     assert sum(map(grouped, found.values())) == count
@@ -301,6 +301,6 @@ def test_folders_in_mxfp4_are_read_as_they_are_stored(tmp_path):
       elif dtype == 'stored':
         continue  # In bfloat16.
       np.testing.assert_array_equal(leaf, expected[key], err_msg=key)
-  edit({'model.layers.0.mlp.experts.down_proj_scales': np.uint8([[[0]]] * 3)})
+  edit({'model.layers.0.mlp.experts.down_proj_scales': np.uint8([[[0]]] * 4)})
   with pytest.raises(ValueError, match=r'down_proj_scales has shape'):
     hub.load_module(tmp_path)

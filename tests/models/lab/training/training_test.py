@@ -438,13 +438,15 @@ def test_a_block_drafter_learns_from_answers_and_drafts(trained, tmp_path):
 
 def test_a_head_has_one_rotation_whatever_the_layers_of_the_target_have():
   config = tiny.llama_module('llama').config
-  base = dataclasses.replace(config, num_layers=2)
+  base = dataclasses.replace(config, num_layers=2, qk_norm=False)
   local, whole = rope_lib.Rope(theta=50.0), rope_lib.Rope(theta=1e6)
   for ropes, expected in (
     (local, local),
     ((local, whole), whole),
     ((local, None), local),
     (None, rope_lib.Rope()),
+    # No file of a head says that queries grow.
+    (dataclasses.replace(local, query_growth=0.1), local),
   ):
     target = dataclasses.replace(base, rope=ropes)
     found = head_trainer.HeadTraining(target='tiny').config(target)

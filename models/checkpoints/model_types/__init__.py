@@ -1,0 +1,1 @@
+"""One record per model type: what is particular about it."""
