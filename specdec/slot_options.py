@@ -124,6 +124,13 @@ class SlotOptions:
     self._adjusters = request.adjusters[has_penalty:]
     self._watchers = request.watchers
 
+  @property
+  def are_apart(self) -> bool:
+    """Whether everything in a request has an axis of rows."""
+    return not self._adjusters and all(
+      isinstance(one, watchers_lib.LogProbs) for one in self._watchers
+    )
+
   def check(
     self,
     sampling: sampling_lib.Sampling | None,

@@ -305,8 +305,10 @@ class Engine:
       ValueError: the options of all requests cannot be used.
     """
     slots = self._pool(self.method).slots
-    slots.insert([0], jax.random.key(0), max_new_tokens=2, sampling=sampling)
-    slots.advance()
+    for decode in slots.advance, functools.partial(slots.step, 2):
+      key = jax.random.key(0)
+      slots.insert([0], key, max_new_tokens=2, sampling=sampling)
+      decode()
 
   def stop(self) -> None:
     """Ends all requests, whose listeners are told an error, and the thread."""

@@ -462,7 +462,7 @@ def test_bad_input_is_refused_by_name_and_the_server_lives(http, server):
     ('/v1/completions', {'prompt': 'a'}, _WRONG | _WRONG_TEXT),
     ('/v1/chat/completions', {'messages': [_MESSAGE]}, _WRONG_CHAT),
   ):
-    for name, value in [(name, one) for name in own for one in own[name]]:
+    for name, value in [(key, one) for key in own for one in own[key]]:
       body = json.dumps(base | {'max_tokens': 4} | {name: value})
       reply = http.post(path, content=body)
       assert 400 <= reply.status_code < 500, (name, body, reply.text)
