@@ -288,9 +288,10 @@ class Reader:
     prompts = given['prompt']
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
       prompts = [prompts]
-    if not 0 < len(prompts) <= (most := self.engine.most_choices):
+    most, vocab_size = self.engine.most_choices, pair.target.spec.vocab_size
+    if not 0 < len(prompts) <= most:
       raise ValueError(f'prompt must have 1 to {most} prompts')
-    found, vocab_size = [], pair.target.spec.vocab_size
+    found = []
     for prompt in prompts:
       (ids,) = pair.ids_of([prompt])
       ids = arguments_lib.to_prompt('prompt', ids, vocab_size)
