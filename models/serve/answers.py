@@ -25,8 +25,8 @@ class Form:
   def __init__(self, pair: pair_lib.Pair, asked: asked_lib.Asked, model: str):
     self._pair, self._asked = pair, asked
     kind = 'chatcmpl' if asked.is_chat else 'cmpl'
-    self._head = {'id': f'{kind}-{uuid.uuid4().hex}', 'model': model}
-    self._head |= {'created': int(time.time())}
+    self._head: dict[str, Any] = {'created': int(time.time()), 'model': model}
+    self._head['id'] = f'{kind}-{uuid.uuid4().hex}'
 
   def _object(
     self,

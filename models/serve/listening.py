@@ -27,13 +27,14 @@ class Server(uvicorn.Server):
     port: int = 0,
     api_key: str | None = None,
   ):
-    self.engine, self.address = reader.engine, ''
+    self.reader, self.engine, self.address = reader, reader.engine, ''
     app = app_lib.make_app(reader, api_key)
     super().__init__(
       uvicorn.Config(
         app,
         host,
         port,
+        log_config=None,
         log_level='error',
         lifespan='off',
         timeout_graceful_shutdown=5,

@@ -18,7 +18,17 @@ pytestmark = pytest.mark.skipif(
   reason='there is no Chromium with its driver',
 )
 
-_FLAGS = 'headless', 'no-sandbox', 'disable-gpu', 'window-size=900,700'
+_FLAGS = (
+  'headless',
+  'no-sandbox',
+  'disable-gpu',
+  'disable-quic',
+  'no-first-run',
+  'disable-background-networking',
+  'disable-component-update',
+  'disable-sync',
+  'window-size=900,700',
+)
 
 
 class _Browser:
