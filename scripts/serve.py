@@ -5,6 +5,8 @@ python scripts/serve.py --target=my/instruct --draft=my/smaller --port=8000
 Ctrl-C ends open streams, and then the server.
 """
 
+import contextlib
+
 from absl import flags
 import command_line
 import options
@@ -31,27 +33,41 @@ def main() -> None:
     raise ValueError(
       f"the package {error.name} is needed: pip install -e '.[serve]'"
     ) from error
+  from specdec.models import waiting
+  from specdec.models.serve import asked
+  from specdec.models.serve import engine as engine_lib
+
   sample = lambda: [options.DEFAULT_PROMPT]
   generator, tree_sizes = loading.many(sample, _BATCH_SIZE.value)
   decoding = options.decoding()
-  seed = decoding.pop('seed')
-  listening.run(
+  seed, limit = decoding.pop('seed'), decoding.pop('max_new_tokens')
+  sampling = decoding.pop('sampling')
+  engine = engine_lib.Engine(
     generator,
-    listening.Settings(
-      method=loading.method(),
-      model=loading.model_name(),
-      batch_size=_BATCH_SIZE.value,
-      queue_size=_QUEUE_SIZE.value,
-      context=_CONTEXT.value,
-      max_new_tokens=decoding.pop('max_new_tokens'),
-      sampling=decoding.pop('sampling'),
-      seed=seed if options.SEED.present else None,
-      slots=decoding | {'reading': _READING.value, 'tree_sizes': tree_sizes},
-      host=_HOST.value,
-      port=_PORT.value,
-      api_key=_API_KEY.value,
-    ),
+    method=loading.method(),
+    batch_size=_BATCH_SIZE.value,
+    context=_CONTEXT.value,
+    queue_size=_QUEUE_SIZE.value,
+    reading=_READING.value,
+    tree_sizes=tree_sizes,
+    **decoding,
   )
+  reader = asked.Reader(
+    engine,
+    model=loading.model_name(),
+    max_new_tokens=limit,
+    sampling=sampling,
+    seed=seed if options.SEED.present else None,
+  )
+  with waiting.announced('compiling'):
+    engine.warm_up(sampling)
+  server = listening.Server(
+    reader, host=_HOST.value, port=_PORT.value, api_key=_API_KEY.value
+  )
+  with contextlib.suppress(KeyboardInterrupt):  # After all streams have ended.
+    server.run()
+  engine.stop()
+  engine.thread.join()
 
 
 if __name__ == '__main__':

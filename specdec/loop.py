@@ -363,6 +363,28 @@ def end_row(
   return target.spec.place(state.replace(reason=reason))
 
 
+@mappings.jit()
+def take_row(
+  request: step_lib.Request, state: step_lib.DecodeState, row: jax.Array
+) -> tuple[step_lib.Request, step_lib.DecodeState]:
+  """The request and the state of one row, which `advance` decodes alone.
+
+  Adjusters and watchers must have nothing but arrays with an axis of rows.
+  """
+  return _row(request, row), _row(state, row)
+
+
+@mappings.jit(donate_argnames=('state',))
+def put_row(
+  state: step_lib.DecodeState, row: jax.Array, alone: step_lib.DecodeState
+) -> step_lib.DecodeState:
+  """The state of all rows after one of them, from `take_row`, was decoded."""
+  put = lambda old, new: lax.dynamic_update_slice_in_dim(old, new, row, axis=0)
+  return jax.tree.map(
+    lambda old, new: put(old, new) if old.ndim else new, state, alone
+  )
+
+
 @mappings.jit(
   static_argnames=('speculate', 'config'), donate_argnames=('state',)
 )

@@ -211,6 +211,13 @@ class _RowOptions:
     self._adjusters = request.adjusters[has_penalty:]
     self._watchers = request.watchers
 
+  @property
+  def are_apart(self) -> bool:
+    """Whether everything in a request has an axis of rows."""
+    return not self._adjusters and all(
+      isinstance(watcher, watchers_lib.LogProbs) for watcher in self._watchers
+    )
+
   def check(
     self,
     sampling: sampling_lib.Sampling | None,
@@ -321,6 +328,26 @@ class _Rows:
   state: step_lib.DecodeState
   slots: list[_Slot | None]
   texts: slot_texts.SlotTexts
+  #: A row that is decoded alone, with its request and its state, which is newer
+  #: than the one in `state`.
+  alone: tuple[int, step_lib.Request, step_lib.DecodeState] | None = None
+
+  def together(self) -> None:
+    """Puts the row that is decoded alone back among the others."""
+    if self.alone is not None:
+      row, _, state = self.alone
+      self.state, self.alone = (
+        loop.put_row(self.state, np.int32(row), state),
+        None,
+      )
+
+  def is_alone(self, rows: Sequence[int]) -> bool:
+    """Whether a row may be decoded without the others, which all have ended."""
+    return (
+      len(rows) == sum(map(bool, self.slots)) == 1 < len(self.slots)
+      and self.options.are_apart
+      and len(self.state.length.devices()) == 1
+    )
 
   def read_prompts(self, most: int) -> bool:
     """Reads at most `most` tokens of new prompts; whether all are read."""
@@ -346,8 +373,12 @@ class _Rows:
           return False
     return True
 
-  def go_on(self, num_steps: int, num_ended: int) -> list[int]:
+  def go_on(
+    self, num_steps: int, num_ended: int, *, saves: bool = False
+  ) -> list[int]:
     """Reads new prompts, then decodes until `num_ended` of the read ones end.
+
+    `saves`: a row that is alone is decoded by a program of its own.
 
     Returns:
       The slots of the prompts that are read.
@@ -356,21 +387,34 @@ class _Rows:
     all_read = self.read_prompts(self.reading if wait else loop.ALL_STEPS)
     pairs = enumerate(self.slots)
     rows = [row for row, slot in pairs if slot and slot.is_read]
-    self.state = loop.advance(
+    request, state, row = self.request, self.state, None
+    if saves and self.is_alone(rows):
+      (row,) = rows
+      taken = self.alone or (row, *loop.take_row(request, state, np.int32(row)))
+      _, request, state = taken
+    else:
+      self.together()
+      state = self.state
+    state = loop.advance(
       self.target,
       self.drafters[min(n for n in self.drafters if n >= len(rows))],
-      self.request,
-      self.state,
+      request,
+      state,
       np.int32(num_steps if all_read else 1),
-      np.int32(len(self.slots) - len(rows) + min(num_ended, len(rows))),
+      np.int32(len(state.length) - len(rows) + min(num_ended, len(rows))),
       config=self.config,
     )
+    if row is None:
+      self.state = state
+    else:
+      self.alone = row, request, state
     return rows
 
   def end(self, rows: Sequence[int]) -> dict[int, generation_lib.Generation]:
     """The results of slots, which are free from now on."""
     if not rows:
       return {}  # Without reading the result.
+    self.together()
     result, ended = hosts.read(loop.result_of(self.state)), {}
     for row in rows:
       slot, self.slots[row] = self.slots[row], None
@@ -392,21 +436,25 @@ class _Rows:
 
   def grown(self, rows: Sequence[int]) -> dict[int, Growth]:
     """The growth of some prompts since the last look, by slot."""
-    state, growths = self.state, dict[int, Growth]()
+    growths = dict[int, Growth]()
     if not rows:
       return growths
+    state = self.state if self.alone is None else self.alone[-1]
     tokens, origins, ends, reasons = hosts.read(
       (state.tokens, state.origins, state.length, state.reason)
     )
+    done = []
     for row in rows:
-      slot = self.slots[row]
+      slot, index = self.slots[row], row if self.alone is None else 0
       assert slot is not None
-      new = slice(len(slot.ids) + slot.num_seen, ends[row])
-      slot.num_seen = int(ends[row]) - len(slot.ids)
+      new = slice(len(slot.ids) + slot.num_seen, ends[index])
+      slot.num_seen = int(ends[index]) - len(slot.ids)
       growths[row] = Growth(
-        tokens[row, new].tolist(), origins[row, new].tolist()
+        tokens[index, new].tolist(), origins[index, new].tolist()
       )
-    ended = self.end([row for row in rows if reasons[row] != accept.RUNNING])
+      if reasons[index] != accept.RUNNING:
+        done.append(row)
+    ended = self.end(done)
     for row, generation in ended.items():
       growths[row] = dataclasses.replace(growths[row], generation=generation)
     return growths
@@ -542,6 +590,7 @@ class Slots:
     arguments_lib.row_keys(rng_key, 1)  # Refuses whatever is not a key.
     row, kept = rows.texts.best(self.free, ids if keeps else [])
     rows.options.assign(row, checked, automaton, section)
+    rows.together()
     request, rows.state = rows.options.of_all_with_states(
       rows.request, rows.state
     )
@@ -561,6 +610,9 @@ class Slots:
   def step(self, num_steps: int = 1) -> dict[int, Growth]:
     """Reads new prompts, and decodes for some steps, or until a prompt ends.
 
+    A prompt that is alone is decoded by a program for one row, unless all
+    prompts have a constraint or stop strings, or there are several devices.
+
     Args:
       num_steps: the most steps; the host waits for the device once for them.
 
@@ -568,7 +620,8 @@ class Slots:
       By slot, what was added; the slots of prompts that ended are free again.
     """
     arguments_lib.check_count('num_steps', num_steps)
-    return self._rows.grown(self._rows.go_on(num_steps, num_ended=1))
+    rows = self._rows.go_on(num_steps, num_ended=1, saves=True)
+    return self._rows.grown(rows)
 
   def cancel(self, slot: int) -> generation_lib.Generation | None:
     """Ends a prompt; the result so far, or None if it is not read yet.
@@ -613,6 +666,7 @@ class Slots:
   @property
   def num_steps(self) -> int:
     """Batched target forwards so far, those that read prompts apart."""
+    self._rows.together()
     return int(hosts.read(self._rows.state.counters.steps))
 
 

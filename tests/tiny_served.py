@@ -11,6 +11,8 @@ import time
 import byte_level
 import tiny
 
+from specdec.models.serve import asked as asked_lib
+from specdec.models.serve import engine as engine_lib
 from specdec.models.serve import listening
 from specdec.models.text import generator as generator_lib
 from specdec.models.text import pair as pair_lib
@@ -35,11 +37,12 @@ def generator(target, drafter, template=TEMPLATE, letters=LETTERS):
 
 
 @contextlib.contextmanager
-def serving(lm, **settings):
+def serving(lm, *, max_new_tokens=8, api_key=None, **options):
   """A server at `address` until the end of the block."""
-  chosen = {'method': 'tree', 'model': 'tiny', 'port': 0} | settings
-  chosen = {'context': tiny.MAX_POSITIONS, 'max_new_tokens': 8} | chosen
-  server = listening.make_server(lm, listening.Settings(**chosen))
+  chosen = {'method': 'tree', 'context': tiny.MAX_POSITIONS} | options
+  engine = engine_lib.Engine(lm, **chosen)
+  reader = asked_lib.Reader(engine, model='tiny', max_new_tokens=max_new_tokens)
+  server = listening.Server(reader, api_key=api_key)
   thread = threading.Thread(target=server.run, daemon=True)
   thread.start()
   while not server.address:
@@ -48,8 +51,8 @@ def serving(lm, **settings):
   try:
     yield server
   finally:
-    server.engine.stop()
+    engine.stop()
     server.should_exit = True
-    thread.join(20)
-    server.engine.join()
-    assert not thread.is_alive()
+    for running in (thread, engine.thread):
+      running.join(20)
+      assert not running.is_alive()

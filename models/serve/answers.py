@@ -1,24 +1,16 @@
 """Answers in the forms of OpenAI's interface: whole, or in chunks."""
 
 from collections.abc import Sequence
+import itertools
+import time
 from typing import Any
+import uuid
 
 from specdec.models.serve import asked as asked_lib
 from specdec.models.serve import engine as engine_lib
 from specdec.models.text import pair as pair_lib
 from specdec.models.text import scores as scores_lib
 from specdec.models.text import token_bytes as token_bytes_lib
-
-_REASONS = {'eos': 'stop'}
-# The role of whoever answers.
-_ROLE = 'assistant'
-_NOTHING = token_bytes_lib.Said('')
-
-
-def _said(said: token_bytes_lib.Said) -> dict[str, str]:
-  """The fields of a message: the text, and before it the reasoning, if any."""
-  reasoning = {'reasoning_content': said.reasoning} if said.reasoning else {}
-  return reasoning | {'content': said.text}
 
 
 class Form:
@@ -28,108 +20,104 @@ class Form:
     pair: for the texts of tokens and their scores.
     asked: what was asked.
     model: the name of the model.
-    name: tells this answer from all others.
-    created: the time, in seconds since 1970.
   """
 
-  def __init__(
-    self,
-    pair: pair_lib.Pair,
-    asked: asked_lib.Asked,
-    *,
-    model: str,
-    name: str,
-    created: int,
-  ):
+  def __init__(self, pair: pair_lib.Pair, asked: asked_lib.Asked, model: str):
     self._pair, self._asked = pair, asked
     kind = 'chatcmpl' if asked.is_chat else 'cmpl'
-    self._head = {'id': f'{kind}-{name}', 'created': created, 'model': model}
+    self._head: dict[str, Any] = {'created': int(time.time()), 'model': model}
+    self._head['id'] = f'{kind}-{uuid.uuid4().hex}'
 
-  def _object(self, is_chunk: bool, **fields: Any) -> dict[str, Any]:
-    kind = 'text_completion'
-    if self._asked.is_chat:
-      kind = 'chat.completion.chunk' if is_chunk else 'chat.completion'
-    return self._head | {'object': kind} | fields
-
-  def _usage(self, ends: Sequence[engine_lib.Answer]) -> dict[str, Any]:
-    """The tokens of all choices; a prompt of several counts once."""
-    firsts = slice(None, None, self._asked.n)
+  def _object(
+    self,
+    choices: Sequence[dict[str, Any]],
+    ends: Sequence[engine_lib.Answer] = (),
+    *,
+    is_chunk: bool = True,
+  ) -> dict[str, Any]:
+    """An object with choices; with all ends, their tokens are counted."""
+    kind = 'chat.completion' if self._asked.is_chat else 'text_completion'
+    if is_chunk and self._asked.is_chat:
+      kind = 'chat.completion.chunk'
+    whole = self._head | {'object': kind, 'choices': choices}
+    if not ends:
+      return whole
+    firsts = slice(
+      None, None, self._asked.n
+    )  # A prompt of several counts once.
     prompts = sum(len(one.ids) for one in self._asked.requests[firsts])
     new = sum(len(end.tokens) for end in ends)
     cached = sum(end.num_cached for end in ends[firsts])
-    return {
+    usage = {
       'prompt_tokens': prompts,
       'completion_tokens': new,
       'total_tokens': prompts + new,
       'prompt_tokens_details': {'cached_tokens': cached},
     }
+    return whole | {'usage': usage}
 
-  def _end(self, end: engine_lib.Answer | None) -> dict[str, Any]:
-    """The fields of a choice that has ended, or goes on."""
-    if end is None:
-      return {'finish_reason': None}
-    reason = _REASONS.get(end.finish_reason, end.finish_reason)
-    fields: dict[str, Any] = {'finish_reason': reason}
-    fields['specdec'] = end.evidence
-    if self._asked.return_token_ids:
-      fields['token_ids'] = end.tokens
-    return fields
-
-  def whole(
-    self,
-    said: Sequence[token_bytes_lib.Said],
-    ends: Sequence[engine_lib.Answer],
-  ) -> dict[str, Any]:
-    """The answer with all choices."""
-    choices = []
-    for index, (answer, end) in enumerate(zip(said, ends, strict=True)):
-      choice = {'index': index, 'logprobs': self._logprobs(index, end)}
-      if self._asked.is_chat:
-        choice['message'] = {'role': _ROLE} | _said(answer)
-      else:
-        prompt = self._asked.prompts[index] if self._asked.echo else ''
-        choice['text'] = prompt + answer.text
-      choices.append(choice | self._end(end))
-    return self._object(False, choices=choices, usage=self._usage(ends))
-
-  def _chunk(
+  def _choice(
     self,
     index: int,
-    said: token_bytes_lib.Said,
-    end: engine_lib.Answer | None,
-    **delta: Any,
+    said: token_bytes_lib.Said | None,
+    end: engine_lib.Answer | None = None,
+    **message: str,
   ) -> dict[str, Any]:
+    """A choice that says something, or has ended, or both."""
+    if said is not None:
+      message['content'] = said.text
+      if said.reasoning:
+        message['reasoning_content'] = said.reasoning
     choice: dict[str, Any] = {'index': index, 'logprobs': None}
+    choice['finish_reason'] = end and end.finish_reason
     if self._asked.is_chat:
-      choice['delta'] = delta | (_said(said) if end is None else {})
+      choice['delta'] = message
     else:
-      choice['text'] = said.text
-    return self._object(True, choices=[choice | self._end(end)])
+      choice['text'] = said.text if said else ''
+    if end is not None:
+      choice |= {'logprobs': self._logprobs(index, end)}
+      choice |= {'specdec': end.evidence}
+      if self._asked.return_token_ids:
+        choice['token_ids'] = end.tokens
+    return choice
+
+  def _echo(self, index: int) -> token_bytes_lib.Said:
+    text = self._asked.prompts[index] if self._asked.echo else ''
+    return token_bytes_lib.Said(text)
+
+  def whole(self, ends: Sequence[engine_lib.Answer]) -> dict[str, Any]:
+    """The answer with all choices."""
+    choices = []
+    for index, end in enumerate(ends):
+      said = engine_lib.joined([self._echo(index), end.said])
+      choice = self._choice(index, said, end, role='assistant')
+      if self._asked.is_chat:
+        choice['message'] = choice.pop('delta')
+      choices.append(choice)
+    return self._object(choices, ends, is_chunk=False)
 
   def first(self) -> list[dict[str, Any]]:
-    """The chunks before all others: who speaks in a chat."""
-    if not self._asked.is_chat:
-      return []
+    """The chunks before all others: who speaks in a chat, and the echo."""
     number = len(self._asked.requests)
-    return [self._chunk(i, _NOTHING, None, role=_ROLE) for i in range(number)]
+    return [
+      self._object([self._choice(i, self._echo(i), role='assistant')])
+      for i in range(number if self._asked.is_chat or self._asked.echo else 0)
+    ]
 
   def chunk(
     self, index: int, event: engine_lib.Piece | engine_lib.Answer
   ) -> dict[str, Any]:
-    """A chunk of a choice: what was added, or its end."""
+    """A chunk of a choice: what was added, or its end with all `logprobs`."""
     if isinstance(event, engine_lib.Answer):
-      return self._chunk(index, _NOTHING, event)
-    said = token_bytes_lib.Said(event.text, event.reasoning)
-    chunk = self._chunk(index, said, None)
-    chunk['choices'][0]['specdec'] = {
-      'pieces': [said.reasoning + said.text for said in event.said],
-      'origins': event.origins,
-    }
-    return chunk
+      return self._object([self._choice(index, None, event)])
+    choice = self._choice(index, engine_lib.joined(event.said))
+    pieces = [said.reasoning + said.text for said in event.said]
+    choice['specdec'] = {'pieces': pieces, 'origins': event.origins}
+    return self._object([choice])
 
   def usage_chunk(self, ends: Sequence[engine_lib.Answer]) -> dict[str, Any]:
     """The chunk after all others, if the client wants it."""
-    return self._object(True, choices=[], usage=self._usage(ends))
+    return self._object([], ends)
 
   def _logprobs(self, index: int, end: engine_lib.Answer) -> Any:
     """The log-probabilities of the tokens of a choice, if they are wanted."""
@@ -137,38 +125,34 @@ class Form:
     if number is None:
       return None
     prompt = self._asked.requests[index].ids
-    scores: list[scores_lib.TokenScore | None] = [
-      *scores_lib.score(self._pair.target, prompt + end.tokens)
-    ]
+    ids = prompt + end.tokens
+    scores = [None, *scores_lib.score(self._pair.target, ids)]
     first = 0 if self._asked.echo else len(prompt)
-    scores, ids = [None, *scores][first:], (prompt + end.tokens)[first:]
+    scores, ids = scores[first:], ids[first:]
     if self._asked.is_chat:
       return {'content': [self._of_chat(one, number) for one in scores if one]}
     texts = [self._pair.token_text(token) for token in ids]
-    # The end of each text is where the next begins.
-    offsets = [sum(map(len, texts[:place])) for place in range(len(texts))]
     return {
       'tokens': texts,
       'token_logprobs': [one and one.log_prob for one in scores],
       'top_logprobs': [one and self._best_texts(one, number) for one in scores],
-      'text_offset': offsets,
+      'text_offset': [0, *itertools.accumulate(map(len, texts[:-1]))],
     }
 
   def _best_texts(
     self, score: scores_lib.TokenScore, number: int
   ) -> dict[str, float]:
-    """The log-probabilities of the best tokens and of the token itself."""
-    pairs = [*score.best[:number], (score.token, score.log_prob)]
-    found: dict[str, float] = {}
-    for token, log_prob in pairs:
-      found.setdefault(self._pair.token_text(token), log_prob)
-    return found
+    """The log-probabilities of the token and of the best ones, by their text.
+
+    Of several tokens with one text the likeliest counts.
+    """
+    pairs = (score.token, score.log_prob), *reversed(score.best[:number])
+    return {self._pair.token_text(token): value for token, value in pairs}
 
   def _of_chat(self, score: scores_lib.TokenScore, number: int) -> Any:
     def described(token: int, log_prob: float) -> dict[str, Any]:
-      text = self._pair.token_text(token)
-      own = [*self._pair.token_bytes()[token : token + 1]] or [b'']
-      return {'token': text, 'logprob': log_prob, 'bytes': [*own[0]]}
+      text, data = self._pair.token_text(token), self._pair.token_bytes()[token]
+      return {'token': text, 'logprob': log_prob, 'bytes': [*data]}
 
     best = [described(*pair) for pair in score.best[:number]]
     return described(score.token, score.log_prob) | {'top_logprobs': best}

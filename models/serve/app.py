@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from collections.abc import Awaitable
 from collections.abc import Callable
+import contextlib
 import functools
 import hmac
 import json
 import pathlib
 import time
 from typing import Any
-import uuid
 
 import anyio
 import starlette.applications
@@ -22,246 +22,182 @@ import starlette.routing
 from specdec.models.serve import answers as answers_lib
 from specdec.models.serve import asked as asked_lib
 from specdec.models.serve import engine as engine_lib
-from specdec.models.text import token_bytes as token_bytes_lib
 from specdec.text import text_files
 
 _MOST_BYTES = 8 << 20  # The size of a body.
 _MOST_SECONDS = 30.0  # In which a body arrives.
 _PAGE = pathlib.Path(__file__).with_name('page.html')
 
-_Refused = asked_lib.Refused
+_ApiError = engine_lib.ApiError
+_Request = starlette.requests.Request
 _Response = starlette.responses.Response
 _Send = Callable[[Any], Awaitable[None]]
 _Receive = Callable[[], Awaitable[Any]]
 
 
-def _error(error: Exception) -> tuple[int, dict[str, Any]]:
-  """The status and the body of an error, in OpenAI's form."""
-  status, param, code = 500, None, None
-  if isinstance(error, _Refused):
-    status, param, code = error.status, error.param, error.code
-  elif isinstance(error, starlette.exceptions.HTTPException):
+class _Json(starlette.responses.JSONResponse):
+  def render(self, content: Any) -> bytes:
+    return text_files.to_json(content).encode()  # Without infinities.
+
+
+def _error(error: Exception) -> _Json:
+  """An error in OpenAI's form."""
+  status = getattr(
+    error, 'status', 400 if isinstance(error, ValueError) else 500
+  )
+  if isinstance(error, starlette.exceptions.HTTPException):
     status = error.status_code
-  elif isinstance(error, engine_lib.QueueFull):
-    status, code = 429, 'queue_full'
-  elif isinstance(error, engine_lib.Stopped):
-    status, code = 503, 'stopped'
-  elif isinstance(error, ValueError):
-    status = 400
-  kind = 'invalid_request_error' if status < 500 else 'server_error'
   described = {
     'message': getattr(error, 'detail', str(error)),
-    'type': kind,
-    'param': param,
-    'code': code,
+    'type': 'invalid_request_error' if status < 500 else 'server_error',
+    'param': getattr(error, 'param', None),
+    'code': getattr(error, 'code', None),
   }
-  return status, {'error': described}
+  return _Json({'error': described}, status)
 
 
-def _json(value: Any, status: int = 200) -> _Response:
-  text = text_files.to_json(value)
-  return _Response(text, status, media_type='application/json')
-
-
-async def _refuse(_: starlette.requests.Request, error: Exception) -> _Response:
-  status, body = _error(error)
-  return _json(body, status)
+async def _refuse(_: _Request, error: Exception) -> _Response:
+  return _error(error)
 
 
 def _not_json(name: str) -> Any:
   raise ValueError(f'{name} is no JSON')
 
 
-async def _body(request: starlette.requests.Request) -> dict[str, Any]:
+async def _body(request: _Request) -> dict[str, Any]:
   """The JSON object of a request."""
-  parts, size = [], 0
+  data = bytearray()
   try:
     async with asyncio.timeout(_MOST_SECONDS):
       async for part in request.stream():
-        parts.append(part)
-        size += len(part)
-        if size > _MOST_BYTES:
-          raise _Refused(f'the body exceeds {_MOST_BYTES} bytes', status=413)
+        data += part
+        if len(data) > _MOST_BYTES:
+          raise _ApiError(f'the body exceeds {_MOST_BYTES} bytes', status=413)
+    found = json.loads(data.decode(), parse_constant=_not_json)
   except TimeoutError as error:
-    raise _Refused('the body did not arrive in time', status=408) from error
-  try:
-    text = b''.join(parts).decode()
-    found = json.loads(text, parse_constant=_not_json)
+    raise _ApiError('the body did not arrive in time', status=408) from error
   except (ValueError, RecursionError) as error:
-    raise _Refused(f'the body is no JSON: {error}') from error
+    raise _ApiError(f'the body is no JSON: {error}') from error
   if not isinstance(found, dict):
-    raise _Refused('the body must be a JSON object')
+    raise _ApiError('the body must be a JSON object')
   return found
 
 
-async def _gone(receive: _Receive) -> None:
-  """Returns when the client is gone."""
-  while (await receive())['type'] != 'http.disconnect':
-    pass
-
-
-class _Answering:
-  """The answer to one request of a client, as a response of Starlette.
+class _Answering(_Response):
+  """The answer to one request of a client.
 
   Its tickets end with it: when all is said, or when the client is gone.
   """
 
   def __init__(
-    self, engine: engine_lib.Engine, asked: asked_lib.Asked, form: Any
+    self,
+    engine: engine_lib.Engine,
+    asked: asked_lib.Asked,
+    form: answers_lib.Form,
   ):
     self._engine, self._asked, self._form = engine, asked, form
     self._events: asyncio.Queue[tuple[int, engine_lib.Event]] = asyncio.Queue()
+    self._ends: list[Any] = [None] * len(asked.requests)  # Each an `Answer`.
 
   async def __call__(self, scope: Any, receive: _Receive, send: _Send) -> None:
-    del scope
     loop = asyncio.get_running_loop()
 
     def listen(index: int, event: engine_lib.Event) -> None:
-      loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+      with contextlib.suppress(RuntimeError):  # The loop is closed.
+        loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
-    requests = self._asked.requests
-    listeners = [functools.partial(listen, i) for i in range(len(requests))]
-    tickets = self._engine.submit(requests, listeners)
-    answer = self._stream if self._asked.stream else self._whole
-    tasks = [
-      asyncio.ensure_future(one) for one in (answer(send), _gone(receive))
-    ]
+    async def watch() -> None:
+      while (await receive())['type'] != 'http.disconnect':
+        pass
+      answer.cancel()
+
+    tickets = self._engine.submit(self._asked.requests, listen)
+    answer = asyncio.ensure_future(self._answer(scope, receive, send))
+    watching = asyncio.ensure_future(watch())
     try:
-      await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-      if tasks[0].done():
-        await tasks[0]  # Raises what it raised.
+      with contextlib.suppress(asyncio.CancelledError):
+        await answer
     finally:
-      for task in tasks:
-        task.cancel()
+      answer.cancel()
+      watching.cancel()
       self._engine.cancel(tickets)
 
-  async def _all_events(self) -> AsyncIterator[tuple[int, engine_lib.Event]]:
-    """The events of all choices until the last has ended."""
-    missing = len(self._asked.requests)
-    while missing:
+  async def _answer(self, scope: Any, receive: _Receive, send: _Send) -> None:
+    if self._asked.stream:
+      stream = starlette.responses.StreamingResponse(
+        self._chunks(), media_type='text/event-stream'
+      )
+      return await stream.stream_response(send)
+    async for _ in self._all_events():
+      pass
+    whole = functools.partial(self._form.whole, self._ends)
+    await _Json(await anyio.to_thread.run_sync(whole))(scope, receive, send)
+
+  async def _all_events(self) -> AsyncIterator[tuple[int, Any]]:
+    """The pieces and ends of all choices until the last has ended."""
+    while None in self._ends:
       index, event = await self._events.get()
       if isinstance(event, Exception):
         raise event
-      missing -= isinstance(event, engine_lib.Answer)
+      if isinstance(event, engine_lib.Answer):
+        self._ends[index] = event
       yield index, event
 
-  async def _whole(self, send: _Send) -> None:
-    pieces: list[list[token_bytes_lib.Said]] = [
-      [] for _ in self._asked.requests
-    ]
-    ends: list[Any] = [None] * len(pieces)
-    async for index, event in self._all_events():
-      if isinstance(event, engine_lib.Piece):
-        pieces[index] += event.said
-      else:
-        ends[index] = event
-    said = [
-      token_bytes_lib.Said(
-        ''.join(piece.text for piece in row),
-        ''.join(piece.reasoning for piece in row),
-      )
-      for row in pieces
-    ]
-    whole = functools.partial(self._form.whole, said, ends)
-    body = await anyio.to_thread.run_sync(whole)
-    await _json(body)({'type': 'http'}, _no_receive, send)
-
-  async def _stream(self, send: _Send) -> None:
-    ends: dict[int, engine_lib.Answer] = {}
-    begun = False
-
-    async def write(value: Any) -> None:
-      text = value if isinstance(value, str) else text_files.to_json(value)
-      body = f'data: {text}\n\n'.encode()
-      await send(
-        {'type': 'http.response.body', 'body': body, 'more_body': True}
-      )
-
+  async def _chunks(self) -> AsyncIterator[bytes]:
+    """The events of a stream; an error is one, too."""
     try:
+      for chunk in self._form.first():
+        yield _sent(_Json(chunk))
       async for index, event in self._all_events():
-        if not begun:  # Until now an error would have had a status of its own.
-          begun = True
-          await send(_STREAM_HEAD)
-          for chunk in self._form.first():
-            await write(chunk)
-        if isinstance(event, engine_lib.Answer):
-          ends[index] = event
-        await write(self._form.chunk(index, event))
+        make = functools.partial(self._form.chunk, index, event)
+        if isinstance(event, engine_lib.Answer):  # Scores may take a while.
+          yield _sent(_Json(await anyio.to_thread.run_sync(make)))
+        else:
+          yield _sent(_Json(make()))
       if self._asked.include_usage:
-        every = [ends[index] for index in range(len(ends))]
-        await write(self._form.usage_chunk(every))
+        yield _sent(_Json(self._form.usage_chunk(self._ends)))
     except Exception as error:
-      if not begun:
-        raise
-      await write(_error(error)[1])
-    await write('[DONE]')
-    await send({'type': 'http.response.body', 'body': b''})
+      yield _sent(_error(error))
+    yield b'data: [DONE]\n\n'
 
 
-_STREAM_HEAD = {
-  'type': 'http.response.start',
-  'status': 200,
-  'headers': [
-    (b'content-type', b'text/event-stream; charset=utf-8'),
-    (b'cache-control', b'no-cache'),
-  ],
-}
-
-
-async def _no_receive() -> Any:
-  return {'type': 'http.disconnect'}
+def _sent(event: _Json) -> bytes:
+  """An event as the server sends it."""
+  return b'data: ' + event.body + b'\n\n'
 
 
 class _Handlers:
   """The functions that answer, by path."""
 
-  def __init__(
-    self,
-    engine: engine_lib.Engine,
-    reader: asked_lib.Reader,
-    api_key: str | None,
-  ):
-    self._engine, self._reader = engine, reader
-    self._key, self._begun = api_key, time.time()
+  def __init__(self, reader: asked_lib.Reader, api_key: str | None):
+    self._reader, self._engine = reader, reader.engine
+    self._key, self._begun = api_key, int(time.time())
 
-  def check_key(self, request: starlette.requests.Request) -> None:
+  def _check_key(self, request: _Request) -> None:
     """Refuses a request without the key, if there is one."""
-    given = request.headers.get('authorization', '')
-    wanted = f'Bearer {self._key}'
-    if self._key is not None and not hmac.compare_digest(
-      given.encode('latin-1'), wanted.encode()
-    ):
-      raise _Refused(
-        'the header Authorization must be: Bearer and the --api_key',
-        status=401,
-        code='invalid_api_key',
-      )
+    given = request.headers.get('authorization', '').encode('latin-1')
+    wanted = f'Bearer {self._key}'.encode()
+    if self._key is not None and not hmac.compare_digest(given, wanted):
+      message = 'the header Authorization must be: Bearer and the --api_key'
+      raise _ApiError(message, status=401, code='invalid_api_key')
 
-  async def complete(
-    self, request: starlette.requests.Request, *, is_chat: bool
-  ) -> Any:
+  async def complete(self, request: _Request, *, is_chat: bool) -> _Response:
     """Answers a request for a chat or for a text."""
-    self.check_key(request)
+    self._check_key(request)
     body = await _body(request)
     read = functools.partial(self._reader.read, body, is_chat=is_chat)
     asked = await anyio.to_thread.run_sync(read)
-    form = answers_lib.Form(
-      self._engine.pair,
-      asked,
-      model=self._reader.model,
-      name=uuid.uuid4().hex,
-      created=int(time.time()),
-    )
+    form = answers_lib.Form(self._engine.pair, asked, self._reader.model)
     return _Answering(self._engine, asked, form)
 
-  async def models(self, request: starlette.requests.Request) -> _Response:
+  async def models(self, request: _Request) -> _Response:
     """The one model, and what a page must know about it."""
-    self.check_key(request)
+    self._check_key(request)
     engine = self._engine
     model = {
       'id': self._reader.model,
       'object': 'model',
-      'created': int(self._begun),
+      'created': self._begun,
       'owned_by': 'specdec',
       'max_model_len': engine.context,
       'specdec': {
@@ -269,15 +205,15 @@ class _Handlers:
         'has_chat_template': bool(engine.pair.tokenizer.chat_template),
       },
     }
-    return _json({'object': 'list', 'data': [model]})
+    return _Json({'object': 'list', 'data': [model]})
 
-  async def health(self, _: starlette.requests.Request) -> _Response:
+  async def health(self, _: _Request) -> _Response:
     """Whether the server answers."""
-    return _json({'status': 'ok'})
+    return _Json({'status': 'ok'})
 
-  async def metrics(self, request: starlette.requests.Request) -> _Response:
+  async def metrics(self, request: _Request) -> _Response:
     """Figures in the format of Prometheus."""
-    self.check_key(request)
+    self._check_key(request)
     lines = []
     for kind, figures, suffix in (
       ('counter', self._engine.counts, '_total'),
@@ -285,36 +221,23 @@ class _Handlers:
     ):
       for name, value in figures.items():
         full = f'specdec_{name}{suffix}'
-        lines += [f'# TYPE {full} {kind}', f'{full} {value:g}']
-    text = '\n'.join([*lines, ''])
-    return _Response(text, media_type='text/plain; version=0.0.4')
+        lines += [f'# TYPE {full} {kind}\n', f'{full} {value}\n']
+    return _Response(''.join(lines), media_type='text/plain; version=0.0.4')
 
-  async def page(self, _: starlette.requests.Request) -> _Response:
+  async def page(self, _: _Request) -> _Response:
     """The page for people."""
     return starlette.responses.HTMLResponse(_PAGE.read_text('utf-8'))
 
 
 def make_app(
-  engine: engine_lib.Engine,
-  reader: asked_lib.Reader,
-  *,
-  api_key: str | None = None,
+  reader: asked_lib.Reader, api_key: str | None = None
 ) -> starlette.applications.Starlette:
   """The application; `api_key` None lets everybody ask."""
-  handlers = _Handlers(engine, reader, api_key)
-  chat, text = (
-    functools.partial(handlers.complete, is_chat=is_chat)
-    for is_chat in (True, False)
-  )
+  handlers = _Handlers(reader, api_key)
+  chat = functools.partial(handlers.complete, is_chat=True)
+  text = functools.partial(handlers.complete, is_chat=False)
   route = starlette.routing.Route
-  errors: list[Any] = [
-    Exception,
-    _Refused,
-    starlette.exceptions.HTTPException,
-    engine_lib.Failed,
-    engine_lib.QueueFull,
-    engine_lib.Stopped,
-  ]
+  http_error = starlette.exceptions.HTTPException
   return starlette.applications.Starlette(
     routes=[
       route('/v1/chat/completions', chat, methods=['POST']),
@@ -324,5 +247,7 @@ def make_app(
       route('/metrics', handlers.metrics),
       route('/', handlers.page),
     ],
-    exception_handlers=dict.fromkeys(errors, _refuse),
+    exception_handlers=dict.fromkeys(
+      (Exception, _ApiError, http_error), _refuse
+    ),
   )

@@ -5,6 +5,7 @@ Every parameter has its effect or is refused by its name.
 
 from collections.abc import Iterator
 from collections.abc import Mapping
+from collections.abc import Sequence
 import contextlib
 import dataclasses
 import random
@@ -21,30 +22,10 @@ from specdec.models.text import scores as scores_lib
 from specdec.models.text import text_options
 from specdec.text import text_files
 
-AUTO = 'auto'
 _MOST_STOPS = 16
-_LIMITS = 'max_completion_tokens', 'max_tokens'
 
-
-# Options of sampling that are set together, with values that change nothing.
-_FILTERS: dict[str, Any] = {'top_k': None, 'top_p': 1.0, 'min_p': 0.0}
-_ADJUSTMENTS: dict[str, Any] = {'logit_bias': {}, 'repetition_penalty': 1.0}
-
-
-class Refused(ValueError):
-  """A request that cannot be answered; has the parameter and the status."""
-
-  def __init__(
-    self,
-    message: str,
-    param: str | None = None,
-    status: int = 400,
-    code: str | None = None,
-  ):
-    super().__init__(message)
-    self.param, self.status, self.code = param, status, code
-
-
+# The types of parameters, see `text_files.check_types`. A literal is the only
+# value of a parameter that is not wanted here, and that clients send.
 _COMMON: dict[str, Any] = {
   'model': str,
   'max_tokens': int,
@@ -53,11 +34,14 @@ _COMMON: dict[str, Any] = {
   'top_k': int,
   'min_p': float,
   'repetition_penalty': float,
+  'frequency_penalty': Literal[0],
+  'presence_penalty': Literal[0],
   'logit_bias': dict[str, float],
   'seed': int,
   'stop': str | list[str],
   'stop_token_ids': list[int],
   'n': int,
+  'best_of': Literal[1],
   'regex': str,
   'response_format': dict[str, Any],
   'method': str,
@@ -67,37 +51,31 @@ _COMMON: dict[str, Any] = {
   'return_token_ids': bool,
   'user': str,
 }
-_OF_CHAT = {
+_OF_CHAT: dict[str, Any] = {
   'messages': list[dict[str, Any]],
   'max_completion_tokens': int,
   'logprobs': bool,
   'top_logprobs': int,
+  'tool_choice': Literal['none', 'auto'],
+  'store': Literal[False],
 }
-_OF_TEXT = {
+_OF_TEXT: dict[str, Any] = {
   'prompt': str | list[int] | list[str] | list[list[int]],
   'logprobs': int,
   'echo': bool,
-}
-# Parameters that cannot be done; these values say that they are not wanted.
-_NOT_WANTED: dict[str, tuple[Any, ...]] = {
-  'frequency_penalty': (0,),
-  'presence_penalty': (0,),
-  'best_of': (1,),
-  'suffix': ('',),
-  'tools': ([],),
-  'functions': ([],),
-  'tool_choice': ('none', 'auto'),
-  'store': (False,),
-  'metadata': ({},),
-  'modalities': (['text'],),
-  'service_tier': ('auto', 'default'),
+  'suffix': Literal[''],
 }
 _OF_MESSAGE: dict[str, Any] = {
   'role': str,
-  'content': str,
+  'content': str | list[dict[str, Any]],
   'name': str,
   'reasoning_content': str,
 }
+_OF_PART: dict[str, Any] = {'type': Literal['text'], 'text': str}
+
+# Options of sampling that are set together, with values that change nothing.
+_FILTERS: dict[str, Any] = {'top_k': None, 'top_p': 1.0, 'min_p': 0.0}
+_ADJUSTMENTS: dict[str, Any] = {'logit_bias': {}, 'repetition_penalty': 1.0}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,94 +93,73 @@ class Asked:
   return_token_ids: bool
 
 
+@contextlib.contextmanager
+def _named(param: str) -> Iterator[None]:
+  """Errors within are told to the client with the name of the parameter."""
+  try:
+    yield
+  except (ValueError, RecursionError) as error:
+    raise engine_lib.ApiError(str(error), param) from error
+
+
 def _typed(
   body: Mapping[str, Any], kinds: Mapping[str, Any], place: str = ''
 ) -> dict[str, Any]:
   """The values that are not null; refuses other names and types."""
   given = {name: value for name, value in body.items() if value is not None}
-  for name, value in given.items():
-    if name in _NOT_WANTED and not place:
-      if value not in _NOT_WANTED[name]:
-        raise Refused(f'{name} cannot be done here; leave it out', name)
-    elif name not in kinds:
-      known = ', '.join(kinds)
-      full = f'{place}{name!s:.60}'
-      raise Refused(f'{full} is not known; known: {known}', full)
-    else:
-      try:
-        text_files.check_types({name: value}, {name: kinds[name]}, place)
-      except ValueError as error:
-        raise Refused(str(error), f'{place}{name}') from error
+  for name in given:
+    with _named(f'{place}{name!s:.60}'):
+      if name not in kinds:
+        known = ', '.join(kinds)
+        raise ValueError(f'{place}{name!s:.60} is not known; known: {known}')
+      text_files.check_types(given, {name: kinds[name]}, place)
   return given
 
 
-@contextlib.contextmanager
-def _named(param: str) -> Iterator[None]:
-  """A `ValueError` within becomes a `Refused` that names the parameter."""
-  try:
-    yield
-  except Refused:
-    raise
-  except (ValueError, RecursionError) as error:
-    raise Refused(str(error), param) from error
-
-
-def _messages(given: list[dict[str, Any]]) -> list[dict[str, str]]:
+def _messages(given: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
   """Messages as templates take them, with the text of contents in parts."""
   messages = []
   for number, message in enumerate(given):
-    place, content = f'messages[{number}].', message.get('content')
-    if isinstance(content, list):
-      kinds = {'type': Literal['text'], 'text': str}
-      parts = f'{place}content.'
-      for part in content:
-        if not isinstance(part, dict):
-          raise Refused(f'{place}content must be text', f'{place}content')
-        _typed(part, kinds, parts)
-      content = ''.join(part.get('text', '') for part in content)
-      message = message | {'content': content}
+    place = f'messages[{number}].'
     message = _typed(message, _OF_MESSAGE, place)
-    if 'reasoning_content' in message:
-      message['reasoning'] = message.pop('reasoning_content')
+    if isinstance(parts := message.get('content'), list):
+      parts = [_typed(part, _OF_PART, f'{place}content.') for part in parts]
+      message['content'] = ''.join(part.get('text', '') for part in parts)
     messages.append(message)
   return messages
 
 
-def _schema(response_format: Mapping[str, Any]) -> Any:
+def _schema(response_format: Mapping[str, Any] | None) -> Any:
   """The JSON schema of a `response_format`, if it has one."""
-  kind, form = response_format.get('type'), 'response_format'
-  if kind == 'text':
-    return None
-  if kind == 'json_object':
-    return {'type': 'object'}
-  described = response_format.get('json_schema')
-  if kind != 'json_schema' or not isinstance(described, dict):
-    raise Refused(
-      f'{form} must have the type text, json_object, or json_schema and then'
-      f' json_schema: {{"schema": ...}}, got {response_format!r:.80}',
-      form,
-    )
-  schema = described.get('schema')
-  if not isinstance(schema, dict):
-    raise Refused(
-      f'{form}.json_schema.schema must be an object, got {schema!r:.60}', form
-    )
-  return schema
+  match response_format:
+    case None | {'type': 'text'}:
+      return None
+    case {'type': 'json_object'}:
+      return {'type': 'object'}
+    case {'type': 'json_schema', 'json_schema': {'schema': dict(schema)}}:
+      return schema
+  raise ValueError(
+    'response_format must have the type text, json_object, or json_schema and'
+    ' then json_schema: {"schema": an object}, got'
+    f' {response_format!r:.80}'
+  )
 
 
 def _logprobs(given: Mapping[str, Any], is_chat: bool) -> int | None:
   """The alternatives to each token; None if no figures are wanted."""
-  name = 'top_logprobs' if is_chat else 'logprobs'
-  number = given.get(name)
+  if not is_chat:
+    name, number = 'logprobs', given.get('logprobs')
+  else:
+    name, number = 'top_logprobs', given.get('top_logprobs', 0)
+    if not given.get('logprobs'):
+      if number:
+        raise engine_lib.ApiError('top_logprobs needs logprobs: true', name)
+      number = None
   if number is not None:
     with _named(name):
       most = scores_lib.MOST_ALTERNATIVES
       arguments_lib.check_count(name, number, most, least=0)
-  if not is_chat:
-    return number
-  if number and not given.get('logprobs'):
-    raise Refused('top_logprobs needs logprobs: true', name)
-  return (number or 0) if given.get('logprobs') else None
+  return number
 
 
 def _sampled(
@@ -220,7 +177,7 @@ def _sampled(
     with _named('logit_bias'):
       if not all(name.isdecimal() for name in bias):
         raise ValueError('logit_bias must map ids of tokens to numbers')
-      values['logit_bias'] = {int(name): own for name, own in bias.items()}
+      values['logit_bias'] = {int(name): bias[name] for name in bias}
   for name, value in values.items():
     with _named(name):
       one = specdec.Sampling(**{name: value})
@@ -240,7 +197,7 @@ class Reader:
   """Reads the requests of clients.
 
   Args:
-    engine: what decodes it.
+    engine: what decodes them.
     model: the name of the model.
     max_new_tokens: of requests that do not say, as far as the context allows.
     sampling: of requests that do not say.
@@ -252,13 +209,12 @@ class Reader:
     engine: engine_lib.Engine,
     *,
     model: str,
-    max_new_tokens: int,
-    sampling: specdec.Sampling,
-    seed: int | None,
+    max_new_tokens: int = 128,
+    sampling: specdec.Sampling = specdec.Sampling(),
+    seed: int | None = None,
   ):
-    self._engine, self.model = engine, model
-    self._max_new_tokens, self._seed = max_new_tokens, seed
-    self._sampling = sampling
+    self.engine, self.model, self.sampling = engine, model, sampling
+    self.max_new_tokens, self.seed = max_new_tokens, seed
     # Tokenizers are not made for several threads.
     self._lock = threading.Lock()
 
@@ -266,47 +222,44 @@ class Reader:
     """The requests of the body of a request.
 
     Raises:
-      Refused: a parameter cannot be used.
+      ApiError: a parameter cannot be used.
     """
-    needed = 'messages' if is_chat else 'prompt'
+    with self._lock:
+      return self._read(body, is_chat)
+
+  def _read(self, body: Mapping[str, Any], is_chat: bool) -> Asked:
     given = _typed(body, _COMMON | (_OF_CHAT if is_chat else _OF_TEXT))
-    if needed not in given:
-      raise Refused(f'{needed} is needed', needed)
     if given.get('model', self.model) != self.model:
-      raise Refused(
+      raise engine_lib.ApiError(
         f'model {given["model"]!r:.80} is not served here, {self.model!r} is',
         'model',
         404,
         'model_not_found',
       )
-    n, stream_options = given.get('n', 1), given.get('stream_options', {})
-    _typed(stream_options, {'include_usage': bool}, 'stream_options.')
-    with self._lock:
-      prompts = self._prompts(given, is_chat)
+    prompt_name = 'messages' if is_chat else 'prompt'
+    with _named(prompt_name):
+      if prompt_name not in given:
+        raise ValueError(f'{prompt_name} is needed')
+      prompts, section = self._prompts(given, is_chat)
+    stream_options = _typed(
+      given.get('stream_options', {}),
+      {'include_usage': bool},
+      'stream_options.',
+    )
     with _named('n'):
-      most = self._engine.most_choices // len(prompts)
+      n, most = given.get('n', 1), self.engine.most_choices // len(prompts)
       arguments_lib.check_count('n', n, max(most, 1))
-    if len(prompts) > self._engine.most_choices:
-      raise Refused(f'prompt has {len(prompts)} prompts, too many', 'prompt')
-    logprobs = _logprobs(given, is_chat)
-    if logprobs is not None and given.get('stream'):
-      raise Refused('logprobs are not streamed; leave out one', 'logprobs')
-    if given.get('echo') and given.get('stream'):
-      raise Refused('echo is not streamed; leave out one', 'echo')
-    common = self._options(given)
-    seed, section = common.pop('seed'), -1
-    # A text with a constraint is all answer.
-    if is_chat and common.get('automaton') is None:
-      with self._lock, _named('messages'):
-        messages = _messages(given['messages'])
-        section = self._engine.pair.section_after(messages)
+    options = self._options(given)
+    seed = options.pop('seed')
+    if options['automaton'] is not None:
+      section = -1  # A text with a constraint is all answer.
     requests = [
       engine_lib.Request(
         ids=ids,
-        max_new_tokens=self._limit(ids, given, needed),
+        max_new_tokens=self._limit(len(ids), given, prompt_name),
         seed=seed + i if seed + i < 2**32 else seed + i - 2**32,
         section=section,
-        **common,
+        **options,
       )
       for _, ids in prompts
       for i in range(n)
@@ -317,113 +270,93 @@ class Reader:
       n=n,
       is_chat=is_chat,
       stream=given.get('stream', False),
-      include_usage=stream_options.get('include_usage') or False,
+      include_usage=stream_options.get('include_usage', False),
       echo=given.get('echo', False),
-      logprobs=logprobs,
+      logprobs=_logprobs(given, is_chat),
       return_token_ids=given.get('return_token_ids', False),
     )
 
   def _prompts(
     self, given: Mapping[str, Any], is_chat: bool
-  ) -> list[tuple[str, list[int]]]:
-    """The text and the ids of each prompt."""
-    pair = self._engine.pair
+  ) -> tuple[list[tuple[str, list[int]]], int]:
+    """The text and the ids of each prompt, and the section of the answers."""
+    pair = self.engine.pair
     if is_chat:
       messages = _messages(given['messages'])
-      with _named('messages'):
-        ids = chat_template.conversation_ids(pair.tokenizer, messages)
-        return [('', ids)]
+      ids = chat_template.conversation_ids(pair.tokenizer, messages)
+      return [('', ids)], pair.section_after(messages)
     prompts = given['prompt']
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
       prompts = [prompts]
-    if not prompts:
-      raise Refused('prompt is empty; give at least one', 'prompt')
-    vocab_size = pair.target.spec.vocab_size
+    most, vocab_size = self.engine.most_choices, pair.target.spec.vocab_size
+    if not 0 < len(prompts) <= most:
+      raise ValueError(f'prompt must have 1 to {most} prompts')
     found = []
-    with _named('prompt'):
-      for prompt in prompts:
-        (ids,) = pair.ids_of([prompt])
-        ids = arguments_lib.to_prompt('prompt', ids, vocab_size)
-        is_text = isinstance(prompt, str)
-        found.append((prompt if is_text else pair.decode(ids), ids))
-    return found
+    for prompt in prompts:
+      (ids,) = pair.ids_of([prompt])
+      ids = arguments_lib.to_prompt('prompt', ids, vocab_size)
+      found.append(
+        (prompt if isinstance(prompt, str) else pair.decode(ids), ids)
+      )
+    return found, -1
 
   def _limit(
-    self, ids: list[int], given: Mapping[str, Any], prompt: str
+    self, num_tokens: int, given: Mapping[str, Any], prompt: str
   ) -> int:
     """The most new tokens after a prompt."""
-    context = self._engine.context
-    room = context - len(ids)
-    asked = {name: given[name] for name in _LIMITS if name in given}
-    if room < 1:
-      raise Refused(
-        f'{prompt} has {len(ids)} tokens, which exceeds the context of'
-        f' {context} with an answer',
-        prompt,
+    context = self.engine.context
+    room = context - num_tokens
+    name = 'max_tokens'
+    if 'max_completion_tokens' in given:
+      name = 'max_completion_tokens'
+    limit = given.get(name, min(self.max_new_tokens, room))
+    with _named(name):
+      if given.get('max_tokens', limit) != limit:
+        raise ValueError(f'{name} and max_tokens contradict each other')
+      arguments_lib.check_count(name, limit, least=min(room, 0))
+    if room < 1 or limit > room:
+      raise engine_lib.ApiError(
+        f'{prompt} of {num_tokens} tokens and {name}={limit} exceed the context'
+        f' of {context} tokens',
+        prompt if room < 1 else name,
         code='context_length_exceeded',
       )
-    if len({*asked.values()}) > 1:
-      raise Refused(f'{" and ".join(asked)} contradict each other', _LIMITS[0])
-    for name, limit in asked.items():
-      with _named(name):
-        arguments_lib.check_count(name, limit, least=0)
-      if limit > room:
-        raise Refused(
-          f'{name}={limit} and {prompt} of {len(ids)} tokens exceed the'
-          f' context of {context} tokens',
-          name,
-          code='context_length_exceeded',
-        )
-      return limit
-    return min(self._max_new_tokens, room)
-
-  def _method(self, method: str) -> str:
-    own = self._engine.method
-    if method not in (engine_lib.PLAIN, AUTO, own):
-      raise Refused(
-        f'method must be {own}, {engine_lib.PLAIN} or {AUTO}, got'
-        f' {method!r:.60}',
-        'method',
-      )
-    return own if method == AUTO else method
+    return limit
 
   def _options(self, given: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of every request."""
-    pair, seed = self._engine.pair, given.get('seed', self._seed)
+    pair, own = self.engine.pair, self.engine.method
+    vocab_size = pair.target.spec.vocab_size
+    methods = {own: own, engine_lib.PLAIN: engine_lib.PLAIN, 'auto': own}
+    method, seed = given.get('method', own), given.get('seed', self.seed)
     if seed is None:
       seed = random.getrandbits(32)
-    if not -(2**31) <= seed < 2**32:
-      raise Refused(f'seed must be an integer of 32 bits, got {seed}', 'seed')
+    with _named('method'):
+      if method not in methods:
+        raise ValueError(f'method must be one of {[*methods]}, got {method!r}')
+    with _named('seed'):
+      if not -(2**31) <= seed < 2**32:
+        raise ValueError(f'seed must be an integer of 32 bits, got {seed}')
     with _named('stop'):
       stops = text_options.stops_of_rows(given.get('stop', ()), 1)[0]
       if len(stops) > _MOST_STOPS:
-        raise Refused(f'stop has more than {_MOST_STOPS} strings', 'stop')
-    eos_ids = given.get('stop_token_ids')
-    vocab_size = pair.target.spec.vocab_size
-    if eos_ids is not None:
-      with _named('stop_token_ids'):
-        eos_ids = [*pair.eos_ids, *eos_ids]
-        arguments_lib.to_ids('stop_token_ids', eos_ids, vocab_size)
-        eos_ids, most = [*dict.fromkeys(eos_ids)], self._engine.most_eos_ids
-        if len(eos_ids) > most:
-          raise Refused(
-            f'at most {most} tokens can end a text', 'stop_token_ids'
-          )
-    schema, regex = None, given.get('regex')
-    if 'response_format' in given:
-      schema = _schema(given['response_format'])
-    param = 'response_format' if regex is None else 'regex'
-    with _named(param):
+        raise ValueError(f'stop has more than {_MOST_STOPS} strings')
+    eos_ids = [*pair.eos_ids, *given.get('stop_token_ids', ())]
+    with _named('stop_token_ids'):
+      arguments_lib.to_ids('stop_token_ids', eos_ids, vocab_size)
+      eos_ids, most = [*dict.fromkeys(eos_ids)], self.engine.most_eos_ids
+      if len(eos_ids) > most:
+        raise ValueError(f'at most {most} tokens can end a text')
+    with _named('response_format' if 'regex' not in given else 'regex'):
+      schema = _schema(given.get('response_format'))
+      constraint = constraints_lib.constraint_of(given.get('regex'), schema)
       automaton = constraints_lib.automaton_of(
-        constraints_lib.constraint_of(regex, schema),
-        pair.tokenizer,
-        vocab_size,
-        pair.eos_ids if eos_ids is None else eos_ids,
+        constraint, pair.tokenizer, vocab_size, eos_ids
       )
     return {
-      'method': self._method(given.get('method', self._engine.method)),
+      'method': methods[method],
       'seed': seed,
-      'sampling': _sampled(given, self._sampling, vocab_size),
+      'sampling': _sampled(given, self.sampling, vocab_size),
       'stops': stops,
       'eos_ids': eos_ids,
       'automaton': automaton,

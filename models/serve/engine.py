@@ -11,20 +11,25 @@ decoded plainly whatever the others ask for. A request that fails harms no
 other, and one whose client is gone frees its slot.
 """
 
+import collections
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
+import functools
 import hashlib
-import queue
 import threading
 import time
 from typing import Any
 
 from absl import logging
+import jax
 
 import specdec
+from specdec import arguments as arguments_lib
 from specdec import generation as generation_lib
 from specdec import slots as slots_lib
+from specdec.models.text import chat as chat_lib
 from specdec.models.text import drafters
 from specdec.models.text import generator as generator_lib
 from specdec.models.text import text_options
@@ -38,16 +43,18 @@ _LEAST_SECONDS, _MOST_SECONDS = 0.03, 0.1
 _MOST_STEPS = 32
 
 
-class QueueFull(Exception):
-  """Too many requests wait, and no other is taken."""
+class ApiError(Exception):
+  """What a client is told in place of an answer, in the terms of OpenAI."""
 
-
-class Failed(Exception):
-  """Decoding failed, and it is not the client's fault."""
-
-
-class Stopped(Exception):
-  """The server stops."""
+  def __init__(
+    self,
+    message: str,
+    param: str | None = None,
+    status: int = 400,
+    code: str | None = None,
+  ):
+    super().__init__(message)
+    self.param, self.status, self.code = param, status, code
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,23 +80,14 @@ class Piece:
   said: list[token_bytes_lib.Said]  #: Text and reasoning of each token.
   origins: list[str]  #: The source of each token, a label.
 
-  @property
-  def text(self) -> str:
-    """The added text."""
-    return ''.join(said.text for said in self.said)
-
-  @property
-  def reasoning(self) -> str:
-    """The added reasoning."""
-    return ''.join(said.reasoning for said in self.said)
-
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
   """The end of a request."""
 
+  said: token_bytes_lib.Said  #: The whole text and reasoning.
   tokens: list[int]  #: All new ids.
-  finish_reason: str  #: `length`, `eos` or `stop`.
+  finish_reason: str  #: `length` or `stop`.
   num_cached: int  #: Tokens of the prompt that were not read again.
   evidence: dict[str, Any]  #: How it was decoded, see `docs/serving.md`.
 
@@ -103,63 +101,61 @@ def digest(tokens: Sequence[int]) -> str:
   return hashlib.sha256(','.join(map(str, tokens)).encode()).hexdigest()
 
 
+def joined(said: Iterable[token_bytes_lib.Said]) -> token_bytes_lib.Said:
+  """Several parts of a text as one."""
+  texts, reasoning = [*zip(*said, strict=True)] or ((), ())
+  return token_bytes_lib.Said(''.join(texts), ''.join(reasoning))
+
+
 class Ticket:
   """A request under way; `Engine.submit` makes it."""
 
   def __init__(
     self,
     request: Request,
-    listen: Callable[[Event], None],
+    tell: Callable[[Event], None],
     stream: token_bytes_lib.TextStream,
   ):
-    self.request, self._listen, self._stream = request, listen, stream
-    self.tokens: list[int] = []
-    self.origins: list[str] = []
+    self.request, self.tell, self._stream = request, tell, stream
+    self._said: list[token_bytes_lib.Said] = []
+    self._tokens: list[int] = []
+    self._origins: list[str] = []
     self.cancelled = False
-    self.begun = time.monotonic()
-
-  def tell(self, event: Event) -> None:
-    """Tells the client, who may have gone."""
-    try:
-      self._listen(event)
-    except RuntimeError:  # The loop of events is closed.
-      self.cancelled = True
 
   def grow(self, growth: specdec.Growth, labels: Sequence[str]) -> bool:
-    """Takes in what was added; whether a stop string ended the text."""
-    said, before = [], len(self.tokens)
+    """Tells what was added; whether a stop string ended the text."""
+    before = len(self._tokens)
     for token, origin in zip(growth.tokens, growth.origins, strict=True):
-      said.append(self._stream.feed([token]))
-      self.tokens.append(token)
-      self.origins.append(labels[origin])
+      self._said.append(self._stream.feed([token]))
+      self._tokens.append(token)
+      self._origins.append(labels[origin])
       if self._stream.stopped:
         break
-    if said and (self._stream.stopped or growth.generation is not None):
-      last, rest = said[-1], self._stream.flush()
-      said[-1] = token_bytes_lib.Said(
-        last.text + rest.text, last.reasoning + rest.reasoning
-      )
-    if said:
-      self.tell(Piece(said, self.origins[before:]))
+    if len(self._tokens) > before:
+      if self._stream.stopped or growth.generation is not None:
+        self._said[-1] = joined([self._said[-1], self._stream.flush()])
+      self.tell(Piece(self._said[before:], self._origins[before:]))
     return self._stream.stopped
 
-  def answer(
+  def end(
     self, generation: generation_lib.Generation, num_cached: int
-  ) -> Answer:
-    """The answer, when the text has ended."""
-    request, stats = self.request, generation.stats
-    stopped = self._stream.stopped
-    counts = {label: self.origins.count(label) for label in generation.labels}
+  ) -> Answer | ApiError:
+    """The last event, when the text has ended."""
+    if error := generation.errors[0]:
+      return ApiError(error, status=500)
+    stats = generation.stats
     evidence = {
-      'method': request.method,
-      'seed': request.seed,
+      'method': self.request.method,
+      'seed': self.request.seed,
       'forwards': stats.target_forwards,
       'accepted_histogram': list(stats.accepted_histogram or ()),
-      'origins': counts,
-      'digest': digest(self.tokens),
+      'origins': {one: self._origins.count(one) for one in generation.labels},
+      'digest': digest(self._tokens),
     }
-    reason = 'stop' if stopped else generation.finish_reasons[0]
-    return Answer(self.tokens, reason, num_cached, evidence)
+    is_cut = generation.finish_reasons[0] == 'length'
+    reason = 'length' if is_cut and not self._stream.stopped else 'stop'
+    said = joined(self._said)
+    return Answer(said, self._tokens, reason, num_cached, evidence)
 
 
 class _Pool:
@@ -184,28 +180,26 @@ class _Pool:
     )
     self.tickets[slot], self._has_new = ticket, True
 
-  def drop_cancelled(self) -> None:
-    """Frees the slots of clients that are gone."""
-    gone = [slot for slot, ticket in self.tickets.items() if ticket.cancelled]
-    for slot in gone:
-      del self.tickets[slot]
-      self.slots.cancel(slot)
-
-  def step(self) -> list[tuple[Ticket, Answer | Exception]]:
+  def step(self) -> list[tuple[Ticket, Answer | ApiError]]:
     """Goes on for a moment; the requests that have ended."""
+    for slot, ticket in [*self.tickets.items()]:
+      if ticket.cancelled:
+        del self.tickets[slot]
+        self.slots.cancel(slot)
+    if not self.tickets:
+      return []
     # A new client sees its first token as early as possible.
     begun, num_steps = time.monotonic(), 1 if self._has_new else self._num_steps
-    self._has_new = False
-    ended: list[tuple[Ticket, Answer | Exception]] = []
+    self._has_new, ended = False, []
     for slot, growth in self.slots.step(num_steps).items():
       ticket, generation = self.tickets[slot], growth.generation
       if ticket.grow(growth, self._labels) and generation is None:
         generation = self.slots.cancel(slot)
       if generation is not None:
         del self.tickets[slot]
-        error = generation.errors[0]
-        answer = ticket.answer(generation, self.slots.num_kept[slot])
-        ended.append((ticket, Failed(error) if error else answer))
+        ended.append(
+          (ticket, ticket.end(generation, self.slots.num_kept[slot]))
+        )
     seconds = time.monotonic() - begun
     if seconds < _LEAST_SECONDS:
       self._num_steps = min(2 * num_steps, _MOST_STEPS)
@@ -218,12 +212,16 @@ class Engine:
   """Decodes the requests of many clients; see the top of the file.
 
   Args:
-    generator: its drafter is that of the method of its own.
+    generator: its drafter drafts for the method that the server has.
     method: the name of this method.
     batch_size: requests that are decoded at once, by each method.
-    context: the most tokens of a prompt and its continuation.
+    context: the most tokens of a prompt and its continuation; None: as many as
+      the target reads, and at most 2,048.
     queue_size: the most requests that wait.
     options: those of `specdec.Slots` for all requests.
+
+  Raises:
+    ValueError: the target does not read as many tokens.
   """
 
   def __init__(
@@ -231,52 +229,58 @@ class Engine:
     generator: generator_lib.Generator,
     *,
     method: str,
-    batch_size: int,
-    context: int,
-    queue_size: int,
+    batch_size: int = 4,
+    context: int | None = None,
+    queue_size: int = 64,
     **options: Any,
   ):
-    self.pair, self.method, self.context = generator.pair, method, context
+    self.pair, self.method = generator.pair, method
+    largest = self.pair.target.spec.max_positions
+    self.context = context or min(largest, chat_lib.MAX_CONTEXT)
+    arguments_lib.check_count('context', self.context, largest)
     self.most_choices = batch_size + queue_size
     self.most_eos_ids = slots_lib.room_for_eos_ids(self.pair.eos_ids)
-    self._queue_size = queue_size
     given: Any = options | {'eos_ids': self.pair.eos_ids}
     drafter, given = drafters.chosen(generator.drafter, given, None)
-    self._options = given | {'num_slots': batch_size, 'context': context}
+    self._options = given | {'num_slots': batch_size, 'context': self.context}
     self._drafters = {PLAIN: specdec.PLAIN, method: drafter}
     self._pools: dict[str, _Pool] = {}
     self._waiting: list[Ticket] = []
     self._changed, self._stopping = threading.Condition(), False
     #: Figures since the start, by name.
-    self.counts: dict[str, float] = dict.fromkeys(_COUNTS, 0)
-    self._thread = threading.Thread(target=self._run, daemon=True)
-    self._thread.start()
+    self.counts = collections.Counter(dict.fromkeys(_COUNTS, 0))
+    #: Decodes until `stop`.
+    self.thread = threading.Thread(target=self._run, daemon=True)
+    self.thread.start()
 
   def submit(
     self,
     requests: Sequence[Request],
-    listeners: Sequence[Callable[[Event], None]],
+    listen: Callable[[int, Event], None],
   ) -> list[Ticket]:
-    """Takes requests, all or none; the listeners are called by the thread.
+    """Takes requests, all or none.
+
+    The thread calls `listen` with the index of a request and what happens.
 
     Raises:
-      QueueFull: too many wait.
-      Stopped: the server stops.
+      ApiError: too many wait, or the server stops.
     """
-    streams = [
-      self.pair.text_stream(request.stops, request.section)
-      for request in requests
-    ]
-    tickets = [*map(Ticket, requests, listeners, streams)]
+    tickets = []
+    for index, request in enumerate(requests):
+      stream = self.pair.text_stream(request.stops, request.section)
+      tell = functools.partial(listen, index)
+      tickets.append(Ticket(request, tell, stream))
     with self._changed:
       if self._stopping:
-        raise Stopped('the server stops')
+        raise _stopped()
       under_way = len(self._waiting) + len(self._active())
       if under_way + len(tickets) > self.most_choices:
         self.counts['refused_requests'] += len(tickets)
-        raise QueueFull(
-          f'{len(self._waiting)} requests wait already, at most'
-          f' {self._queue_size} can; try again later'
+        raise ApiError(
+          f'{under_way} requests are under way, of at most {self.most_choices};'
+          ' try again later',
+          status=429,
+          code='queue_full',
         )
       self._waiting += tickets
       self._changed.notify()
@@ -290,35 +294,27 @@ class Engine:
       self._changed.notify()
 
   def warm_up(self, sampling: specdec.Sampling) -> None:
-    """Compiles what requests need, by decoding two tokens.
+    """Compiles what most requests need; call it before the first of them.
 
     Raises:
       ValueError: the options of all requests cannot be used.
     """
-    ended: queue.Queue[Event] = queue.Queue()
-    request = Request(
-      ids=[0], max_new_tokens=2, method=self.method, seed=0, sampling=sampling
-    )
-    self.submit([request], [ended.put])
-    while not isinstance(event := ended.get(), Answer):
-      if isinstance(event, Exception):
-        raise event
+    slots = self._pool(self.method).slots
+    for decode in slots.advance, functools.partial(slots.step, 2):
+      key = jax.random.key(0)
+      slots.insert([0], key, max_new_tokens=2, sampling=sampling)
+      decode()
 
   def stop(self) -> None:
-    """Ends all requests; their listeners get `Stopped`."""
+    """Ends all requests, whose listeners are told an error, and the thread."""
     with self._changed:
       self._stopping = True
       self._changed.notify()
 
-  def join(self) -> None:
-    """Waits until the thread has ended."""
-    self._thread.join()
-
   def gauges(self) -> dict[str, int]:
     """Requests that wait and that are decoded, at this moment."""
     with self._changed:
-      found = len(self._waiting), len(self._active())
-    return dict(zip(('waiting', 'running'), found, strict=True))
+      return {'waiting': len(self._waiting), 'running': len(self._active())}
 
   def _active(self) -> list[Ticket]:
     pools = [*self._pools.values()]
@@ -330,39 +326,28 @@ class Engine:
       with self._changed:
         self._changed.wait_for(has_work)
         if self._stopping:
-          everyone = self._waiting + self._active()
-          self._waiting, self._pools = [], {}
           break
-        waiting = [one for one in self._waiting if not one.cancelled]
-        self._waiting = waiting
-      for method, pool in [*self._pools.items()]:
-        self._guarded(method, pool.drop_cancelled)
+        self._waiting = [one for one in self._waiting if not one.cancelled]
+        waiting = [*self._waiting]
       for ticket in waiting:
         self._begin(ticket)
       for method, pool in [*self._pools.items()]:
-        if pool.tickets:
-          for ticket, end in self._guarded(method, pool.step) or ():
-            self._end(ticket, end)
-    for ticket in everyone:
-      ticket.tell(Stopped('the server stops'))
-
-  def _guarded(self, method: str, function: Callable[[], Any]) -> Any:
-    """Calls a method of a pool; if it fails, its requests do, and no others."""
-    try:
-      return function()
-    except Exception as error:
-      logging.exception('decoding with %s failed', method)
-      end = Failed(f'decoding failed: {error}')
-      for ticket in self._pools.pop(method).tickets.values():
-        self._end(ticket, end)
+        try:
+          ended: Sequence[tuple[Ticket, Answer | Exception]] = pool.step()
+        except Exception as error:
+          logging.exception('decoding with %s failed', method)
+          del self._pools[method]
+          failed = ApiError(f'decoding failed: {error}', status=500)
+          ended = [(ticket, failed) for ticket in pool.tickets.values()]
+        for ticket, end in ended:
+          self._end(ticket, end)
+    for ticket in self._waiting + self._active():
+      ticket.tell(_stopped())
 
   def _begin(self, ticket: Ticket) -> None:
     """Gives a slot to a request that waits, if one is free."""
-    method = ticket.request.method
     try:
-      pool = self._pools.get(method)
-      if pool is None:
-        pool = self._pools[method] = self._new_pool(method)
+      pool = self._pool(ticket.request.method)
       if not pool.slots.free:
         return
       pool.begin(ticket)
@@ -371,27 +356,33 @@ class Engine:
     with self._changed:
       self._waiting.remove(ticket)
 
-  def _new_pool(self, method: str) -> _Pool:
-    drafter, options = self._drafters[method], dict(self._options)
-    if not drafter.stages:
-      options |= {'children': None, 'tree_sizes': {}, 'break_even': None}
-    slots = specdec.Slots(self.pair.target, drafter=drafter, **options)
-    return _Pool(slots, ('target', *drafter.labels))
+  def _pool(self, method: str) -> _Pool:
+    if method not in self._pools:
+      drafter, options = self._drafters[method], dict(self._options)
+      if not drafter.stages:
+        options |= {'children': None, 'tree_sizes': {}, 'break_even': None}
+      slots = specdec.Slots(self.pair.target, drafter=drafter, **options)
+      self._pools[method] = _Pool(slots, ('target', *drafter.labels))
+    return self._pools[method]
 
   def _end(self, ticket: Ticket, end: Answer | Exception) -> None:
-    counts = self.counts
-    counts['requests'] += 1
+    added = {'requests': 1, 'failed_requests': 1}
     if isinstance(end, Answer):
-      counts['prompt_tokens'] += len(ticket.request.ids)
-      counts['cached_tokens'] += end.num_cached
-      counts['new_tokens'] += len(end.tokens)
-      counts['target_forwards'] += end.evidence['forwards']
-      accepted = len(end.tokens) - end.evidence['origins']['target']
-      counts['accepted_tokens'] += accepted
-      counts['request_seconds'] += time.monotonic() - ticket.begun
-    else:
-      counts['failed_requests'] += 1
+      num_tokens = len(end.tokens)
+      added = {
+        'requests': 1,
+        'prompt_tokens': len(ticket.request.ids),
+        'cached_tokens': end.num_cached,
+        'new_tokens': num_tokens,
+        'target_forwards': end.evidence['forwards'],
+        'accepted_tokens': num_tokens - end.evidence['origins']['target'],
+      }
+    self.counts.update(added)
     ticket.tell(end)
+
+
+def _stopped() -> ApiError:
+  return ApiError('the server stops', status=503, code='stopped')
 
 
 _COUNTS = (
@@ -403,5 +394,4 @@ _COUNTS = (
   'new_tokens',
   'target_forwards',
   'accepted_tokens',
-  'request_seconds',
 )

@@ -527,23 +527,24 @@ def test_a_plan_says_how_to_decode(pair, tmp_path):
 
 
 def test_flags_of_the_endpoint_become_settings(pair, monkeypatch):
-  asked = {}
-
-  def run(generator, settings):
-    asked.update(vars(settings), drafter=generator.drafter)
-
-  monkeypatch.setattr(listening, 'run', run)
+  readers = []
+  run = lambda server: readers.append(server.reader)
+  monkeypatch.setattr(listening.Server, 'run', run)
   flags = '--temperature=0.5', '--context=64', '--queue_size=3', '--port=0'
-  _output('serve.py', *pair, *_CHAIN, *flags)
-  assert asked['method'] == 'chain'
-  assert asked['model'] == pair[0].rpartition('/')[2]
-  assert asked['sampling'].temperature == 0.5
-  names = 'context', 'queue_size', 'max_new_tokens', 'batch_size', 'seed'
-  assert [asked[name] for name in names] == [64, 3, 9, 4, None]
-  assert asked['slots']['verify'] == 'match'
-  assert asked['drafter'].max_depth == 2
+  _output('serve.py', *pair, *_CHAIN, *flags, '--batch_size=2')
+  (reader,) = readers
+  engine = reader.engine
+  assert (engine.method, engine.context, engine.most_choices) == (
+    'chain',
+    64,
+    5,
+  )
+  assert reader.model == pair[0].rpartition('/')[2]
+  assert reader.sampling.temperature == 0.5
+  assert (reader.max_new_tokens, reader.seed) == (9, None)
+  assert engine._drafters['chain'].max_depth == 2
   _output('serve.py', *pair, '--method=plain', '--seed=5')
-  assert (asked['seed'], asked['method']) == (5, 'plain')
+  assert (readers[1].seed, readers[1].engine.method) == (5, 'plain')
   hosts = '--coordinator=localhost:1', '--mesh=data:2', '--process_id=0'
   refused = command_lines.refusal('serve.py', *hosts, '--num_processes=2')
   assert 'requests come to one host' in refused

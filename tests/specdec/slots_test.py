@@ -223,6 +223,19 @@ def test_a_text_is_returned_while_it_grows():
   assert slots.step() == {}
 
 
+def test_a_prompt_that_is_alone_is_decoded_without_the_other_rows():
+  slots, texts = _slots('staged'), {}
+  num_rows = lambda: slots._rows.alone and len(slots._rows.alone[-1].length)
+  for number, job in ((1, _JOBS[1]), (2, _JOBS[2])):
+    texts[slots.insert(**job)] = []
+    assert num_rows() is None
+    for _ in range(2 if number == 1 else 99):
+      for row, growth in slots.step().items():
+        texts[row] += growth.tokens
+    assert num_rows() == (1 if number == 1 else None)
+  assert [*texts.values()] == _together().tokens[1:3]
+
+
 def test_a_cancelled_prompt_frees_its_slot_and_disturbs_no_other():
   slots = _slots('plain', reading=8)
   long, other, unread = (_JOBS[index] for index in (1, 2, 3))

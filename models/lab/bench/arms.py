@@ -92,6 +92,7 @@ def as_generation(
     ),
   )
 
+
 def _parse_options(arm: str, method: str, text: str) -> list[list]:
   """For each option, a list of pairs: its name and an alternative value."""
   parsed: dict[str, list] = {}

@@ -52,6 +52,9 @@ _SPEED: _Columns = {
     arm, 'decoding_tokens_per_second'
   ),
   'speed': lambda arm: _interval(arm, 'decoding_speed', 'x'),
+  'first token, s': lambda arm: (
+    f'{arm["first_token_seconds"]:.2f}' if 'first_token_seconds' in arm else '-'
+  ),
   'block eff.': lambda arm: f'{arm["block_efficiency"]:.2f}',
   'accepted at 1, 2, ...': lambda arm: (
     ' '.join(f'{x:.2f}' for x in arm['acceptance_by_position'] if x) or '-'

@@ -2,8 +2,6 @@
 
 import contextlib
 import json
-import os
-import pathlib
 import shutil
 import socket
 import subprocess
@@ -49,22 +47,14 @@ class _Browser:
 
   def wait(self, script):
     end = time.monotonic() + 60
-    while not (found := self.run(script)):
+    while not self.run(script):
       assert time.monotonic() < end, self.run('document.body.innerText')
       time.sleep(0.05)
-    return found
 
-  def click(self, selector):
-    (element,) = self.ask(
-      '/element', using='css selector', value=selector
-    ).values()
-    self.ask(f'/element/{element}/click')
-
-  def type(self, selector, text):
-    (element,) = self.ask(
-      '/element', using='css selector', value=selector
-    ).values()
-    self.ask(f'/element/{element}/value', text=text)
+  def on(self, selector, action, **body):
+    found = self.ask('/element', using='css selector', value=selector)
+    (element,) = found.values()
+    self.ask(f'/element/{element}/{action}', **body)
 
   def texts(self, selector):
     return self.run(
@@ -74,29 +64,30 @@ class _Browser:
 
 
 @contextlib.contextmanager
-def _browsing(address, folder):
+def _browsing(lm, folder):
+  """A browser that shows the page of a server."""
   with socket.socket() as free:
     free.bind(('127.0.0.1', 0))
-    port = free.getsockname()[1]
-  driver = subprocess.Popen(
-    ['chromedriver', f'--port={port}'], stdout=subprocess.DEVNULL
-  )
+    url = f'http://127.0.0.1:{free.getsockname()[1]}'
+  command = ['chromedriver', f'--port={url.rpartition(":")[2]}']
+  driver = subprocess.Popen(command, stdout=subprocess.DEVNULL)
   flags = [f'--{flag}' for flag in _FLAGS] + [f'--user-data-dir={folder}']
-  wanted = {'goog:chromeOptions': {'args': flags}}
+  wanted = {'alwaysMatch': {'goog:chromeOptions': {'args': flags}}}
+  retries = httpx.HTTPTransport(retries=9)  # Until the driver listens.
   try:
-    with httpx.Client(base_url=f'http://127.0.0.1:{port}', timeout=60) as http:
-      while True:
-        with contextlib.suppress(httpx.ConnectError):
-          body = {'capabilities': {'alwaysMatch': wanted}}
-          session = http.post('/session', json=body).json()['value']
-          break
-        time.sleep(0.05)
-      http.base_url = f'{http.base_url}/session/{session["sessionId"]}'
+    with (
+      tiny_served.serving(lm) as server,
+      httpx.Client(transport=retries, timeout=60) as http,
+    ):
+      begun = http.post(f'{url}/session', json={'capabilities': wanted})
+      session = f'{url}/session/{begun.json()["value"]["sessionId"]}'
+      http.base_url = session
       browser = _Browser(http)
-      browser.ask('/url', url=address)
+      browser.ask('/url', url=server.address)
+      browser.wait('at("model").textContent === "tiny"')
+      browser.run('at("limit").value = 9')
       yield browser
-      # Without the slash that a relative path would end with.
-      http.delete(str(http.base_url).rstrip('/'))
+      http.delete(session)
   finally:
     driver.terminate()
     driver.wait()
@@ -106,16 +97,6 @@ def _generator(template):
   draft = tiny.draft('similar', num_layers=1)
   drafter = tiny_drafters.simple('staged', draft)
   return tiny_served.generator(tiny.gpt2(num_layers=1), drafter, template)
-
-
-def _shown(browser):
-  """A picture for people, where `PICTURES` names a folder."""
-  if folder := os.environ.get('PICTURES'):
-    import base64
-
-    picture = browser._http.get('/screenshot').json()['value']
-    path = pathlib.Path(folder) / f'page_{time.time()}.png'
-    path.write_bytes(base64.b64decode(picture))
 
 
 def test_a_chat_shows_who_proposed_what_and_proves_it(tmp_path):
@@ -128,56 +109,42 @@ def test_a_chat_shows_who_proposed_what_and_proves_it(tmp_path):
     {'role': 'user', 'content': 'de'},
   ]
   second = lm.generate([messages], **options).text[0]
-  with (
-    tiny_served.serving(lm) as server,
-    _browsing(server.address, tmp_path) as browser,
-  ):
-    browser.wait('at("model").textContent === "tiny"')
-    browser.run('at("limit").value = 9')
+  with _browsing(lm, tmp_path) as browser:
     for number, (text, answer) in enumerate((('abc', first), ('de', second))):
-      browser.type('#prompt', text)
-      browser.click('#send')
+      browser.on('#prompt', 'value', text=text)
+      browser.on('#send', 'click')
       browser.wait(
-        f'document.querySelectorAll(".prove").length === {1}'
+        'document.querySelectorAll(".prove").length === 1'
         f' && document.querySelectorAll("section").length === {number + 1}'
       )
       assert browser.texts('.asked')[-1] == text
       assert browser.texts('.answer')[-1] == answer
-      browser.click('.prove')
-      browser.wait('!document.querySelector(".prove")')
+      browser.on('.prove', 'click')
       browser.wait(
         '[...document.querySelectorAll(".proof")].at(-1)'
-        '.textContent.endsWith("✓")'
+        '?.textContent.endsWith("✓")'
       )
-    figures = ' '.join(browser.texts('.figures'))
-    assert 'per forward of the target' in figures
+    assert 'per forward of the target' in browser.texts('.figures')[0]
     origins = browser.run(
       '[...document.querySelectorAll(".answer .token")]'
       '.map(one => [one.dataset.origin, one.style.background])'
     )
     assert {origin for origin, _ in origins} >= {'target', 'draft'}
     assert len({background for _, background in origins}) > 1
-    _shown(browser)
     browser.run('at("limit").value = -1')
-    browser.type('#prompt', 'f')
-    browser.click('#send')
+    browser.on('#prompt', 'value', text='f')
+    browser.on('#send', 'click')
     browser.wait('document.querySelector(".error")')
     assert 'max_tokens must be' in browser.texts('.error')[0]
-    browser.click('#new')
+    browser.on('#new', 'click')
     assert browser.texts('section') == []
 
 
 def test_a_model_without_a_chat_goes_on_with_a_text(tmp_path):
   lm = _generator(template=None)
   expected = lm.generate('abc', max_new_tokens=9).text[0]
-  with (
-    tiny_served.serving(lm) as server,
-    _browsing(server.address, tmp_path) as browser,
-  ):
-    browser.wait('at("model").textContent === "tiny"')
-    browser.run('at("limit").value = 9')
+  with _browsing(lm, tmp_path) as browser:
     browser.run('at("prompt").value = "abc"')
-    browser.click('#send')
+    browser.on('#send', 'click')
     browser.wait('document.querySelector(".prove")')
     assert browser.texts('.answer') == [expected]
-    _shown(browser)

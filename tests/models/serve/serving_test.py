@@ -56,23 +56,30 @@ def _plain(kind='gpt2'):
   return dataclasses.replace(_generator(kind), drafter=specdec.PLAIN)
 
 
+@contextlib.contextmanager
+def _served(lm, **options):
+  """A server, and a client that it has."""
+  with (
+    tiny_served.serving(lm, **options) as server,
+    httpx.Client(base_url=server.address, timeout=300) as http,
+  ):
+    yield server, http
+
+
+@pytest.fixture(scope='module', name='both')
+def _both():
+  with _served(_generator()) as both:
+    yield both
+
+
 @pytest.fixture(scope='module', name='server')
-def _server():
-  with tiny_served.serving(_generator()) as server:
-    yield server
+def _server(both):
+  return both[0]
 
 
 @pytest.fixture(scope='module', name='http')
-def _http(server):
-  with httpx.Client(base_url=server.address, timeout=60) as client:
-    yield client
-
-
-@pytest.fixture(scope='module', name='client')
-def _client(server):
-  url = f'{server.address}/v1'
-  with openai.OpenAI(base_url=url, api_key='none', max_retries=0) as client:
-    yield client
+def _http(both):
+  return both[1]
 
 
 def _is_idle(server):
@@ -156,14 +163,18 @@ def _streamed(http, body, most=None):
   return text, last
 
 
-def _check_many(kind, number):
+@pytest.mark.parametrize('kind', _KINDS)
+@pytest.mark.parametrize(
+  'number', [24, pytest.param(200, marks=pytest.mark.long)]
+)
+def test_every_answer_is_that_of_decoding_it_alone(kind, number):
+  """Among many clients, of whom a third leave half-way."""
   rng = np.random.default_rng(7)
   bodies = [_asked(rng) for _ in range(number)]
   expected = _alone(kind, bodies)
   ways = rng.integers(3, size=number)
   with (
-    tiny_served.serving(_generator(kind), queue_size=number) as server,
-    httpx.Client(base_url=server.address, timeout=300) as http,
+    _served(_generator(kind), queue_size=number) as (server, http),
     concurrent.futures.ThreadPoolExecutor(_CLIENTS) as pool,
   ):
 
@@ -207,24 +218,10 @@ def _check_many(kind, number):
     assert method != 'plain' or evidence['forwards'] >= len(choice['token_ids'])
 
 
-@pytest.mark.parametrize(
-  ('kind', 'number'),
-  [
-    ('gpt2', 40),
-    ('recurrent', 16),
-    ('head', 16),
-    pytest.param('gpt2', 200, marks=pytest.mark.long),
-    pytest.param('recurrent', 60, marks=pytest.mark.long),
-    pytest.param('head', 60, marks=pytest.mark.long),
-  ],
-)
-def test_every_answer_is_that_of_decoding_it_alone(kind, number):
-  """Among many clients, of whom a third leave half-way."""
-  _check_many(kind, number)
-
-
-def test_the_official_client(client):
+def test_the_official_client(server):
   """Texts and chats, whole and streamed, with usage."""
+  url = f'{server.address}/v1'
+  client = openai.OpenAI(base_url=url, api_key='none', max_retries=0)
   lm = _plain()
   expected = lm.generate(['abc', 'de'], max_new_tokens=8, seed=[0, 0])
   assert [model.id for model in client.models.list()] == ['tiny']
@@ -289,10 +286,7 @@ def test_a_conversation_reads_only_what_is_new():
   """Ten turns; where the target keeps states, too."""
   for kind in ('gpt2', 'recurrent'):
     lm, messages, before = _plain(kind), [], None
-    with (
-      tiny_served.serving(_generator(kind)) as server,
-      httpx.Client(base_url=server.address, timeout=60) as http,
-    ):
+    with _served(_generator(kind)) as (_, http):
       for turn in range(10):
         messages.append({'role': 'user', 'content': 'abcdefghij'[turn]})
         other = [{'role': 'user', 'content': 'zz'}]
@@ -369,6 +363,8 @@ def test_log_probabilities_are_those_of_the_target(http):
   assert echoed['text'] == 'abcde' + choice['text']
   assert echoed['logprobs']['token_logprobs'][0] is None
   assert echoed['logprobs']['token_logprobs'][5:] == found['token_logprobs']
+  text, last = _streamed(http, body | {'stream': True})
+  assert (text, last['logprobs']) == (echoed['text'], echoed['logprobs'])
   messages = [{'role': 'user', 'content': 'a'}]
   body = {'messages': messages, 'logprobs': True, 'top_logprobs': 1}
   reply = http.post('/v1/chat/completions', json=body | {'max_tokens': 3})
@@ -389,10 +385,7 @@ def test_json_that_a_schema_describes():
       'json_schema': {'name': 'x', 'schema': schema},
     },
   )
-  with (
-    tiny_served.serving(lm) as server,
-    httpx.Client(base_url=server.address, timeout=60) as http,
-  ):
+  with _served(lm) as (_, http):
     for form in forms:
       body = {'prompt': '0', 'response_format': form, 'max_tokens': 60}
       (choice,) = http.post('/v1/completions', json=body).json()['choices']
@@ -403,6 +396,7 @@ def test_json_that_a_schema_describes():
 
 
 _MESSAGE = {'role': 'user', 'content': 'a'}
+_FORM = {'type': 'json_schema'}
 _WRONG = {
   'max_tokens': [True, -1, 1.5, '8', [8], 10**9, 10**40],
   'temperature': ['hot', -1, True, [1], 1e9, 10**400],
@@ -415,96 +409,37 @@ _WRONG = {
   'stop': [5, [1], [''], '', ['\ud800'], ['a'] * 17, {'a': 1}],
   'stop_token_ids': [[99], ['a'], 3, [-1], [0, 1, 2]],
   'n': [0, -1, 1.5, 'x', 1000],
-  'regex': [
-    '[',
-    '(?=a)',
-    5,
-    ['a'],
-    '(' * 2000,
-    '\ud800',
-    'é',
-    '(a{60000}b){60000}',
-  ],
-  'response_format': [
-    'json',
-    {},
-    {'type': 'xml'},
-    {'type': 'json_schema'},
-    [],
-    {'type': 'json_schema', 'json_schema': {'schema': 3}},
-    {'type': 'json_schema', 'json_schema': {'schema': {'type': 'x'}}},
-    {'type': 'json_schema', 'json_schema': {'schema': {'not': {}}}},
-  ],
+  'regex': ['[', '(?=a)', 5, '(' * 2000, '\ud800', 'é', '(a{60000}b){60000}'],
+  'response_format': ['json', {}, {'type': 'xml'}, _FORM, []]
+  + [_FORM | {'json_schema': {'schema': one}} for one in (3, {'type': 'x'})]
+  + [_FORM | {'json_schema': {'schema': {'not': {}}}}],
   'method': ['fast', 3, ''],
   'stream': ['yes', 1],
   'stream_options': [{'include_usage': 3}, {'other': True}, True],
-  'return_token_ids': [1],
   'frequency_penalty': [0.5],
-  'presence_penalty': [-1],
   'best_of': [2],
-  'suffix': ['x'],
   'tools': [[{}]],
   'model': [3],
-  'user': [3],
   'unknown': [1],
 }
 _WRONG_TEXT = {
-  'prompt': [
-    '',
-    [],
-    [[]],
-    5,
-    {},
-    [1.5],
-    [99],
-    [-1],
-    [True],
-    ['a', 1],
-    [''],
-    '\ud800',
-    'é',
-    'a' * 81,
-    [[1] * 80],
-    ['a'] * 1000,
-    [[1], ['a']],
-  ],
+  'prompt': ['', [], [[]], 5, {}, [1.5], [99], [-1], [True], ['a', 1], ['']]
+  + ['\ud800', 'é', 'a' * 81, [[1] * 80], ['a'] * 1000, [[1], ['a']]],
   'logprobs': [-1, 21, True, 'x'],
   'echo': ['x'],
+  'suffix': ['x'],
   'messages': [[_MESSAGE]],
 }
 _WRONG_CHAT = {
-  'messages': [
-    [],
-    'x',
-    [5],
-    {},
-    [{}],
-    [{'role': 'user'}],
-    [{'content': 'a'}],
-    [_MESSAGE | {'content': 5}],
-    [_MESSAGE | {'content': [{'type': 'x'}]}],
-    [_MESSAGE | {'content': ['a']}],
-    [_MESSAGE | {'role': 5}],
-    [_MESSAGE | {'other': 5}],
-    [_MESSAGE | {'content': '\ud800'}],
-    [_MESSAGE | {'content': 'a' * 100}],
-  ],
+  'messages': [[], 'x', [5], {}, [{}], [{'role': 'user'}], [{'content': 'a'}]]
+  + [[_MESSAGE | {'content': one}] for one in (5, [{'type': 'x'}], ['a'])]
+  + [[_MESSAGE | {'content': one}] for one in ('\ud800', 'a' * 100)]
+  + [[_MESSAGE | {'role': 5}], [_MESSAGE | {'other': 5}]],
   'max_completion_tokens': [-1, 'x', 5],
   'top_logprobs': [1, -1, 'x'],
   'logprobs': [3],
   'prompt': ['a'],
 }
-
-
-def _bad():
-  for path, base, own in (
-    ('completions', {'prompt': 'a'}, _WRONG | _WRONG_TEXT),
-    ('chat/completions', {'messages': [_MESSAGE]}, _WRONG_CHAT),
-  ):
-    for name, values in own.items():
-      for value in values:
-        body = base | {'max_tokens': 4} | {name: value}
-        yield f'/v1/{path}', name, json.dumps(body)
 
 
 _BODIES = {
@@ -523,13 +458,18 @@ _BODIES = {
 
 def test_bad_input_is_refused_by_name_and_the_server_lives(http, server):
   number = 0
-  for path, name, body in _bad():
-    reply = http.post(path, content=body)
-    assert 400 <= reply.status_code < 500, (name, body, reply.text)
-    error = reply.json()['error']
-    assert error['message'], body
-    assert (error['param'] or '').startswith(name[:6]), (body, error)
-    number += 1
+  for path, base, own in (
+    ('/v1/completions', {'prompt': 'a'}, _WRONG | _WRONG_TEXT),
+    ('/v1/chat/completions', {'messages': [_MESSAGE]}, _WRONG_CHAT),
+  ):
+    for name, value in [(key, one) for key in own for one in own[key]]:
+      body = json.dumps(base | {'max_tokens': 4} | {name: value})
+      reply = http.post(path, content=body)
+      assert 400 <= reply.status_code < 500, (name, body, reply.text)
+      error = reply.json()['error']
+      assert error['message'], body
+      assert (error['param'] or '').startswith(name), (body, error)
+      number += 1
   for what, content in _BODIES.items():
     reply = http.post('/v1/completions', content=content)
     assert 400 <= reply.status_code < 500, (what, reply.text)
@@ -578,21 +518,10 @@ def test_broken_and_slow_connections_take_no_slot(http, server, monkeypatch):
 def test_a_full_queue_refuses_and_a_stopped_server_ends_its_streams():
   body = {'prompt': 'ab', 'max_tokens': 70, 'stream': True}
   body |= {'logit_bias': _NO_ENDS}
-  with (
-    tiny_served.serving(_generator(), batch_size=1, queue_size=0) as server,
-    httpx.Client(base_url=server.address, timeout=60) as http,
-  ):
-    step, steps = server.engine._pools, []
-    del step
-    pause = engine_lib._Pool.step
-
-    def slow(pool):
-      steps.append(1)
-      time.sleep(0.05)
-      return pause(pool)
-
-    with contextlib.ExitStack() as patches:
-      patch = patches.enter_context(pytest.MonkeyPatch.context())
+  with _served(_generator(), batch_size=1, queue_size=0) as (server, http):
+    step = engine_lib._Pool.step
+    slow = lambda pool: (time.sleep(0.05), step(pool))[1]
+    with pytest.MonkeyPatch.context() as patch:
       patch.setattr(engine_lib, '_MOST_STEPS', 1)
       patch.setattr(engine_lib._Pool, 'step', slow)
       with http.stream('POST', '/v1/completions', json=body) as reply:
@@ -611,10 +540,7 @@ def test_a_full_queue_refuses_and_a_stopped_server_ends_its_streams():
 
 
 def test_a_failure_in_decoding_harms_no_later_request(monkeypatch):
-  with (
-    tiny_served.serving(_generator()) as server,
-    httpx.Client(base_url=server.address, timeout=60) as http,
-  ):
+  with _served(_generator()) as (_, http):
     body = {'prompt': 'ab', 'max_tokens': 3}
     with monkeypatch.context() as patch:
       patch.setattr(specdec.Slots, 'step', lambda *_: 1 / 0)
@@ -625,10 +551,7 @@ def test_a_failure_in_decoding_harms_no_later_request(monkeypatch):
 
 
 def test_a_key_is_needed_where_there_is_one():
-  with (
-    tiny_served.serving(_generator(), api_key='sésame') as server,
-    httpx.Client(base_url=server.address) as http,
-  ):
+  with _served(_generator(), api_key='sésame') as (_, http):
     for path in ('/v1/models', '/metrics'):
       assert http.get(path).status_code == 401
     wrong = {'Authorization': b'Bearer \xff'}
@@ -639,10 +562,7 @@ def test_a_key_is_needed_where_there_is_one():
 
 
 def test_figures_are_those_of_the_requests():
-  with (
-    tiny_served.serving(_generator()) as server,
-    httpx.Client(base_url=server.address, timeout=60) as http,
-  ):
+  with _served(_generator()) as (_, http):
     bodies = [{'prompt': 'abcab', 'max_tokens': 9}] * 3
     choices = [
       http.post('/v1/completions', json=body).json() for body in bodies
