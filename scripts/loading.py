@@ -121,20 +121,23 @@ def _load(
 ) -> generator_lib.Generator:
   if plan is not None:
     _check_contradictions(plan)
-  elif flags.FLAGS.method != 'plain' and not options.names_a_drafter():
-    print(
-      'without --draft, prompt lookup drafts, which seldom suffices; name a'
-      ' smaller model of the same family',
-      file=sys.stderr,
-    )
   with options.named_as_flags():
-    return generator_lib.load(
+    loaded = generator_lib.load(
       **vars(models()),
       method=flags.FLAGS.method,
       drafting=options.draft_settings(),
       plan=plan,
       messages=messages,
     )
+  is_plain = plan is not None or flags.FLAGS.method == 'plain'
+  found = is_plain or loaded.pair.drafting_model is not None
+  if not (found or options.names_a_drafter()):
+    print(
+      'without --draft, prompt lookup drafts, which seldom suffices; name a'
+      ' smaller model of the same family',
+      file=sys.stderr,
+    )
+  return loaded
 
 
 def generator(

@@ -265,6 +265,11 @@ MODEL_TYPES = {
     fixed={'qkv_bias': True},
     idle=('attention_bias', 'qkv_bias'),
   ),
+  'mimo': ModelType(
+    transformers.Qwen2Config,
+    fixed={'qkv_bias': True},
+    idle=('attention_bias', 'qkv_bias'),
+  ),
   'qwen3': ModelType(transformers.Qwen3Config, fixed={'qk_norm': True}),
   'ministral': ModelType(transformers.MinistralConfig),
   'ministral3': ModelType(transformers.Ministral3Config, ropes='growing'),
