@@ -133,14 +133,23 @@ def is_norm(name):
   return 'norm' in name and 'linear_attn' not in name
 
 
+_NAMES = {'enorm': 'pre_fc_norm_embedding', 'hnorm': 'pre_fc_norm_hidden'}
+
+
+def stored_name(name):
+  """The name that the folder of a Qwen3.5 has for a canonical one."""
+  first, _, rest = name.partition('.')
+  return f'mtp.{_NAMES.get(first, first)}.{rest}'
+
+
 def write(folder, family, number, *, keys=None, nested=False, **changed):
   """Writes a folder, with further keys, perhaps within those of a whole model.
 
   `changed` are tensors, None for those that lack.
   """
-  described = config(family, number)
+  described = config(family, number) | (keys or {})
   stored = {n: np.float32(one) for n, one in tensors(described).items()}
-  stored, described = stored | changed, described | (keys or {})
+  stored |= changed
   if nested:  # As models that see store it.
     own = lambda name: name.replace('model.', 'model.language_model.')
     stored = {own(name): one for name, one in stored.items()}

@@ -91,11 +91,15 @@ class MTP:
       names += ('final_layernorm',)
     both = [self.embedding[tokens[1:]], states]
     both = [self.norm(x, n) for x, n in zip(both, names[:2], strict=True)]
-    x = self.times(torch.cat(both[::-1] if self.is_mimo else both, -1), names[2])
+    x = self.times(
+      torch.cat(both[::-1] if self.is_mimo else both, -1), names[2]
+    )
     normed = self.norm(x, f'{prefix}input_layernorm')
     x = x + self.attention(normed, prefix)
     normed = self.norm(x, f'{prefix}post_attention_layernorm')
-    gate = torch.nn.functional.silu(self.times(normed, f'{prefix}mlp.gate_proj'))
+    gate = torch.nn.functional.silu(
+      self.times(normed, f'{prefix}mlp.gate_proj')
+    )
     inner = gate * self.times(normed, f'{prefix}mlp.up_proj')
     y = self.norm(x + self.times(inner, f'{prefix}mlp.down_proj'), names[3])
     return y @ self.head.T, y
