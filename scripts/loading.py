@@ -121,8 +121,20 @@ def _load(
 ) -> generator_lib.Generator:
   if plan is not None:
     _check_contradictions(plan)
-  elif (
-    settings_lib.METHODS[flags.FLAGS.method].uses_draft
+  with options.named_as_flags():
+    loaded = generator_lib.load(
+      **vars(models()),
+      method=flags.FLAGS.method,
+      drafting=options.draft_settings(),
+      plan=plan,
+      messages=messages,
+    )
+  needs_draft = plan is None and (
+    settings_lib.method_of(flags.FLAGS.method).uses_draft
+  )
+  if (
+    needs_draft
+    and loaded.pair.drafting_model is None
     and not options.names_a_drafter()
   ):
     print(
@@ -130,14 +142,7 @@ def _load(
       ' smaller model of the same family',
       file=sys.stderr,
     )
-  with options.named_as_flags():
-    return generator_lib.load(
-      **vars(models()),
-      method=flags.FLAGS.method,
-      drafting=options.draft_settings(),
-      plan=plan,
-      messages=messages,
-    )
+  return loaded
 
 
 def generator(

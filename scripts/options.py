@@ -315,7 +315,8 @@ def models() -> choice_lib.ModelChoice:
 def names_a_drafter() -> bool:
   """Whether there is a draft or a head, or `--draft=none` was chosen."""
   choice = models()
-  return MODELS['draft'].present or (choice.draft or choice.head) is not None
+  named = choice.draft is not None or choice.head not in (None, 'auto')
+  return MODELS['draft'].present or MODELS['head'].present or named
 
 
 def decoding() -> dict[str, Any]:

@@ -18,10 +18,10 @@ NUM_TEXTS, PROMPT, NEW = 4, 8, 40
 _SHARPER = 10.0
 
 
-def generate(drafter, prompts):
-  """The new tokens of the target."""
+def generate(drafter, prompts, target=None):
+  """The new tokens of the target, by default of the tiny one."""
   return specdec.generate(
-    tiny_heads.target(),
+    target or tiny_heads.target(),
     jax.random.key(0),
     prompts,
     drafter=drafter,
@@ -31,39 +31,49 @@ def generate(drafter, prompts):
 
 @functools.cache
 def texts() -> np.ndarray:
-  """Texts that the target wrote, `[texts, tokens]`."""
+  """Texts that the tiny target wrote, `[texts, tokens]`."""
+  return written(tiny_heads.target(), tiny.TABOO)
+
+
+def written(target, vocab_size) -> np.ndarray:
+  """Texts that a target wrote, `[texts, tokens]`."""
   rng = np.random.default_rng(3)
-  prompts = rng.integers(tiny.TABOO, size=(NUM_TEXTS, PROMPT)).tolist()
-  plain = generate(specdec.PLAIN, prompts)
+  prompts = rng.integers(vocab_size, size=(NUM_TEXTS, PROMPT)).tolist()
+  plain = generate(specdec.PLAIN, prompts, target)
   return np.array(
     [prompt + new for prompt, new in zip(prompts, plain.tokens, strict=True)]
   )
 
 
 @jax.jit
-def hidden(tokens):
+def hidden(tokens, target=None):
   """The target's logits and hidden states of whole texts."""
-  target = tiny_heads.target()
+  target = target or tiny_heads.target()
   cache = target.spec.init_cache(*tokens.shape)
   logits, cache = target.causal(tokens, cache)
   return logits, cache.hidden
 
 
-def fitted(function, params, reads, *, steps):
+def fitted(function, params, reads, *, steps, target=None):
   """Parameters after training on the texts, by a loss function of the trainers.
 
-  `reads` are the states that the drafter reads.
+  `reads` are the states that the drafter reads; `target` has a target other
+  than the tiny one, its texts, its embedding and its output matrix.
   """
-  logits, of_layers = hidden(texts())
+  if target is None:
+    base = tiny_heads.target().params['gpt2']
+    matrices = base['wte']['embedding'], base['lm_head']
+    target = tiny_heads.target(), texts(), *matrices
+  model, known, *matrices = target
+  logits, of_layers = hidden(known, model)
   states = [of_layers[one][:, 0] for one in reads]
   batch = {
-    'tokens': texts(),
+    'tokens': known,
     'states': np.concatenate(states, -1),
     'normed': _SHARPER * of_layers[cache_lib.AFTER_NORM][:, 0],
     'choice': np.argmax(logits, -1),
   }
-  base = tiny_heads.target().params['gpt2']
-  frozen = base['wte']['embedding'], base['lm_head'], None
+  frozen = *matrices, None
   loss = jax.tree_util.Partial(function, frozen)
   optimizer = optax.adam(optax.linear_schedule(5e-3, 0.0, steps))
 

@@ -207,6 +207,18 @@ def _stored_name(name: str, arch: str, num_layers: int) -> tuple[str, bool]:
   return f'{known}.{leaf}', bool(is_expert)
 
 
+_NEXTN = {'fc': 'eh_proj', 'norm': 'shared_head_norm'}
+
+
+def nextn_name(name: str, arch: str, num_layers: int) -> str:
+  """The name that a tensor of an MTP layer has, after so many layers."""
+  if name.startswith('layers.0.'):
+    own = name.replace('layers.0.', f'layers.{num_layers}.')
+    return _stored_name(own, arch, num_layers + 1)[0]
+  first, _, rest = name.partition('.')
+  return f'blk.{num_layers}.nextn.{_NEXTN.get(first, first)}.{rest}'
+
+
 def tensors_of(
   module: adapter.Module, arch: str
 ) -> Iterator[tuple[str, np.ndarray]]:

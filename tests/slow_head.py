@@ -1,8 +1,8 @@
 """Drafting heads in NumPy, token by token, written from their formulas.
 
-Tensors have the names of SafeAILab's EAGLE-3 (its layers as `layers.0`), and of
-DeepSeek's MTP without the number of the layer. Positions are counted from 0,
-where those of the project are one more: rotations are relative.
+Tensors have the names of SafeAILab's EAGLE-3, its layers as `layers.0`.
+Positions are counted from 0, where those of the project are one more: rotations
+are relative.
 """
 
 import copy
@@ -96,14 +96,7 @@ class SlowHead:
       x = normed if flags.get('norm_before_residual') else state
       x = x + self._attend(0, np.concatenate([first, normed]))
     else:
-      parts = [embedded, state]
-      if 'enorm.weight' in tensors:
-        parts = [
-          self._norm(embedded, tensors['enorm.weight']),
-          self._norm(state, tensors['hnorm.weight']),
-        ]
-      parts = parts[::-1] if flags.get('state_first') else parts
-      x = tensors['fc.weight'] @ np.concatenate(parts)
+      x = tensors['fc.weight'] @ np.concatenate([embedded, state])
       x = x + tensors.get('fc.bias', 0.0)
       first = tensors.get('layers.0.input_layernorm.weight')
       x = x + self._attend(0, x if first is None else self._norm(x, first))
@@ -116,8 +109,7 @@ class SlowHead:
     if 'norm.weight' in tensors:
       normed = self._norm(x, tensors['norm.weight'])
     logits = tensors['lm_head.weight'] @ normed
-    fed_back = 'enorm.weight' in tensors or flags.get('norm_output')
-    return logits, normed if fed_back else x
+    return logits, normed if flags.get('norm_output') else x
 
   def _begin(self, tokens, states):
     """A copy that has read a text, with the logits and the state after it.

@@ -44,15 +44,13 @@ def tensors(kind: str, *, num_layers: int = 1, reduced=False, **flags):
     own = block_folders.layer_shapes(WIDTH, INNER, rows, kv_rows, inputs)
     if wide and not layer:
       own['hidden_norm.weight'] = (WIDTH,)
-    if layer or kind != 'eagle':
+    if layer or wide:
       own['input_layernorm.weight'] = (WIDTH,)
     shapes |= {f'layers.{layer}.{name}': one for name, one in own.items()}
   if kind == 'eagle' and flags.get('bias', True):
     shapes['fc.bias'] = (WIDTH,)
-  if kind != 'eagle':
+  if wide:
     shapes['norm.weight'] = (WIDTH,)
-  if kind == 'mtp':
-    shapes |= {'enorm.weight': (WIDTH,), 'hnorm.weight': (WIDTH,)}
   if flags.get('fc_norm'):
     shapes |= {f'fc_norm.{number}.weight': (WIDTH,) for number in range(3)}
   if flags.get('norm_before_fc'):
@@ -80,35 +78,12 @@ _AUX = 'eagle_aux_hidden_state_layer_ids'
 
 # For each way to write heads: how a name of `slow_head` is stored, and keys of
 # config.json that are its own.
-_MIMO = {'enorm': 'token_layernorm', 'hnorm': 'hidden_layernorm'}
-_MIMO |= {'fc': 'input_proj', 'norm': 'final_layernorm'}
-_DEEPSEEK = {'fc': 'eh_proj', 'norm': 'shared_head.norm'}
-_DEEPSEEK |= {'lm_head': 'shared_head.head'}
-
-
-def _within(prefix, own):
-  """Names of a module that has its layer and all else under one prefix."""
-
-  def rename(name):
-    first, _, rest = name.partition('.')
-    if first == 'layers':
-      return prefix + rest.partition('.')[2]
-    if name.startswith(('embed_tokens', 'lm_head')) and first not in own:
-      return name
-    return f'{prefix}{own.get(first, first)}.{rest}'
-
-  return rename
-
-
 NAMINGS = {
   'sglang': (
     lambda name: name.replace('layers.0.', 'midlayer.'),
     {'eagle_config': {_AUX: [layer - 1 for layer in READS]}},
   ),
   'speculators': (lambda name: name, {'speculators_model_type': 'eagle3'}),
-  'mimo': (_within('model.mtp_layers.0.', _MIMO), {}),
-  'speculators mtp': (_within('mtp_layers.0.', _MIMO), {}),
-  'deepseek': (_within('model.layers.61.', _DEEPSEEK), {}),
   'eagle': (lambda name: name, {}),
 }
 

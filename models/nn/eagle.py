@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from specdec import cache as cache_lib
 from specdec.draft import head as head_lib
 from specdec.models.nn import adapter
+from specdec.models.nn import delta as delta_lib
 from specdec.models.nn import grouped_query
 from specdec.models.nn import layers
 from specdec.models.nn import llama as nn_llama
@@ -48,6 +49,7 @@ class HeadConfig(llama_config.LlamaConfig):
   norm_output: bool = False  # Whether a state is fed back after the norm.
   # Multi-token prediction has these.
   state_first: bool = False  # Whether the state comes before the embedding.
+  gated_attention: bool = False  # Whether it is that of `models/nn/delta`.
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -128,9 +130,11 @@ class Head(nnx.Module):
       rngs=rngs,
       use_bias=config.fc_bias,
     )
-    first = {EAGLE3: _WideLayer, EAGLE: _BareLayer, MTP: nn_llama.Layer}
-    kinds: list[Any] = [nn_llama.Layer] * config.num_layers
-    kinds[0] = first[config.kind]
+    layer: Any = nn_llama.Layer
+    if config.gated_attention:
+      layer = functools.partial(layer, mixers=delta_lib.Delta.mixers)
+    kinds = [layer] * config.num_layers
+    kinds[0] = {EAGLE3: _WideLayer, EAGLE: _BareLayer, MTP: layer}[config.kind]
     self.layers = nnx.List(
       [
         kind(config, layer, dtype=dtype, rngs=rngs)

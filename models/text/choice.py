@@ -21,9 +21,10 @@ from specdec.models.text import draft_vocabulary
 from specdec.models.text import fields
 
 _DEMO = 'demo'  # The embedded target, and its draft.
+OWN = 'own'  # The head in the folder or file of a target.
 
 
-def _draft_of_text(text: str) -> str | None:
+def _name_of_text(text: str) -> str | None:
   return None if text == 'none' else text
 
 
@@ -73,7 +74,7 @@ class ModelChoice:
     'the draft model: a folder, a GGUF file, a hub id, demo (embedded) or none;'
     ' auto: demo for the embedded target, and none for others or with a head',
     in_python='None',
-    parse=_draft_of_text,
+    parse=_name_of_text,
   )
   _: dataclasses.KW_ONLY
   revision: str | None = fields.described(
@@ -138,15 +139,21 @@ class ModelChoice:
     repeats=True,
   )
   head: str | None = fields.described(
-    None,
-    'a drafting head of the target in place of a draft: demo (of the embedded'
-    ' target), a folder, a GGUF file or a hub id; every device has all of it',
+    dtypes.AUTO,
+    'a drafting head of the target in place of a draft: own (the MTP layer that'
+    " the target's folder or file has), demo (of the embedded target), a"
+    ' folder, a GGUF file, a hub id or none; auto: own if there is one and no'
+    ' draft; every device has all of it',
+    in_python='None',
+    parse=_name_of_text,
   )
 
   def __post_init__(self) -> None:
     if self.draft == dtypes.AUTO:
-      is_embedded = self.target == _DEMO and self.head is None
-      object.__setattr__(self, 'draft', _DEMO if is_embedded else None)
+      embedded = self.target == _DEMO and self.head in (None, dtypes.AUTO)
+      object.__setattr__(self, 'draft', _DEMO if embedded else None)
+    if self.draft is not None and self.head == dtypes.AUTO:
+      object.__setattr__(self, 'head', None)
 
   @property
   def of_target(self) -> Self:

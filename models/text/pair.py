@@ -19,7 +19,9 @@ from specdec.models.checkpoints import hub
 from specdec.models.checkpoints import placement as placement_lib
 from specdec.models.checkpoints.heads import block_drafters
 from specdec.models.checkpoints.heads import heads
+from specdec.models.checkpoints.heads import mtp
 from specdec.models.nn import adapter
+from specdec.models.nn import dtypes
 from specdec.models.nn import other_tokens
 from specdec.models.nn import sharding as sharding_lib
 from specdec.models.nn.cpu import build
@@ -243,13 +245,14 @@ def load_pair(choice: choice_lib.ModelChoice) -> Pair:
 def drawn_pair(choice: choice_lib.ModelChoice) -> Pair:
   """A pair of random weights; it needs only the `config.json` of each model.
 
-  It has no tokenizer, and only a block drafter can draft. Its forwards take as
-  long as with trained weights.
+  It has no tokenizer, and only a block drafter or an MTP layer can draft, the
+  latter by `head=own`. Its forwards take as long as with trained weights.
 
   Raises:
-    ValueError: a shape cannot be read, or the head is not a block drafter.
+    ValueError: a shape cannot be read, or the head is of another kind.
   """
-  checkpoint, stored, head = hub.locate(choice.target), None, None
+  checkpoint, head = hub.locate(choice.target), None
+  stored: heads.Stored | None = None
   if checkpoint.path.is_file():
     raise ValueError(
       f'target={choice.target} is a file, but random weights take their shape'
@@ -257,7 +260,9 @@ def drawn_pair(choice: choice_lib.ModelChoice) -> Pair:
       ' the file'
     )
   packed = choice.cpu_kernels and build.is_available()
-  if choice.head is not None:
+  if choice.head == choice_lib.OWN:
+    stored = mtp.DrawnMTP(checkpoint.path, checkpoint.config)
+  elif choice.head not in (None, dtypes.AUTO):
     stored = block_drafters.DrawnBlockDrafter(
       hub.locate(choice.head).path, checkpoint.config
     )

@@ -14,6 +14,8 @@ from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import hub
 from specdec.models.checkpoints import placement as placement_lib
 from specdec.models.checkpoints.heads import heads
+from specdec.models.checkpoints.heads import mtp
+from specdec.models.nn import dtypes
 from specdec.models.nn import sharding as sharding_lib
 from specdec.models.nn.cpu import build
 from specdec.models.text import choice as choice_lib
@@ -70,8 +72,13 @@ def open_sources(choice: choice_lib.ModelChoice) -> Sources:
       the head is for another target, or the mesh cannot be used.
   """
   target = hub.locate(choice.target, revision=choice.revision)
-  config, draft, head = target.config, None, None
-  if choice.head is not None:
+  config, draft = target.config, None
+  head: heads.Stored | None = None
+  if choice.head == choice_lib.OWN:
+    head = heads.own(target)
+  elif choice.head == dtypes.AUTO:
+    head = mtp.find(target.path, config)
+  elif choice.head is not None:
     head = heads.locate(choice.head, config)
   elif choice.draft is not None:
     draft = hub.locate(hub.draft_name(choice.draft))

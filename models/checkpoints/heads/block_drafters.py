@@ -11,7 +11,6 @@ What a drafter is follows from its tensors, as for `heads`. Names of tensors:
 from collections.abc import Iterator
 import functools
 import pathlib
-import types
 from typing import Any
 
 import jax
@@ -133,20 +132,13 @@ class StoredBlockDrafter(head_tensors.Drafter):
       )
 
 
-class _NoTensors(head_tensors.HeadFolder):
-  """The keys of config.json."""
-
-  size = 0
-  all: Any = types.MappingProxyType({})  # No tensors.
-
-
 class DrawnBlockDrafter(StoredBlockDrafter):
   """A block drafter of random weights; only its config.json is read."""
 
   @functools.cached_property
   def stored(self) -> head_tensors.HeadFolder:
     """The keys."""
-    return _NoTensors(self.path)
+    return head_tensors.NoTensors(self.path)
 
   def tensors(self) -> Iterator[tuple[str, Any]]:
     """Yields canonical names and random tensors; see `hub.DrawnFolder`."""

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import pathlib
 import re
+import types
 from typing import Any
 
 import numpy as np
@@ -32,19 +33,11 @@ from specdec.text import text_files
 MARKOV = 'markov_head.markov_w1.weight', 'markov_head.markov_w2.weight'
 """The matrices of the term of a block drafter for the token before."""
 
-_NUMBERED = r'(?:model\.)?(?:layers\.\d+|mtp_layers\.0)\.'
 # Stored names, and canonical names, which parameters have in `models/nn`.
 _RENAMED = tuple(
   (re.compile(pattern), new)
   for pattern, new in (
     (r'(?:model\.)?midlayer\.', 'layers.0.'),
-    (_NUMBERED + r'(?:eh_proj|input_proj)\.', 'fc.'),
-    (_NUMBERED + r'(?:enorm|token_layernorm)\.', 'enorm.'),
-    (_NUMBERED + r'(?:hnorm|hidden_layernorm)\.', 'hnorm.'),
-    (_NUMBERED + r'(?:shared_head\.norm|final_layernorm)\.', 'norm.'),
-    (_NUMBERED + r'shared_head\.head\.', 'lm_head.'),
-    (_NUMBERED + r'embed_tokens\.', 'embed_tokens.'),
-    (r'(?:model\.)?mtp_layers\.', 'layers.'),
     (r'model\.', ''),
     # DFlash 2 and DSpark have almost the same term for the token before.
     (r'candidate_selector\.predecessor_codebook$', MARKOV[0]),
@@ -215,8 +208,8 @@ class HeadTensors:
 class HeadFolder(HeadTensors, hugging_face.HuggingFaceFolder):
   """A folder with a head."""
 
-  def named(self) -> Iterator[tuple[str, Any]]:
-    """Yields canonical names and tensors; see `HeadTensors`."""
+  def stored(self) -> Iterator[tensor_parts.Tensor]:
+    """Yields all tensors; see `HuggingFaceFolder`."""
     pickled = self.path / _PICKLED
     if pickled.exists() and not (self.path / hugging_face.WEIGHTS).exists():
       raise ValueError(
@@ -226,6 +219,10 @@ class HeadFolder(HeadTensors, hugging_face.HuggingFaceFolder):
         f" s.save_file(torch.load('{pickled}', weights_only=True),"
         f" '{self.path / hugging_face.WEIGHTS}')\""
       )
+    yield from super().stored()
+
+  def named(self) -> Iterator[tuple[str, Any]]:
+    """Yields canonical names and tensors; see `HeadTensors`."""
     tensors = dict[str, tensor_parts.Tensor]()
     for tensor in self.stored():
       if _BUFFERS.fullmatch(tensor.name):
@@ -235,15 +232,14 @@ class HeadFolder(HeadTensors, hugging_face.HuggingFaceFolder):
         raise ValueError(
           f'tensors {same.name} and {tensor.name} are the same one of a head'
         )
-    # DeepSeek counts on from the layers of the target.
-    numbers = [
-      int(match[1]) for match in map(_LAYER.fullmatch, tensors) if match
-    ]
-    first = min(numbers, default=0)
-    for name, tensor in tensors.items():
-      if match := _LAYER.fullmatch(name):
-        name = f'layers.{int(match[1]) - first}.{match[2]}'
-      yield name, tensor
+    yield from tensors.items()
+
+
+class NoTensors(HeadFolder):
+  """The keys of config.json."""
+
+  size = 0
+  all: Any = types.MappingProxyType({})  # No tensors.
 
 
 class HeadFile(HeadTensors, gguf.GGUFFile):

@@ -6,9 +6,7 @@ the target (its number of layers too) or name another kind. Names of tensors:
     EAGLE-3    fc, midlayer.* (SafeAILab, SpecForge, SGLang) or layers.0.*
                (speculators, vLLM), norm, lm_head, d2t, t2d
     EAGLE-1/2  fc, layers.0.* without input_layernorm
-    MTP        eh_proj, enorm, hnorm, shared_head.* (DeepSeek, GLM) or
-               input_proj, token_layernorm, hidden_layernorm, final_layernorm
-               (MiMo, speculators)
+    MTP        see `mtp`
 """
 
 import dataclasses
@@ -31,16 +29,13 @@ from specdec.models.checkpoints import placement as placement_lib
 from specdec.models.checkpoints.heads import block_drafters
 from specdec.models.checkpoints.heads import head_files
 from specdec.models.checkpoints.heads import head_tensors
+from specdec.models.checkpoints.heads import mtp
 from specdec.models.checkpoints.keys import head_keys
 from specdec.models.nn import eagle
 from specdec.models.nn import llama_config
 from specdec.models.nn import matrices as matrices_lib
 
-_NAMES = {
-  eagle.EAGLE3: 'EAGLE-3',
-  eagle.EAGLE: 'EAGLE-1',
-  eagle.MTP: 'MTP',
-}
+_NAMES = {eagle.EAGLE3: 'EAGLE-3', eagle.EAGLE: 'EAGLE-1'}
 
 
 def default_reads(num_layers: int) -> tuple[int, ...]:
@@ -56,12 +51,10 @@ def default_reads(num_layers: int) -> tuple[int, ...]:
 
 
 class StoredHead(head_tensors.Drafter):
-  """An EAGLE or MTP head."""
+  """An EAGLE head."""
 
   as_drafter = staticmethod(eagle.as_head)
-  module = staticmethod(
-    lambda config, num_outputs, **options: eagle.Head(config, **options)
-  )
+  module = mtp.StoredMTP.module
 
   @property
   def name(self) -> str:
@@ -70,9 +63,7 @@ class StoredHead(head_tensors.Drafter):
 
   @property
   def kind(self) -> str:
-    """One of `eagle.KINDS`, by the tensors."""
-    if 'enorm.weight' in self.stored.all:
-      return eagle.MTP
+    """`eagle.EAGLE3` or `eagle.EAGLE`, by the tensors."""
     if 'layers.0.hidden_norm.weight' in self.stored.all:
       return eagle.EAGLE3
     if self.stored.keys.get('model_type') == families.ASSISTANT:
@@ -101,7 +92,7 @@ class StoredHead(head_tensors.Drafter):
     outputs = self.target.vocab_size
     if 'lm_head.weight' in has:
       outputs = shape('lm_head.weight')[0]
-    plain = {'norm_before_residual': False, 'norm_output': kind == eagle.MTP}
+    plain = {'norm_before_residual': False, 'norm_output': False}
     return {
       **({} if kind == eagle.EAGLE3 else plain),
       'hidden_size': shape('fc.weight')[0],
@@ -115,7 +106,7 @@ class StoredHead(head_tensors.Drafter):
       'use_aux_hidden_state': kind == eagle.EAGLE3,
       'use_input_layernorm_in_first_layer': kind != eagle.EAGLE,
       'use_last_layernorm': kind != eagle.EAGLE,
-      'use_mtp_layernorm': kind == eagle.MTP,
+      'use_mtp_layernorm': False,
     }
 
   @functools.cached_property
@@ -153,7 +144,6 @@ class StoredHead(head_tensors.Drafter):
         f'is a head of width {width}, which reads the states of a target as'
         f' wide; this one has {self.target.width}'
       )
-    stored = {tensor.name for tensor in self.stored.all.values()}
     return eagle.HeadConfig(
       **fields,
       kind=kind,
@@ -166,7 +156,6 @@ class StoredHead(head_tensors.Drafter):
       norm_output=bool(
         keys.get('speculators_model_type') and keys.get('norm_output')
       ),
-      state_first=any('.input_proj.' in name for name in stored),
     )
 
   def _by_tensors(self, layer: Any) -> dict[str, Any]:
@@ -214,8 +203,27 @@ class StoredHead(head_tensors.Drafter):
     return tuple(stated)
 
 
-Stored = StoredHead | block_drafters.StoredBlockDrafter
+Stored = StoredHead | mtp.StoredMTP | block_drafters.StoredBlockDrafter
 """A head or a block drafter, which draft with states of the target."""
+
+
+def own(target: checkpoint_lib.Checkpoint) -> mtp.StoredMTP:
+  """The MTP layer in the folder or file of a target.
+
+  Raises:
+    ValueError: it has none, or one that is not supported.
+  """
+  layer, config = mtp.find(target.path, target.config), target.config
+  if layer is None:
+    raise ValueError(
+      f'{target.path}: has {config.num_layers} layers of the family'
+      f' {target.family.name} and no MTP layer (tensors mtp.*, or nextn.* in a'
+      ' GGUF file), so head=own drafts nothing; give the folder or file of a'
+      ' head or a draft'
+    )
+  with checkpoint_lib.naming(target.path):
+    _ = layer.config
+  return layer
 
 
 def locate(name: str | pathlib.Path, target: Any) -> Stored:
@@ -233,7 +241,7 @@ def locate(name: str | pathlib.Path, target: Any) -> Stored:
   name = 'demo-head' if name == 'demo' else name
   path = hub.locate(name).path
   with checkpoint_lib.naming(path):
-    head: Stored = StoredHead(path, target)
+    head: Stored = mtp.find(path, target) or StoredHead(path, target)
     if 'hidden_norm.weight' in head.stored.all:
       head = block_drafters.StoredBlockDrafter(path, target)
     _ = head.config

@@ -150,6 +150,12 @@ ROWS = (
     gguf=architecture.Architecture('qwen2'),
   ),
   model_type.ModelType(
+    'mimo',
+    transformers.Qwen2Config,
+    fixed={'qkv_bias': True},
+    idle=('attention_bias', 'qkv_bias'),
+  ),
+  model_type.ModelType(
     'qwen3',
     transformers.Qwen3Config,
     fixed={'qk_norm': True},

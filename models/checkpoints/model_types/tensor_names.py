@@ -25,7 +25,7 @@ _FUSED = {
 # prefix of its language model.
 _VISION = re.compile(
   r'(model\.)?(vision_tower|multi_modal_projector|visual|audio_tower'
-  r'|embed_vision|embed_audio|mtp)\..*'
+  r'|embed_vision|embed_audio|mtp|mtp_layers)\..*'
 )
 _LANGUAGE = re.compile(r'(model\.)?language_model\.')
 

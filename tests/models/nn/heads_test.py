@@ -49,11 +49,9 @@ _KINDS = {
   'sglang norm': ('eagle3', {'norm_before_fc': True, 'reduced': True}),
   'eagle': ('eagle', {'rms_norm_eps': 0.3}),
   'eagle without': ('eagle', {'bias': False}),
-  'deepseek': ('mtp', {'sliding_window': 3, 'model_type': 'mistral'}),
-  'mimo': ('mtp', {'state_first': True}),
-  'speculators mtp': ('mtp', {'state_first': True}),
+  'eagle window': ('eagle', {'sliding_window': 3, 'model_type': 'mistral'}),
 }
-_TOLD = {'num_layers', 'state_first', 'reduced'}  # By the tensors.
+_TOLD = {'num_layers', 'reduced'}  # By the tensors.
 # SpecForge means another norm than speculators do.
 _UNTOLD = {'sglang': {'norm_output': True}, 'speculators': {'rope_theta': 1e4}}
 
@@ -121,8 +119,7 @@ def test_pickled_weights_are_refused_with_the_remedy(tmp_path):
     tiny_heads.load(folder)
 
 
-_KIND_OF = {'sglang': 'eagle3', 'speculators': 'eagle3'}
-_KIND_OF |= {'eagle': 'eagle', 'mimo': 'mtp'}
+_KIND_OF = {'sglang': 'eagle3', 'speculators': 'eagle3', 'eagle': 'eagle'}
 
 
 def _write(folder, naming, **changed):
@@ -131,7 +128,7 @@ def _write(folder, naming, **changed):
 
 
 _AUX = 'eagle_aux_hidden_state_layer_ids'
-_MIMO = 'model.mtp_layers.0.final_layernorm.weight'
+_LAST = 'layers.0.post_attention_layernorm.weight'
 _UP = 'layers.0.mlp.up_proj.weight'
 _NORM = 'layers.0.input_layernorm.weight'
 _IDS = {'d2t': 0 * tiny_heads.IDS, 't2d': np.arange(48) > 9}
@@ -196,8 +193,8 @@ _SPECULATORS = {
     ('sglang', _SPECFORGE),
     ('sglang', {'model_type': 'gpt_oss', 'layer_types': None}),
     ('sglang', _SPECFORGE | {'model_type': 'qwen2'}),
-    ('mimo', {'num_nextn_predict_layers': 1, 'use_mrope': False}),
-    ('mimo', {'layer_types': ['full_attention'] * 40}),
+    ('eagle', {'num_nextn_predict_layers': 1, 'use_mrope': False}),
+    ('eagle', {'layer_types': ['full_attention'] * 40}),
     ('eagle', {'bias': True, 'qkv_bias': False}),
     ('speculators', _SPECULATORS),
     ('sglang', {'eagle_config': _OPTIMIZER | {_AUX: [-1, 0, 1]}}),
@@ -227,7 +224,7 @@ _SAYS_3 = {'architectures': ['LlamaForCausalLMEagle3']}
     ('sglang', {'midlayer.a.weight': _ones(2)}, 'a.weight is not part of a he'),
     ('sglang', {_UP: _ones(2)}, ' and .* are the same one of a head'),
     ('speculators', {_UP: None}, f'lacks 1 tensors, the first is {_UP}'),
-    ('mimo', {_MIMO: _ones(3)}, r'norm.weight has shape \(3,\), exp'),
+    ('eagle', {_LAST: _ones(3)}, r'norm.weight has shape \(3,\), exp'),
     ('sglang', {'fc.weight': _ones(16, 40)}, 'reads 40 numbers, not whole'),
     ('eagle', {_NORM: _ones(16)}, 'is a language model, not'),
     ('sglang', {'d2t': tiny_heads.IDS}, 'd2t: ids must differ and lie below'),
@@ -236,7 +233,11 @@ _SAYS_3 = {'architectures': ['LlamaForCausalLMEagle3']}
     ('speculators', {_AUX: [2, 16, 29]}, r'29\]: the target has 2 layers'),
     ('sglang', {'eagle_config': {_AUX: [0, 1]}}, r'reads 3 .*, but \w+=\[1, 2'),
     ('eagle', _SAYS_3, r"Eagle3'\] says EAGLE-3, but .* belong to EAGLE-1"),
-    ('mimo', {'num_attention_heads': 3}, 'not a multiple of the number of att'),
+    (
+      'eagle',
+      {'num_attention_heads': 3},
+      'not a multiple of the number of att',
+    ),
     ('sglang', {'norm_output': False}, 'norm_output=False: a head wi'),
     ('sglang', {'fc_norm': True}, 'fc_norm=True contradicts'),
     ('sglang', {'head_dim': 4}, 'head_dim=4 contradicts q_proj'),
@@ -248,7 +249,7 @@ _SAYS_3 = {'architectures': ['LlamaForCausalLMEagle3']}
     ('eagle', {'rope_theta': 2.0} | _ROPES, '=2.0 and .*=3.0 contrad'),
     ('eagle', {'bias': False}, 'bias=False contradicts the tensors'),
     ('eagle', {'eagle_config': _OPTIMIZER}, 'use_aux_hidden_state=Tr'),
-    ('mimo', {'norm_before_residual': True}, 'norm_before_residual=Tr'),
+    ('eagle', {'norm_before_residual': True}, 'norm_before_residual=Tr'),
     # Wrong types.
     ('eagle', {'eagle_config': 3}, 'eagle_config must be an object'),
     ('speculators', {_AUX: [0, 1, True]}, f'{_AUX} must be a list'),

@@ -1,0 +1,292 @@
+"""MTP layers that targets bring along: their formulas, files and acceptance."""
+
+import dataclasses
+import functools
+import pathlib
+import tempfile
+
+import by_heart
+import constraint_test
+from flax import nnx
+from flax import traverse_util
+import gguf
+import gguf_files
+import jax
+import jax.numpy as jnp
+import numpy as np
+import own_heads
+import pytest
+import tiny
+
+import specdec
+from specdec import cache as cache_lib
+from specdec.draft import head as head_lib
+from specdec.models.checkpoints import families
+from specdec.models.checkpoints import hub
+from specdec.models.checkpoints.heads import heads
+from specdec.models.lab.training import head_trainer
+from specdec.models.nn import adapter
+from specdec.models.nn import eagle
+from specdec.models.nn.cpu import build
+from specdec.models.text import choice as choice_lib
+from specdec.models.text import sources as sources_lib
+from specdec.tree import topology as topology_lib
+
+_long = lambda *values, runs: pytest.param(
+  *values, marks=[] if runs else [pytest.mark.long]
+)
+_SHAPES = [
+  _long(family, number, runs=number in (0, 5))
+  for family in ('qwen', 'mimo')
+  for number in range(own_heads.NUM_SHAPES)
+]
+
+
+def load(name, **options):
+  """A target and the head in its folder or file."""
+  checkpoint = hub.locate(name)
+  stored = heads.own(checkpoint)
+  module = hub.read_module(checkpoint, **options)
+  target = adapter.as_model(module, hidden=stored.config.reads)
+  return target, heads.load(stored, target, **options)
+
+
+@jax.jit
+def _forward(head, tokens, positions, cache, states):
+  mask = cache_lib.causal_mask(cache.length, tokens.shape[1], cache.num_slots)
+  given, cache = head.forward(tokens, positions, mask, cache, states)
+  cache = cache.replace(length=cache.length + tokens.shape[1])
+  return head.spec.logits(head.params, given), given, cache
+
+
+def _drafted(target, head):
+  """What the head drafts after the text, and its logits."""
+  text, slots = jnp.array(own_heads.TEXT)[None], own_heads.TEXT.size + 3
+  cache = jax.jit(lambda: target.spec.init_cache(1, text.size))()
+  _, cache = jax.jit(lambda cache: target.causal(text, cache))(cache)
+  (hidden,) = (cache.hidden[one][:, 0] for one in head.spec.reads)
+  states = head.spec.fuse(head.params, hidden)[:, :-1]
+  cache = head.spec.init_cache(1, slots)
+  positions = jnp.arange(1, text.size)[None]
+  tokens, found, drafted = text[:, 1:], [], []
+  # Nothing is seen in the first slot, as in front of a text.
+  cache = cache.replace(length=cache.length + 1)
+  for _ in range(own_heads.DEPTHS + 1):
+    logits, states, cache = _forward(head, tokens, positions, cache, states)
+    found.append(np.asarray(logits[0]))
+    drafted.append(int(np.argmax(found[-1][-1])))
+    tokens, states = jnp.array([drafted[-1:]]), states[:, -1:]
+    positions = positions[:, -1:] + 1
+  return drafted[:-1], np.concatenate(found)
+
+
+def check_logits(family, number):
+  """The logits of a folder are those of the golden file."""
+  with tempfile.TemporaryDirectory() as made:
+    folder = pathlib.Path(made)
+    nested = family == 'qwen' and number % 2 == 1
+    own_heads.write(folder, family, number, nested=nested)
+    drafted, logits = _drafted(*load(folder))
+  with np.load(own_heads.GOLDEN) as golden:
+    name = f'{family}_{number}'
+    assert drafted == golden[f'{name}_drafted'].tolist()
+    found = logits[:, own_heads.WORDS]
+    np.testing.assert_allclose(found, golden[name], atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize(('family', 'number'), _SHAPES)
+def test_logits_are_those_of_a_program_in_torch(family, number):
+  check_logits(family, number)
+
+
+# A head that knows some texts by heart.
+
+_DRAFTED = 3
+
+
+def _write(folder, **changed):
+  keys = {'attention_bias': False}
+  return own_heads.write(folder, 'qwen', 3, keys=keys, **changed)
+
+
+@functools.cache
+def _learned():
+  """The folder of a target, the texts, and an MTP layer trained on these."""
+  folder = pathlib.Path(tempfile.mkdtemp())
+  target, head = load(_write(folder))
+  texts = by_heart.written(target, own_heads.VOCAB)
+  config = heads.own(hub.locate(folder)).config
+  graph, variables = nnx.split(eagle.Head(config, rngs=nnx.Rngs(0)))
+  function = head_trainer.loss_function(graph, config, _DRAFTED, 'float32')
+  params = by_heart.fitted(
+    function,
+    nnx.to_pure_dict(variables),
+    config.reads,
+    steps=1200,
+    target=(target, texts, head.params['embedding'], head.params['lm_head']),
+  )
+  learned = {
+    families.parameter_name(path): np.asarray(leaf)
+    for path, leaf in traverse_util.flatten_dict(params).items()
+  }
+  stored = {
+    own_heads.stored_name(name): one - own_heads.is_norm(name)
+    for name, one in learned.items()
+  }
+  return _write(folder, **stored), texts
+
+
+@functools.cache
+def _file(kind):
+  """A GGUF file of the same target and the same MTP layer, in a type."""
+  folder, _ = _learned()
+  module = hub.load_module(folder)
+  layers = module.config.num_layers
+  canonical = heads.own(hub.locate(folder))
+
+  def add(tensors):
+    for name, tensor in canonical.tensors():
+      array = np.concatenate([rows for _, rows in tensor.blocks()])
+      own = gguf_files.Kind[kind if array.ndim > 1 else 'F32']
+      stored = gguf_files.nextn_name(name, 'qwen35', layers)
+      tensors |= {stored: (gguf.quantize(array, own), own)}
+    return tensors
+
+  path = folder / f'{kind}.gguf'
+  keys = {'block_count': layers + 1, 'nextn_predict_layers': 1}
+  keys['full_attention_interval'] = 3
+  own = gguf_files.Kind[kind]
+  gguf_files.write(path, module, 'qwen35', own, keys=keys, change=add)
+  return path
+
+
+def _accepted(target, head, kind='chain'):
+  """How much of the texts is accepted at each depth; checks the tokens."""
+  _, texts = _learned()
+  topology = topology_lib.chain(_DRAFTED)
+  if kind == 'tree':
+    topology = topology_lib.k_ary(2, _DRAFTED)
+  drafter = specdec.fixed_drafter(head_lib.HeadScorer(head), topology)
+  prompts = texts[:, : by_heart.PROMPT].tolist()
+  found = by_heart.generate(drafter, prompts, target)
+  assert found.tokens == texts[:, by_heart.PROMPT :].tolist()
+  return by_heart.by_position(found.stats.accepted_histogram)
+
+
+@pytest.mark.parametrize('kind', ['chain', 'tree'])
+def test_an_overfitted_layer_drafts_its_text(kind):
+  assert min(_accepted(*load(_learned()[0]), kind)) >= 0.95
+
+
+@pytest.mark.parametrize('form', ['int8', 'int4', 'stored'])
+def test_so_does_one_of_few_bits(form):
+  """Next to a target in float32, with the kernels for CPU if there are any."""
+  folder, _ = _learned()
+  target, _ = load(folder)
+  name = _file('Q8_0') if form == 'stored' else folder
+  stored = heads.locate(name, hub.locate(folder).config)
+  packed = build.is_available()
+  head = heads.load(stored, target, dtype=form, packed=packed)
+  assert min(_accepted(target, head)) >= 0.95
+
+
+def test_states_before_a_norm_cost_acceptance():
+  """The states of the target, and those that the layer reads of its own."""
+  folder, _ = _learned()
+  target, head = load(folder)
+  layers = hub.locate(folder).config.num_layers
+  module = hub.load_module(folder)
+  other = adapter.as_model(module, hidden=(layers,))
+  spec = dataclasses.replace(head.spec, reads=(layers,))
+  assert min(_accepted(other, head.replace(spec=spec))) < 0.8
+  # A norm does not see by what a state was divided before.
+  scale = head.params['head']['norm']['scale'][None, None]
+  ones = jax.tree.map(lambda leaf: leaf, head.params)
+  ones['head']['norm']['scale'] = jnp.ones_like(scale[0, 0])
+  logits = lambda params, states: head.spec.logits(params, states * scale)
+  spec = dataclasses.replace(head.spec, logits=logits)
+  accepted = _accepted(target, head.replace(params=ones, spec=spec))
+  assert accepted[0] >= 0.95
+  assert min(accepted) < 0.8
+
+
+def test_a_gguf_file_has_the_same_layer():
+  folder, path = _learned()[0], _file('F32')
+  both = [[tiny.parameters(hub.load_module(one))] for one in (folder, path)]
+  for name, found in zip((folder, path), both, strict=True):
+    found.append(load(name)[1].params)
+  jax.tree.map(np.testing.assert_array_equal, *both)
+
+
+def test_slots_and_constraints_change_no_token():
+  """One row, and rows that come and go, each with its own temperature."""
+  folder, texts = _learned()
+  target, head = load(folder)
+  drafter = specdec.fixed_drafter(
+    head_lib.HeadScorer(head), topology_lib.chain(_DRAFTED)
+  )
+  prompts = texts[:, : by_heart.PROMPT].tolist()
+  slots = specdec.Slots(
+    target, num_slots=2, context=by_heart.PROMPT + by_heart.NEW, drafter=drafter
+  )
+  ended = []
+  for prompt in prompts:
+    if not slots.free:
+      ended += slots.advance().values()
+    slots.insert(prompt, jax.random.key(1), max_new_tokens=by_heart.NEW)
+  while len(ended) < len(prompts):
+    ended += slots.advance().values()
+  tokens = sorted(one.tokens[0] for one in ended)
+  assert tokens == sorted(texts[:, by_heart.PROMPT :].tolist())
+  found = [
+    specdec.generate(
+      target,
+      tiny.row_keys(2),
+      [[2, 3, 4, 5], [6]],
+      max_new_tokens=24,
+      sampling=specdec.Sampling(temperature=[0.0, 0.8]),
+      constraint=constraint_test.Turns(),
+      drafter=one,
+    ).tokens
+    for one in (drafter, specdec.PLAIN)
+  ]
+  assert found[0] == found[1]
+
+
+_NORM = 'mtp.norm.weight'
+
+
+def test_what_has_no_such_layer_says_what_it_has(tmp_path):
+  names = own_heads.tensors(own_heads.config('qwen', 0))
+  own = {name: None for name in names if name.startswith('mtp.')}
+  bare = own_heads.write(tmp_path / 'bare', 'qwen', 0, **own)
+  for name in (bare, 'demo'):
+    choice = choice_lib.ModelChoice(str(name), head='own')
+    said = 'has 4 layers of the family .* no MTP layer .*, so head=own'
+    with pytest.raises(ValueError, match=said.replace('4', r'\d+')):
+      sources_lib.open_sources(choice)
+  assert heads_of(bare) is None
+  # A layer of another shape, and one that lacks a tensor.
+  lacks = own_heads.write(tmp_path / 'lacks', 'qwen', 0, **{_NORM: None})
+  with pytest.raises(ValueError, match='lacks 1 tensors, the first is norm'):
+    load(lacks)
+  two = {f'mtp.layers.1.{name}': np.ones(1, np.float32) for name in ('a.b',)}
+  two = own_heads.write(tmp_path / 'two', 'qwen', 0, **two)
+  with pytest.raises(ValueError, match=f'^{two}: has 2 MTP layers'):
+    load(two)
+
+
+def heads_of(name, **options):
+  """The kind of head that a choice of a target opens, None without one."""
+  choice = choice_lib.ModelChoice(str(name), **options)
+  head = sources_lib.open_sources(choice).head
+  return None if head is None else head.name
+
+
+def test_a_model_drafts_by_its_own_layer_unless_told_otherwise(tmp_path):
+  folder = own_heads.write(tmp_path / 'a', 'mimo', 0)
+  assert heads_of(folder) == heads_of(folder, head='own') == 'MTP layer'
+  assert heads_of(folder, head=str(folder)) == 'MTP layer'
+  assert heads_of(folder, head=None) is None
+  assert heads_of(folder, draft=str(folder)) is None
+  assert heads_of('demo') is None

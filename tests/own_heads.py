@@ -1,0 +1,157 @@
+"""Tiny random targets that bring an MTP layer along, in their folders.
+
+`golden/own_heads.npz` says what a program in plain torch computes of each.
+"""
+
+import pathlib
+
+import block_folders
+import numpy as np
+
+GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'own_heads.npz'
+VOCAB, NUM_SHAPES, DEPTHS = 40, 12, 3
+TEXT = np.random.RandomState(7).randint(VOCAB, size=40)
+WORDS = np.arange(0, VOCAB, 9)  # Whose logits are kept.
+
+
+def _qwen(rng):
+  pick = lambda *values: values[rng.randint(len(values))]
+  keys, values = pick((1, 1), (2, 2), (2, 4), (2, 6))
+  return {
+    'model_type': 'qwen3_5_text',
+    'head_dim': pick(8, 16),
+    'full_attention_interval': pick(2, 3),
+    'linear_num_key_heads': keys,
+    'linear_num_value_heads': values,
+    'linear_key_head_dim': pick(8, 12),
+    'linear_value_head_dim': pick(8, 20),
+    'linear_conv_kernel_dim': pick(2, 4),
+    'attention_bias': pick(False, True),
+    'partial_rotary_factor': pick(0.25, 0.5, 1.0),
+    'mtp_num_hidden_layers': 1,
+  }
+
+
+def _mimo(rng):
+  return {'model_type': 'mimo', 'num_nextn_predict_layers': 1}
+
+
+def config(family, number):
+  """The keys of a shape of a family, `qwen` or `mimo`."""
+  rng = np.random.RandomState(number)
+  pick = lambda *values: values[rng.randint(len(values))]
+  heads, kv_heads = pick((2, 1), (2, 2), (4, 2), (6, 2))
+  return {
+    'vocab_size': VOCAB,
+    'hidden_size': 8 * heads,
+    'intermediate_size': pick(24, 40),
+    'num_hidden_layers': pick(3, 4),
+    'num_attention_heads': heads,
+    'num_key_value_heads': kv_heads,
+    'max_position_embeddings': 96,
+    'rms_norm_eps': pick(1e-6, 1e-3),
+    'rope_theta': pick(100.0, 1e4),
+    'tie_word_embeddings': pick(False, True),
+    'bos_token_id': 0,
+    'eos_token_id': 0,
+    **{'qwen': _qwen, 'mimo': _mimo}[family](rng),
+  }
+
+
+def _attention(keys, prefix):
+  """Shapes of a layer with attention."""
+  width, is_qwen = keys['hidden_size'], keys['model_type'] != 'mimo'
+  heads, kv_heads = keys['num_attention_heads'], keys['num_key_value_heads']
+  size = keys.get('head_dim', width // heads)
+  shapes = block_folders.layer_shapes(
+    width, keys['intermediate_size'], heads * size, kv_heads * size, width
+  )
+  query = 'self_attn.q_proj.weight'
+  if is_qwen:  # Each head has a gate, too.
+    shapes[query] = (2 * heads * size, width)
+    shapes |= {f'self_attn.{one}_norm.weight': (size,) for one in 'qk'}
+  with_bias = 'qkv' if not is_qwen else 'qkvo' * keys['attention_bias']
+  for one in with_bias:
+    rows = shapes[f'self_attn.{one}_proj.weight'][:1]
+    shapes[f'self_attn.{one}_proj.bias'] = rows
+  shapes['input_layernorm.weight'] = (width,)
+  return {prefix + name: shape for name, shape in shapes.items()}
+
+
+def _delta(keys, prefix):
+  """Shapes of a layer with a delta net."""
+  width, names = keys['hidden_size'], ('key', 'value')
+  (keys_of, values), (key, value) = (
+    [keys[f'linear_{pattern}'.format(name)] for name in names]
+    for pattern in ('num_{}_heads', '{}_head_dim')
+  )
+  mixed = 2 * keys_of * key + values * value
+  shapes = {
+    'A_log': (values,),
+    'dt_bias': (values,),
+    'conv1d.weight': (mixed, 1, keys['linear_conv_kernel_dim']),
+    'in_proj_qkv.weight': (mixed, width),
+    'in_proj_z.weight': (values * value, width),
+    'in_proj_a.weight': (values, width),
+    'in_proj_b.weight': (values, width),
+    'norm.weight': (value,),
+    'out_proj.weight': (width, values * value),
+  }
+  own = {f'linear_attn.{name}': shape for name, shape in shapes.items()}
+  rest = _attention(keys, '').items()
+  own |= {name: shape for name, shape in rest if 'self_attn' not in name}
+  return {prefix + name: shape for name, shape in own.items()}
+
+
+def tensors(keys):
+  """The tensors of a shape, by their stored names."""
+  width, is_mimo = keys['hidden_size'], keys['model_type'] == 'mimo'
+  shapes = {'model.embed_tokens.weight': (VOCAB, width)}
+  shapes['model.norm.weight'] = (width,)
+  if not keys['tie_word_embeddings']:
+    shapes['lm_head.weight'] = (VOCAB, width)
+  for layer in range(keys['num_hidden_layers']):
+    has_state = not is_mimo and (layer + 1) % keys['full_attention_interval']
+    make = _delta if has_state else _attention
+    shapes |= make(keys, f'model.layers.{layer}.')
+  prefix = 'model.mtp_layers.0.' if is_mimo else 'mtp.'
+  norms = ('pre_fc_norm_embedding', 'pre_fc_norm_hidden', 'norm')
+  if is_mimo:
+    norms = ('token_layernorm', 'hidden_layernorm', 'final_layernorm')
+  shapes |= {f'{prefix}{name}.weight': (width,) for name in norms}
+  projection = 'input_proj' if is_mimo else 'fc'
+  shapes[f'{prefix}{projection}.weight'] = (width, 2 * width)
+  shapes |= _attention(keys, prefix if is_mimo else 'mtp.layers.0.')
+  drawn = {name: block_folders.draw(name, one) for name, one in shapes.items()}
+  # Qwen3.5 has the scales of most norms minus one.
+  shift = lambda name: not is_mimo and is_norm(name)
+  return {name: one - shift(name) for name, one in drawn.items()}
+
+
+def is_norm(name):
+  """Whether a tensor of a Qwen3.5 has the scales of a norm minus one."""
+  return 'norm' in name and 'linear_attn' not in name
+
+
+_NAMES = {'enorm': 'pre_fc_norm_embedding', 'hnorm': 'pre_fc_norm_hidden'}
+
+
+def stored_name(name):
+  """The name that the folder of a Qwen3.5 has for a canonical one."""
+  first, _, rest = name.partition('.')
+  return f'mtp.{_NAMES.get(first, first)}.{rest}'
+
+
+def write(folder, family, number, *, keys=None, nested=False, **changed):
+  """Writes a folder, with further keys, perhaps within those of a whole model.
+
+  `changed` are tensors, None for those that lack.
+  """
+  described = config(family, number) | (keys or {})
+  stored = {n: np.float32(one) for n, one in tensors(described).items()}
+  stored |= changed
+  if nested:  # As models that see store it.
+    own = lambda name: name.replace('model.', 'model.language_model.')
+    stored = {own(name): one for name, one in stored.items()}
+    described = {'model_type': 'qwen3_5', 'text_config': described}
+  return block_folders.save(folder, described, stored, {'format': 'pt'})
