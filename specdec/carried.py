@@ -7,6 +7,8 @@ same verbs:
 
     start(texts)           the state after the texts that decoding begins with
     keep(state, added)     the state after a step that added tokens
+    observe(state, seen)   before that, by stages and watchers: the state after
+                           the target's verification
     restart(state, texts)  the state after other texts that begin like the old
                            ones; parts without this verb start again
 
@@ -112,6 +114,16 @@ class Added(flax.struct.PyTreeNode):
     )
     rows = jnp.arange(array.shape[0])[:, None]
     return array.at[rows, index].set(new, mode='drop')
+
+
+class Verified(flax.struct.PyTreeNode):
+  """What the target says about the nodes of one step, rejected ones too."""
+
+  #: `[B, N]` int32, the token of each node, the root first; -1 for entries
+  #: without a node and for rows that are done.
+  tokens: jax.Array
+  #: `[B, N, V]` float32, the target's after each node, as the model gave them.
+  logits: jax.Array
 
 
 def of_text(cache: cache_lib.KVCache) -> HiddenStates:

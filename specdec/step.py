@@ -175,6 +175,9 @@ def step(
   path = verdict.path(nodes)
   origins = accept.emitted_origins(tree, nodes, verdict)
   added = carried_lib.Added(path, verdict.chosen, emitted, ctx.length)
+  stages = stages_lib.observe(
+    drafter, stages, _verified(tree, nodes, scores.logits, ctx)
+  )
   state = DecodeState(
     tokens=added.append(state.tokens, verdict.chosen),
     origins=added.append(state.origins, origins),
@@ -190,6 +193,18 @@ def step(
     fallback=_account(state.fallback, emitted, ctx, request, config),
   )
   return state, StepRecord(tree=tree, nodes=nodes, path=path, emitted=emitted)
+
+
+def _verified(
+  tree: tree_lib.TokenTree,
+  nodes: jax.Array,
+  logits: jax.Array,
+  ctx: context_lib.StepContext,
+) -> carried_lib.Verified:
+  """What stages observe; see `carried.Verified`."""
+  tokens = jax.vmap(tree_lib.pick)(tree.token, nodes)
+  known = (nodes >= 0) & ctx.active[:, None]
+  return carried_lib.Verified(jnp.where(known, tokens, -1), logits)
 
 
 def _account(

@@ -6,6 +6,7 @@ off: each proposer distributes the probability that those before it left.
 """
 
 from collections.abc import Sequence
+from typing import Any
 from typing import Protocol
 
 import flax.struct
@@ -14,6 +15,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec import carried as carried_lib
 from specdec import context as context_lib
 from specdec import sampling as sampling_lib
 from specdec.draft import drafter as drafter_lib
@@ -56,6 +58,45 @@ class Proposer(Protocol):
       logarithms of their probabilities, which add up to at most 1;
       `sampling.EXCLUDED` for entries that are no candidates.
     """
+
+
+class Learner:
+  """Base of proposers that learn: what a row has taught them is a state.
+
+  The verbs are those of `specdec.carried`. When other texts begin, the rows
+  whose text does not go on start again.
+  """
+
+  name: str  #: See `Proposer`.
+  vocab_size: int | None = None  #: See `Proposer`.
+  bytes_per_node: int = 0  #: See `Proposer`.
+
+  def start(self, texts: carried_lib.Texts) -> Any:
+    """The state after texts; B is the first axis of each array in it."""
+    raise NotImplementedError
+
+  def observe(self, state: Any, seen: carried_lib.Verified) -> Any:
+    """Learns from a verification; by default the state stays as it is."""
+    del seen
+    return state
+
+  def propose_for(
+    self,
+    state: Any,
+    tree: tree_lib.TokenTree,
+    nodes: jax.Array,
+    tokens: jax.Array,
+    length: jax.Array,
+  ) -> tuple[jax.Array, jax.Array]:
+    """`Proposer.propose` of a row, with its state, without the axis B."""
+    raise NotImplementedError
+
+
+class CandidateState(flax.struct.PyTreeNode):
+  """The states of the learners among the proposers."""
+
+  length: jax.Array  #: `[B]` int32, of the texts that they learned from.
+  learned: tuple[Any, ...]  #: One per proposer; `()` for those without.
 
 
 def scores_of_few(
@@ -104,7 +145,8 @@ def scores_of_few(
 class CandidateScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
   """One or more proposers as a scorer; see `Scorer`."""
 
-  proposers: tuple[Proposer, ...]  #: The proposers, the most reliable first.
+  #: The proposers, the most reliable first.
+  proposers: tuple[Proposer | Learner, ...]
 
   @property
   def facts(self) -> drafter_lib.ScorerFacts:
@@ -118,17 +160,67 @@ class CandidateScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
       ),
     )
 
+  def start(
+    self, texts: carried_lib.Texts, num_scored: int
+  ) -> CandidateState | tuple[()]:
+    """The states of the learners, if there are any."""
+    del num_scored
+    if not any(isinstance(one, Learner) for one in self.proposers):
+      return ()
+    return CandidateState(
+      texts.length,
+      tuple(
+        proposer.start(texts) if isinstance(proposer, Learner) else ()
+        for proposer in self.proposers
+      ),
+    )
+
+  def restart(
+    self, state: Any, texts: carried_lib.Texts, num_scored: int
+  ) -> tuple[Any, jax.typing.ArrayLike]:
+    """Rows whose text does not go on start again."""
+    if not jax.tree.leaves(state):
+      return state, 0
+    new = self.start(texts, num_scored)
+    # The root may have been left out of what was kept.
+    goes_on = (texts.length == 0) | (texts.kept >= state.length - 1)
+    of_row = lambda array: goes_on.reshape(-1, *(1,) * (array.ndim - 1))
+    learned = jax.tree.map(
+      lambda old, new: jnp.where(of_row(old), old, new),
+      state.learned,
+      new.learned,
+    )
+    length = jnp.where(texts.length == 0, state.length, texts.length)
+    return CandidateState(length, learned), 0
+
+  def observe(self, state: Any, seen: carried_lib.Verified) -> Any:
+    """Lets the learners learn."""
+    if not jax.tree.leaves(state):
+      return state
+    learned = tuple(
+      proposer.observe(one, seen) if isinstance(proposer, Learner) else one
+      for proposer, one in zip(self.proposers, state.learned, strict=True)
+    )
+    return state.replace(learned=learned)
+
+  def keep(self, state: Any, added: carried_lib.Added) -> Any:
+    """Counts the tokens of the texts."""
+    if not jax.tree.leaves(state):
+      return state
+    return state.replace(length=state.length + added.count)
+
   def score(
     self,
-    state: tuple[()],
+    state: Any,
     tree: tree_lib.TokenTree,
     nodes: jax.Array,
     ctx: context_lib.StepContext,
     config: drafter_lib.StageConfig,
-  ) -> tuple[drafter_lib.Scores, tuple[()]]:
+  ) -> tuple[drafter_lib.Scores, Any]:
     """Looks the nodes up."""
+    learned = state.learned if state else ((),) * len(self.proposers)
     proposed, proposed_log_probs = jax.vmap(self._looked_up)(
-      tree, nodes, ctx.tokens, ctx.length
+      learned, tree, nodes, ctx.tokens, ctx.length
     )
     sizes = [tokens.shape[2] for tokens in proposed]
     tokens, log_probs = jax.vmap(_merged)(proposed, proposed_log_probs)
@@ -146,6 +238,7 @@ class CandidateScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
 
   def _looked_up(
     self,
+    learned: tuple[Any, ...],
     tree: tree_lib.TokenTree,
     nodes: jax.Array,
     tokens: jax.Array,
@@ -154,8 +247,13 @@ class CandidateScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     """By proposer, its candidates and their log-probabilities, `[W, n]`."""
     tokens_of_all, log_probs = [], []
     left = jnp.zeros((nodes.shape[0], 1))  # log of what is left to distribute
-    for proposer in self.proposers:
-      proposed, log_prob = proposer.propose(tree, nodes, tokens, length)
+    for proposer, state in zip(self.proposers, learned, strict=True):
+      args = tree, nodes, tokens, length
+      proposed, log_prob = (
+        proposer.propose_for(state, *args)
+        if isinstance(proposer, Learner)
+        else proposer.propose(*args)
+      )
       log_prob = jnp.where(
         (nodes >= 0)[:, None] & (log_prob > sampling_lib.EXCLUDED),
         log_prob + left,

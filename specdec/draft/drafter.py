@@ -149,8 +149,8 @@ class ScorerFacts:
 class Scorer:
   """Base of scorers: batched pure functions, and a pytree of what they need.
 
-  A subclass has `facts` and `score`; with a state also `start`, `restart` and
-  `keep` (`specdec.carried`).
+  A subclass has `facts` and `score`; with a state also `start`, `restart`,
+  `observe` and `keep` (`specdec.carried`).
   """
 
   @property
@@ -220,6 +220,11 @@ class Scorer:
       config: of the stage; `branching` is K.
     """
     raise NotImplementedError
+
+  def observe(self, state: Any, seen: carried_lib.Verified) -> Any:
+    """Learns from a verification; by default the state stays as it is."""
+    del seen
+    return state
 
   def keep(self, state: Any, added: carried_lib.Added) -> Any:
     """Ends a step; by default the state stays as it is."""

@@ -104,6 +104,19 @@ def begin_step(state: StageState) -> StageState:
   )
 
 
+def observe(
+  drafter: drafter_lib.Drafter,
+  states: tuple[StageState, ...],
+  seen: carried_lib.Verified,
+) -> tuple[StageState, ...]:
+  """`Scorer.observe` of all stages that the drafter has."""
+  observed = tuple(
+    state.replace(scorer=stage.scorer.observe(state.scorer, seen))
+    for stage, state in zip(drafter.stages, states, strict=False)
+  )
+  return observed + states[len(observed) :]
+
+
 def keep(
   drafter: drafter_lib.Drafter,
   states: tuple[StageState, ...],

@@ -1,0 +1,152 @@
+"""A folder of earlier texts, from which drafts are taken.
+
+Every file holds the token ids of some texts, is written whole and never
+changed; so several processes may add texts at once. Many small files become one
+now and then. The sorted index (`specdec.draft.stored`) is made from the texts
+whenever they change, and is not stored: it cannot be out of date.
+"""
+
+from collections.abc import Sequence
+import os
+import pathlib
+import time
+
+import numpy as np
+import safetensors
+
+import specdec
+from specdec.draft import candidates
+from specdec.draft import stored
+from specdec.text import whole_files
+
+_FORMAT = 'specdec texts 1'
+
+MOST_TOKENS = 1 << 20
+"""Tokens of a store, at most; the oldest texts are left out."""
+# Files of a store, at most, before they are joined.
+_MOST_FILES = 64
+
+
+class TextStore:
+  """Texts of one tokenizer in a folder, which is made when one is added.
+
+  Args:
+    folder: path.
+    tokenizer_digest: see `pair.vocabulary_digest`.
+    most_tokens: the limit of the store.
+
+  Raises:
+    ValueError: it is no folder, or a file in it cannot be read or is of another
+      tokenizer.
+  """
+
+  def __init__(
+    self,
+    folder: str | os.PathLike[str],
+    tokenizer_digest: str,
+    most_tokens: int = MOST_TOKENS,
+  ):
+    self._folder, self._digest = pathlib.Path(folder), tokenizer_digest
+    self._most_tokens = most_tokens
+    if self._folder.exists() and not self._folder.is_dir():
+      raise ValueError(f'store={folder} is a file; give a folder')
+    self._files: dict[pathlib.Path, list[np.ndarray]] = {}
+    self._read()
+    self._index = stored.StoredTexts.of_texts(self.texts())
+
+  def add(self, texts: Sequence[Sequence[int]]) -> None:
+    """Adds texts of token ids; raises OSError if they cannot be written."""
+    # One token has nothing after it.
+    arrays = [np.asarray(text, np.int32) for text in texts if len(text) > 1]
+    if arrays:
+      self._write(arrays)
+      if len(self._paths()) > _MOST_FILES:
+        self._join()
+
+  def index(self) -> stored.StoredTexts:
+    """The index of all texts, also of those that other processes added."""
+    if self._read():
+      self._index = stored.StoredTexts.of_texts(self.texts())
+    return self._index
+
+  def refreshed(self, drafter: specdec.Drafter) -> specdec.Drafter:
+    """The drafter with this index in place of an older one."""
+    index = self.index()
+
+    def with_index(stage: specdec.Stage) -> specdec.Stage:
+      scorer = stage.scorer
+      if not isinstance(scorer, candidates.CandidateScorer):
+        return stage
+      proposers = tuple(
+        index if isinstance(one, stored.StoredTexts) else one
+        for one in scorer.proposers
+      )
+      return stage.replace(scorer=scorer.replace(proposers=proposers))
+
+    return drafter.replace(stages=tuple(map(with_index, drafter.stages)))
+
+  def texts(self) -> list[np.ndarray]:
+    """The newest texts up to the limit, each once, the oldest first."""
+    kept, left = dict[bytes, np.ndarray](), self._most_tokens
+    for path in sorted(self._files, reverse=True):
+      for text in reversed(self._files[path]):
+        if text.tobytes() not in kept:
+          kept[text.tobytes()] = text[max(text.size - left, 0) :]
+          left = max(left - text.size, 0)
+    return [text for text in reversed(kept.values()) if text.size]
+
+  def _paths(self) -> set[pathlib.Path]:
+    """The files; the newer ones have greater names."""
+    return {*self._folder.glob('texts_*.safetensors')}
+
+  def _read(self) -> bool:
+    """Reads new files and forgets lost ones; whether anything changed."""
+    changed = False
+    while (paths := self._paths()) != self._files.keys():
+      changed = True
+      for path in self._files.keys() - paths:
+        del self._files[path]
+      for path in paths - self._files.keys():
+        try:
+          self._files[path] = self._texts_of(path)
+        except ValueError:
+          if path.exists():
+            raise
+          break  # Another process has just joined it with others.
+    return changed
+
+  def _texts_of(self, path: pathlib.Path) -> list[np.ndarray]:
+    remedy = 'remove it, or give another folder as store'
+    with whole_files.reading(path, remedy):
+      with safetensors.safe_open(path, 'numpy') as file:
+        metadata = file.metadata() or {}
+        if metadata.get('format') != _FORMAT:
+          raise ValueError(f'it has no texts of this version ({_FORMAT!r})')
+        if metadata.get('tokenizer_blake2b') != self._digest:
+          raise ValueError('its texts are tokens of another tokenizer')
+        tokens, ends = file.get_tensor('tokens'), file.get_tensor('ends')
+      if (tokens.dtype, ends.dtype) != (np.int32, np.int64) or (
+        np.any(tokens < 0)
+      ):
+        raise ValueError('its tokens are no ids')
+      return np.split(tokens, ends[:-1])
+
+  def _write(self, texts: Sequence[np.ndarray]) -> None:
+    self._folder.mkdir(parents=True, exist_ok=True)
+    name = f'texts_{time.time_ns():020d}_{os.getpid()}.safetensors'
+    whole_files.write_tensors(
+      self._folder / name,
+      {
+        'tokens': np.concatenate(texts),
+        'ends': np.cumsum([text.size for text in texts]),
+      },
+      {'format': _FORMAT, 'tokenizer_blake2b': self._digest},
+    )
+
+  def _join(self) -> None:
+    """Makes one file of all; a text may be in two of them meanwhile."""
+    self._read()
+    paths = [*self._files]
+    self._write(self.texts())
+    for path in paths:
+      path.unlink(missing_ok=True)
