@@ -340,8 +340,9 @@ struct Q6_K {
 
 // Rows of a tile, whose sums are in registers at once.
 constexpr int kBlockRows = 8;
-// Rows for which weights are unpacked in registers; for more, in memory.
-constexpr int kDirectRows = 4;
+// Rows for which weights are unpacked in registers; for more, in memory. AVX-512
+// has registers for the sums of eight.
+constexpr int kDirectRows = kLanes == kBlock ? 8 : 4;
 
 // Where the memory is read next.
 struct Ahead {
