@@ -68,7 +68,7 @@ class Hardware:
 
   bytes_per_second: float  #: The rate of the main memory.
   flops_per_second: float  #: The rate of dense products in bfloat16.
-  link_bytes_per_second: float = math.inf  #: What a device sends to others.
+  link_bytes_per_second: float = math.inf  #: Rate of sending to other devices.
   collective_seconds: float = 0.0  #: Least time of a collective operation.
   devices: int = 1
 

@@ -93,7 +93,7 @@ def _literal(code: int) -> Character:
 
 
 def common(ranges: Iterable[Range], others: Sequence[Range]) -> Ranges:
-  """What two lists of ranges have in common; both are in order."""
+  """The common part of two lists of ranges; both are in order."""
   cut = [
     (max(first, low), min(last, high))
     for first, last in ranges

@@ -53,7 +53,7 @@ class Completion:
 class Defaults:
   """The options of prompts that have none of their own."""
 
-  seed: int  #: Of prompt 0; prompt i has `seed` + i.
+  seed: int  #: The seed of prompt 0; prompt i has `seed` + i.
   max_new_tokens: int
   stops: tuple[str, ...]  #: The stop strings of all prompts.
   constraint: constraints_lib.Constraint

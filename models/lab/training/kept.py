@@ -148,7 +148,7 @@ class ResumableRows:
     for place, line in enumerate(lines, 1):
       with whole_files.reading(
         self._path,
-        f'remove line {place}, so that its prompt is decoded again, or give'
+        f'remove line {place}, whose prompt is decoded again then, or give'
         ' another --output',
       ):
         row = json.loads(line)
