@@ -473,10 +473,11 @@ class Slots:
         slots.insert(third_prompt, third_key, max_new_tokens=64)
 
   Three programs serve prompts of all lengths: one that makes the buffers, one
-  that reads a prompt and one that decodes, the last for each size of the tree.
-  The last two have the options that prompts under way set. Where `sampling` of
-  all prompts has a value that changes nothing, such as `top_p=1`, prompts that
-  have another need no other programs.
+  that reads a prompt and one that decodes, the last for each size of the tree;
+  `step` has another that decodes a prompt alone. All but the first have the
+  options that prompts under way set. Where `sampling` of all prompts has a
+  value that changes nothing, such as `top_p=1`, prompts that have another need
+  no other programs.
 
   Args:
     target: the model whose output is kept exactly.

@@ -44,7 +44,7 @@ _MOST_STEPS = 32
 
 
 class ApiError(Exception):
-  """What a client is told in place of an answer, in the terms of OpenAI."""
+  """An error that a client is told, in the terms of OpenAI."""
 
   def __init__(
     self,
