@@ -117,7 +117,7 @@ def _shortest(value: Any) -> Any:
   return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def _num_layers(header: gguf_header.Header, name: str) -> int:
+def num_layers(header: gguf_header.Header, name: str) -> int:
   """The number of layers, without those that predict further tokens.
 
   The last ones of a file may be such (MTP), and are not read.
@@ -133,7 +133,7 @@ def _num_layers(header: gguf_header.Header, name: str) -> int:
 def of_further_tokens(header: gguf_header.Header, name: str) -> set[str]:
   """The tensors of the layers that predict further tokens."""
   last = header.metadata.get(f'{name}.block_count', 0)
-  blocks = range(_num_layers(header, name), last)
+  blocks = range(num_layers(header, name), last)
   prefixes = tuple(f'blk.{block}.' for block in blocks)
   return {tensor for tensor in header.tensors if tensor.startswith(prefixes)}
 
@@ -174,13 +174,13 @@ def own_keys(
     if key not in keys:
       raise ValueError(f'{full} is not supported')
     if key == 'block_count':
-      value = _num_layers(header, files.name)
+      value = num_layers(header, files.name)
     if isinstance(value, list) and (key == PATTERN or key not in _LISTS):
       if len(value) != num_blocks:
         raise ValueError(
           f'{full} has {len(value)} values for block_count={num_blocks!r}'
         )
-      value = value[: _num_layers(header, files.name)]
+      value = value[: num_layers(header, files.name)]
     if isinstance(value, list) and key not in _LISTS:
       differs = not value or any(entry != value[0] for entry in value)
       if differs and key not in files.lists:
