@@ -121,10 +121,7 @@ def _load(
 ) -> generator_lib.Generator:
   if plan is not None:
     _check_contradictions(plan)
-  elif (
-    settings_lib.METHODS[flags.FLAGS.method].uses_draft
-    and not options.names_a_drafter()
-  ):
+  elif flags.FLAGS.method != 'plain' and not options.names_a_drafter():
     print(
       'without --draft, prompt lookup drafts, which seldom suffices; name a'
       ' smaller model of the same family',
