@@ -129,11 +129,9 @@ def _load(
       plan=plan,
       messages=messages,
     )
-  needs_draft = plan is None and (
-    settings_lib.method_of(flags.FLAGS.method).uses_draft
-  )
+  drafts = plan is None and flags.FLAGS.method != 'plain'
   if (
-    needs_draft
+    drafts
     and loaded.pair.drafting_model is None
     and not options.names_a_drafter()
   ):

@@ -37,8 +37,7 @@ _NEXTN = 'nextn_predict_layers'
 PATTERN = 'attention.sliding_window_pattern'
 """For each layer, whether it has the window; or n: every n-th layer has not."""
 
-_KV_HEADS = 'attention.head_count_kv'
-_OPTIONAL = {_KV_HEADS, 'attention.key_length', *_OFF_AT_ZERO}
+_OPTIONAL = {files_lib.KV_HEADS, 'attention.key_length', *_OFF_AT_ZERO}
 # Keys that are read elsewhere, or that change nothing.
 _OTHER_KEYS = {
   *gguf_rope.KEYS,
@@ -72,6 +71,7 @@ _TYPES = _LISTS | {
   'sample_from_anchor': bool,
   'rope_is_neox_style': bool,
   files_lib.INNER: int | list[int],
+  files_lib.KV_HEADS: int | list[int],
 }
 _NUMBERS = re.compile(r'epsilon|scale|softcapping|freq_base|factor|beta|multi')
 _PROJECTOR = 'the projector (mmproj) of a vision model, without the model'
@@ -182,9 +182,6 @@ def own_keys(
         )
       value = value[: num_layers(header, files.name)]
     if isinstance(value, list) and key not in _LISTS:
-      if key == _KV_HEADS and files.state_layers:
-        # The layers with a state have no heads.
-        value = [entry or max(value) for entry in value]
       differs = not value or any(entry != value[0] for entry in value)
       if differs and key not in files.lists:
         raise ValueError(
@@ -250,8 +247,6 @@ def config_keys(header: gguf_header.Header) -> dict[str, Any]:
   if num_experts > 0:
     keys |= {'norm_topk_prob': True, 'num_experts': num_experts}
   if row.rotates:
-    if files.state_layers:
-      keys['layer_types'] = _layer_types(files, header)
     # Classes of transformers have other defaults.
     keys.setdefault('num_key_value_heads', keys['num_attention_heads'])
     keys['rope_parameters'] = gguf_rope.rope_parameters(metadata, header)
@@ -262,20 +257,6 @@ def config_keys(header: gguf_header.Header) -> dict[str, Any]:
     _add_heads(files, metadata, keys)
     _add_windows(files, metadata, keys)
   return keys | files.finish(keys, metadata)
-
-
-def _layer_types(
-  files: files_lib.Architecture, header: gguf_header.Header
-) -> list[str]:
-  """Which layers have a state in place of keys and values."""
-  key = f'{files.name}.{_KV_HEADS}'
-  heads = header.metadata.get(key)
-  if not isinstance(heads, list):
-    raise ValueError(
-      f'{key} must say for each layer how many heads it has, got {heads!r:.60}'
-    )
-  states = str(files.state_layers)
-  return [row_lib.FULL if num_heads else states for num_heads in heads]
 
 
 def _add_heads(

@@ -12,7 +12,7 @@ from typing import Any
 
 Keys = Mapping[str, Any]
 
-INNER = 'feed_forward_length'
+INNER, KV_HEADS = 'feed_forward_length', 'attention.head_count_kv'
 ROPE_FACTORS = 'rope_freqs.weight'
 # Keys of the metadata, after the architecture, and keys of config.json.
 KEYS = {
@@ -20,7 +20,7 @@ KEYS = {
   'embedding_length': 'hidden_size',
   'block_count': 'num_hidden_layers',
   'attention.head_count': 'num_attention_heads',
-  'attention.head_count_kv': 'num_key_value_heads',
+  KV_HEADS: 'num_key_value_heads',
   'attention.layer_norm_rms_epsilon': 'rms_norm_eps',
   'attention.key_length': 'head_dim',
   'attention.sliding_window': 'sliding_window',
@@ -108,9 +108,6 @@ class Architecture:
   # A model with this number of layers divides its scores by the square root of
   # the width over the number of heads; others by the root of a head's width.
   head_from_width: int | None = None
-  # The entry of `layer_types` of layers that keep a state; they have 0 heads of
-  # keys and values. None: no layer keeps a state.
-  state_layers: str | None = None
   # Maps keys of config.json, and the metadata, to further keys or other values.
   finish: Callable[[Keys, Keys], dict[str, Any]] = lambda keys, metadata: {}
 

@@ -181,7 +181,7 @@ ROWS = (
       keys=_GEMMA4_KEYS,
       names=_GEMMA4_NAMES,
       local_base=10000.0,
-      lists=frozenset({architecture.INNER}),
+      lists={architecture.INNER},
       finish=_gemma4_layers,
     ),
   ),

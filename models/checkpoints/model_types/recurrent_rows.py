@@ -34,6 +34,18 @@ def _lfm2_layers(config: Any) -> dict[str, Any]:
   return {'inner_width': -(-int(factor * width) // multiple) * multiple}
 
 
+def _lfm2_convolutions(keys: _Keys, _: _Keys) -> dict[str, Any]:
+  """The layers that have convolutions: those without heads."""
+  heads = keys['num_key_value_heads']
+  if not isinstance(heads, list):
+    raise ValueError(
+      f'lfm2.{architecture.KV_HEADS} must say for each layer how many heads it'
+      f' has, got {heads!r}'
+    )
+  types = [model_type.FULL if count else 'conv' for count in heads]
+  return {'num_key_value_heads': max(heads), 'layer_types': types}
+
+
 def _delta_values(name: str, rows: np.ndarray) -> np.ndarray:
   """Rates, of which folders have logarithms, and the scales of most norms."""
   if name.endswith('linear_attn.rate'):
@@ -99,8 +111,9 @@ ROWS = (
         'shortconv.in_proj': 'conv.in_proj',
         'shortconv.out_proj': 'conv.o_proj',
       },
-      state_layers='conv',
+      lists={architecture.KV_HEADS},
       fixed={'block_auto_adjust_ff_dim': False},
+      finish=_lfm2_convolutions,
     ),
   ),
   model_type.ModelType(
