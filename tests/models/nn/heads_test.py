@@ -233,7 +233,11 @@ _SAYS_3 = {'architectures': ['LlamaForCausalLMEagle3']}
     ('speculators', {_AUX: [2, 16, 29]}, r'29\]: the target has 2 layers'),
     ('sglang', {'eagle_config': {_AUX: [0, 1]}}, r'reads 3 .*, but \w+=\[1, 2'),
     ('eagle', _SAYS_3, r"Eagle3'\] says EAGLE-3, but .* belong to EAGLE-1"),
-    ('eagle', {'num_attention_heads': 3}, 'not a multiple of the number of att'),
+    (
+      'eagle',
+      {'num_attention_heads': 3},
+      'not a multiple of the number of att',
+    ),
     ('sglang', {'norm_output': False}, 'norm_output=False: a head wi'),
     ('sglang', {'fc_norm': True}, 'fc_norm=True contradicts'),
     ('sglang', {'head_dim': 4}, 'head_dim=4 contradicts q_proj'),
