@@ -293,7 +293,7 @@ def load_head(
       embedding=embedding,
       lm_head=lm_head,
       target=target.params,
-      ordering=head.ordering(config),
+      ordering=head.ordering(),
       layout=placement.layout,
     )
   _check_widths(head, embedding=embedding, lm_head=lm_head)

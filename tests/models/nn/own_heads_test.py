@@ -336,8 +336,8 @@ def test_an_assistant_changes_no_token(packed, tmp_path):
 @pytest.mark.parametrize(
   ('number', 'changed', 'message'),
   [
-    (4, {'backbone_hidden_size': 8}, 'backbone_hidden_size=8, but the target'),
-    (2, {}, r'reads entries with heads of widths \[.*; the target has \['),
+    (4, {'backbone_hidden_size': 8}, 'is an assistant .*size=8; the target is'),
+    (2, {}, r'has 40 tokens and reads 1 heads of the widths \[.*, 1 and \['),
   ],
 )
 def test_an_assistant_of_another_target_is_refused(
