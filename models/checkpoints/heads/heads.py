@@ -246,12 +246,18 @@ def locate(name: str | pathlib.Path, target: Any) -> Stored:
   name = 'demo-head' if name == 'demo' else name
   path = hub.locate(name).path
   with checkpoint_lib.naming(path):
-    head: Stored = mtp.find(path, target) or StoredHead(path, target)
-    if head.stored.keys.get('model_type') == families.ASSISTANT:
-      head = assistants.StoredAssistant(path, target)
-    elif 'hidden_norm.weight' in head.stored.all:
-      head = block_drafters.StoredBlockDrafter(path, target)
+    head = mtp.find(path, target) or _of_tensors(path, target)
     _ = head.config
+  return head
+
+
+def _of_tensors(path: pathlib.Path, target: Any) -> Stored:
+  """What a folder or file has that is no MTP layer."""
+  head = StoredHead(path, target)
+  if 'hidden_norm.weight' in head.stored.all:
+    return block_drafters.StoredBlockDrafter(path, target)
+  if head.stored.keys.get('model_type') == families.ASSISTANT:
+    return assistants.StoredAssistant(path, target)
   return head
 
 

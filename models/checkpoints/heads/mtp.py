@@ -58,7 +58,14 @@ class _Folder(head_tensors.HeadFolder):
   """The MTP layers in a folder."""
 
   def named(self) -> Iterator[tuple[str, Any]]:
-    """Yields canonical names and tensors; see `HeadTensors`."""
+    """Yields canonical names and tensors; none if weights lack.
+
+    Whoever reads the rest of the folder says so.
+    """
+    try:
+      self._weights()
+    except ValueError:
+      return
     for tensor in self.stored():
       if not (match := _STORED.fullmatch(tensor.name)):
         continue

@@ -312,6 +312,9 @@ def test_a_model_drafts_by_its_own_layer_unless_told_otherwise(tmp_path):
   assert heads_of(folder, head=None) is None
   assert heads_of(folder, draft=str(folder)) is None
   assert heads_of('demo') is None
+  hub.save_in_four_bits(str(folder), tmp_path / 'b')
+  assert heads_of(tmp_path / 'b') is None
+  assert heads_of(tmp_path / 'b', head=str(folder)) == 'MTP layer'
 
 
 @pytest.mark.parametrize('packed', [False, True])
