@@ -249,8 +249,8 @@ def as_head(
   }
   graph, variables = nnx.split(module)
   own = nnx.to_pure_dict(variables)
-  params = {'head': own, 'embedding': embedding, 'lm_head': lm_head}
-  params['sources'] = sources
+  params: dict[str, Any] = {'head': own, 'sources': sources}
+  params |= {'embedding': embedding, 'lm_head': lm_head}
   if ordering is not None:
     params['ordering'] = jnp.asarray(ordering, jnp.int32)
   graphs = graph, nnx.split(shapes)[0]

@@ -81,7 +81,7 @@ class _File(head_tensors.HeadFile):
   def named(self) -> Iterator[tuple[str, Any]]:
     """Yields canonical names and tensors; see `HeadTensors`."""
     header = gguf_header.read_header(self.path)
-    name = header.metadata.get('general.architecture')
+    name = str(header.metadata.get('general.architecture'))
     architecture = gguf_config.ARCHITECTURES.get(name)
     if architecture is None:
       return
