@@ -7,6 +7,7 @@ import pathlib
 
 import block_folders
 import numpy as np
+import variants
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'own_heads.npz'
 VOCAB, NUM_SHAPES, DEPTHS = 40, 12, 3
@@ -155,3 +156,86 @@ def write(folder, family, number, *, keys=None, nested=False, **changed):
     stored = {own(name): one for name, one in stored.items()}
     described = {'model_type': 'qwen3_5', 'text_config': described}
   return block_folders.save(folder, described, stored, {'format': 'pt'})
+
+
+def assistant(number):
+  """The keys of an assistant of a Gemma 4 of `variants.FAMILIES`."""
+  target = variants.FAMILIES[f'gemma4_{number}']['config']
+  rng = np.random.RandomState(number)
+  types = target['layer_types']
+  own = types[: len(types) - target['num_kv_shared_layers']]
+  layers = [own[rng.randint(len(own))] for _ in range(3)]
+  layers.append('full_attention')  # As transformers has it.
+  heads = target['num_attention_heads']
+  shared = ('vocab_size', 'num_attention_heads', 'num_key_value_heads')
+  shared += ('max_position_embeddings', 'head_dim', 'global_head_dim')
+  shared += ('rms_norm_eps', 'sliding_window', 'rope_parameters', 'model_type')
+  shared += ('bos_token_id', 'eos_token_id', 'pad_token_id')
+  text = {key: target[key] for key in shared if key in target}
+  text |= {
+    'hidden_size': 4 * heads,
+    'intermediate_size': 20 + 4 * (number % 3),
+    'num_hidden_layers': len(layers),
+    'num_kv_shared_layers': len(layers),
+    'layer_types': layers,
+    'hidden_size_per_layer_input': 0,
+    'vocab_size_per_layer_input': 0,
+    'use_double_wide_mlp': False,
+    'tie_word_embeddings': True,
+    'final_logit_softcapping': None,
+    'attention_bias': target['attention_bias'],
+  }
+  return {
+    'model_type': 'gemma4_assistant',
+    'architectures': ['Gemma4AssistantForCausalLM'],
+    'backbone_hidden_size': target['hidden_size'],
+    'use_ordered_embeddings': number % 2 == 0,
+    'num_centroids': 10,
+    'centroid_intermediate_top_k': 3,
+    'tie_word_embeddings': True,
+    'text_config': text,
+  }
+
+
+def write_assistant(folder, number, **changed):
+  """Writes an assistant; `changed` are keys."""
+  keys = assistant(number) | changed
+  text, whole = keys['text_config'], keys['backbone_hidden_size']
+  width, inner = text['hidden_size'], text['intermediate_size']
+  shapes = {
+    'pre_projection.weight': (width, 2 * whole),
+    'post_projection.weight': (whole, width),
+    'model.embed_tokens.weight': (VOCAB, width),
+    'model.norm.weight': (width,),
+  }
+  if keys['use_ordered_embeddings']:
+    name = 'masked_embedding.centroids.weight'
+    shapes[name] = (keys['num_centroids'], width)
+  norms = ('input', 'post_attention', 'pre_feedforward', 'post_feedforward')
+  for layer, kind in enumerate(text['layer_types']):
+    is_full = kind == 'full_attention'
+    size = text['global_head_dim' if is_full else 'head_dim']
+    rows = text['num_attention_heads'] * size
+    own = {f'{name}_layernorm.weight': (width,) for name in norms}
+    own |= {
+      'self_attn.q_proj.weight': (rows, width),
+      'self_attn.q_norm.weight': (size,),
+      'self_attn.o_proj.weight': (width, rows),
+      'mlp.gate_proj.weight': (inner, width),
+      'mlp.up_proj.weight': (inner, width),
+      'mlp.down_proj.weight': (width, inner),
+      'layer_scalar': (1,),
+    }
+    if text['attention_bias']:
+      own |= {f'self_attn.{one}_proj.bias': (rows,) for one in 'q'}
+      own['self_attn.o_proj.bias'] = (width,)
+    shapes |= {f'model.layers.{layer}.{name}': own[name] for name in own}
+  stored = {
+    name: block_folders.draw(f'a.{name}', shape) + name.endswith('scalar')
+    for name, shape in shapes.items()
+  }
+  stored = {name: np.float32(one) for name, one in stored.items()}
+  if keys['use_ordered_embeddings']:
+    tokens = np.random.RandomState(number).permutation(VOCAB)
+    stored['masked_embedding.token_ordering'] = tokens
+  return block_folders.save(folder, keys, stored, {'format': 'pt'})

@@ -26,8 +26,8 @@ from specdec.text import text_files
 
 ASSISTANT = 'gemma4_assistant'
 NO_ASSISTANTS = (
-  "Google's drafters of Gemma 4 read the keys and values of their target, which"
-  ' is not supported; give another draft, such as a smaller Gemma 4'
+  "Google's drafters of Gemma 4 read the states of their target; give it as the"
+  ' head'
 )
 _WITH_PICTURES = (
   'vision_config',

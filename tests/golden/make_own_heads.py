@@ -1,14 +1,14 @@
 """Makes tests/golden/own_heads.npz: the logits of heads that targets bring.
 
 The hidden states of the targets are those of transformers, after the final
-norm. The MTP layers are computed here, in plain torch, from their formulas,
-each text anew as a whole:
+norm. Assistants of Gemma 4 are transformers' own class. MTP layers are computed
+here, in plain torch, from their formulas, each text anew as a whole:
 
   u = fc [norm(embedding of x_t+1); norm(h_t)]   MiMo has the state first
   y = norm(layer(u)), whose attention sees all earlier rows
   logits of x_t+2 = output matrix y;  the next h is y
 
-  pip install torch==2.13.0 transformers==5.24.0 safetensors
+  pip install torch==2.13.0 transformers==5.24.0 safetensors ml_dtypes
   PYTHONPATH=tests python tests/golden/make_own_heads.py
 
 Made with these on CPU.
@@ -22,6 +22,7 @@ import numpy as np
 import own_heads
 import torch
 import transformers
+import variants
 
 
 class MTP:
@@ -118,10 +119,58 @@ def _states(folder, keys):
   return model.model(torch.tensor(own_heads.TEXT)[None]).last_hidden_state[0]
 
 
+def _of_assistant(parent, number):
+  """The logits of transformers' own class, and what it drafts."""
+  described = variants.FAMILIES[f'gemma4_{number}']
+  folder = variants.write(described, parent / 'target')
+  options = {'dtype': torch.float32, 'attn_implementation': 'eager'}
+  target = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+  own = own_heads.write_assistant(parent / 'assistant', number)
+  assistant = transformers.Gemma4AssistantForCausalLM.from_pretrained(
+    own, **options
+  )
+  text = torch.tensor(own_heads.TEXT)[None]
+  read = target.model(text, use_cache=False, return_shared_kv_states=True)
+  states, entries = read.last_hidden_state, read.shared_kv_states
+
+  def step(token, state, root):
+    embedded = target.get_input_embeddings()(torch.tensor([[token]]))
+    kept = {
+      kind: tuple(part[:, :, :root] for part in both)
+      for kind, both in entries.items()
+    }
+    found = assistant(
+      inputs_embeds=torch.cat([embedded, state], -1),
+      attention_mask=torch.ones(1, root + 1),
+      position_ids=torch.tensor([[root]]),
+      shared_kv_states=kept,
+    )
+    row = found.logits[0, 0]
+    if assistant.config.use_ordered_embeddings:  # The others have no mass.
+      row = row.masked_fill(row == row.min(), -torch.inf)
+    return row, found.last_hidden_state
+
+  rows, drafted, last = [], [], text.shape[1] - 1
+  for root in range(1, last + 1):
+    row, state = step(int(text[0, root]), states[:, root - 1 : root], root)
+    rows.append(row)
+  for _ in range(own_heads.DEPTHS):
+    drafted.append(int(rows[-1].argmax()))
+    row, state = step(drafted[-1], state, last)
+    rows.append(row)
+  return torch.stack(rows), drafted
+
+
 @torch.no_grad()
 def main():
   """Writes the file."""
   results = {}
+  for number in range(own_heads.NUM_SHAPES):
+    with tempfile.TemporaryDirectory() as made:
+      rows, drafted = _of_assistant(pathlib.Path(made), number)
+    name, found = f'gemma_{number}', rows[:, own_heads.WORDS]
+    results[name] = found.numpy().astype(np.float32)
+    results[f'{name}_drafted'] = np.uint8(drafted)
   for family in ('qwen', 'mimo'):
     for number in range(own_heads.NUM_SHAPES):
       keys = own_heads.config(family, number)

@@ -145,6 +145,7 @@ _ARGUMENTS = {
   '--draft=none': {'draft': None},
   '--head=d': {'head': 'd', 'draft': None},
   '--head=d --draft=none': {'head': 'd', 'draft': None},
+  '--head=none': {'head': None, 'draft': 'demo'},
   '--dtype=int4': {'dtype': 'int4', 'draft_dtype': None},
   '--draft_dtype=stored': {'draft_dtype': 'stored'},
   '--draft_vocab=32': {'draft_vocab': 32},
@@ -182,7 +183,8 @@ def test_flags_become_arguments(flags, tmp_path, monkeypatch):
 
   def load(**options):
     asked.update(options)
-    return types.SimpleNamespace(stream=stream)
+    pair = types.SimpleNamespace(drafting_model=None)
+    return types.SimpleNamespace(stream=stream, pair=pair)
 
   monkeypatch.setattr(generator_lib, 'load', load)
   monkeypatch.chdir(tmp_path)

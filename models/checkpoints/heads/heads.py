@@ -26,11 +26,13 @@ from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import families
 from specdec.models.checkpoints import hub
 from specdec.models.checkpoints import placement as placement_lib
+from specdec.models.checkpoints.heads import assistants
 from specdec.models.checkpoints.heads import block_drafters
 from specdec.models.checkpoints.heads import head_files
 from specdec.models.checkpoints.heads import head_tensors
 from specdec.models.checkpoints.heads import mtp
 from specdec.models.checkpoints.keys import head_keys
+from specdec.models.nn import assistant
 from specdec.models.nn import eagle
 from specdec.models.nn import llama_config
 from specdec.models.nn import matrices as matrices_lib
@@ -66,8 +68,6 @@ class StoredHead(head_tensors.Drafter):
     """`eagle.EAGLE3` or `eagle.EAGLE`, by the tensors."""
     if 'layers.0.hidden_norm.weight' in self.stored.all:
       return eagle.EAGLE3
-    if self.stored.keys.get('model_type') == families.ASSISTANT:
-      raise ValueError(families.NO_ASSISTANTS)
     if 'layers.0.input_layernorm.weight' in self.stored.all:
       raise ValueError(
         'is a language model, not a drafting head; give it as the draft'
@@ -203,7 +203,12 @@ class StoredHead(head_tensors.Drafter):
     return tuple(stated)
 
 
-Stored = StoredHead | mtp.StoredMTP | block_drafters.StoredBlockDrafter
+Stored = (
+  StoredHead
+  | mtp.StoredMTP
+  | assistants.StoredAssistant
+  | block_drafters.StoredBlockDrafter
+)
 """A head or a block drafter, which draft with states of the target."""
 
 
@@ -241,10 +246,18 @@ def locate(name: str | pathlib.Path, target: Any) -> Stored:
   name = 'demo-head' if name == 'demo' else name
   path = hub.locate(name).path
   with checkpoint_lib.naming(path):
-    head: Stored = mtp.find(path, target) or StoredHead(path, target)
-    if 'hidden_norm.weight' in head.stored.all:
-      head = block_drafters.StoredBlockDrafter(path, target)
+    head = mtp.find(path, target) or _of_tensors(path, target)
     _ = head.config
+  return head
+
+
+def _of_tensors(path: pathlib.Path, target: Any) -> Stored:
+  """What a folder or file has that is no MTP layer."""
+  head = StoredHead(path, target)
+  if 'hidden_norm.weight' in head.stored.all:
+    return block_drafters.StoredBlockDrafter(path, target)
+  if head.stored.keys.get('model_type') == families.ASSISTANT:
+    return assistants.StoredAssistant(path, target)
   return head
 
 
@@ -275,6 +288,20 @@ def load_head(
   embedding = extras.get(('embed_tokens', 'embedding'), embedding)
   output = embedding if config.tie_embeddings else output
   lm_head = extras.get(('lm_head',), output)
+  if isinstance(head, assistants.StoredAssistant):
+    if outputs is not None:
+      raise ValueError(
+        f'draft_vocab: {head.path} rates the tokens of its best groups only;'
+        ' leave it out'
+      )
+    return assistant.as_head(
+      module,
+      embedding=embedding,
+      lm_head=lm_head,
+      target=target.params,
+      ordering=head.ordering(),
+      layout=placement.layout,
+    )
   _check_widths(head, embedding=embedding, lm_head=lm_head)
   if head.ids is not None:
     lm_head = _of_own_vocabulary(head, lm_head, head.ids, outputs)

@@ -60,7 +60,14 @@ class _Folder(head_tensors.HeadFolder):
   """The MTP layers in a folder."""
 
   def named(self) -> Iterator[tuple[str, Any]]:
-    """Yields canonical names and tensors; see `HeadTensors`."""
+    """Yields canonical names and tensors; none if weights lack.
+
+    Whoever reads the rest of the folder says so.
+    """
+    try:
+      self._weights()
+    except ValueError:
+      return
     for tensor in self.stored():
       if not (match := _STORED.fullmatch(tensor.name)):
         continue
@@ -76,7 +83,7 @@ class _File(head_tensors.HeadFile):
   def named(self) -> Iterator[tuple[str, Any]]:
     """Yields canonical names and tensors; see `HeadTensors`."""
     header = gguf_header.read_header(self.path)
-    name = header.metadata.get('general.architecture')
+    name = str(header.metadata.get('general.architecture'))
     if name not in registry.ARCHITECTURES:
       return
     _, files = registry.ARCHITECTURES[name]
