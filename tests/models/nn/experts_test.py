@@ -1,10 +1,8 @@
-"""Experts: how many blocks of tokens are computed.
-
-That their values are right, `families_test` and `hub_test` say.
-"""
+"""Experts: blocks of tokens; `hub_test` has whole models."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from specdec.models.nn import experts as experts_lib
@@ -30,12 +28,13 @@ def test_as_many_blocks_are_computed_as_there_are_rows_for(
     jax.debug.callback(lambda: blocks.append(x.shape[0]))
     return x @ weights
 
-  weights, x = [jnp.ones((6, 6))] * 4, jnp.ones((8, 6))
+  weights = [(1 + number) * jnp.eye(6) for number in range(4)]
+  x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 6)), jnp.float32)
   # Rows of the experts: 8, 4, 0, 4.
   chosen = jnp.array([[0, 1]] * 4 + [[0, 3]] * 4)
   routing = experts_lib.Routing(chosen, jnp.full((8, 2), 0.5))
-  jax.block_until_ready(
-    jax.jit(lambda: experts_lib.mix(counted, weights, x, routing))()
-  )
+  result = jax.jit(lambda: experts_lib.mix(counted, weights, x, routing))()
+  factors = 0.5 * (1 + chosen).sum(axis=1, keepdims=True)
+  np.testing.assert_allclose(result, x * factors, rtol=1e-5)
   jax.effects_barrier()
   assert blocks == computed
