@@ -245,12 +245,8 @@ def test_folders_and_packages_of_the_user_hide_nothing(tmp_path):
   )
   # As installed by `pip install -e .`, whose entry follows the script's folder.
   environment = os.environ | {'PYTHONPATH': str(_ROOT)}
-  done = subprocess.run(
-    [sys.executable, 'script.py'],
-    cwd=tmp_path,
-    env=environment,
-    capture_output=True,
-    text=True,
-    check=True,
+  command = [sys.executable, 'script.py']
+  printed = subprocess.check_output(
+    command, cwd=tmp_path, env=environment, text=True
   )
-  assert done.stdout == '1 specdec.models.text.generator Sampling\n'
+  assert printed == '1 specdec.models.text.generator Sampling\n'

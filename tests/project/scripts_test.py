@@ -19,6 +19,7 @@ from flax import nnx
 import numpy as np
 import plans
 import pytest
+import refusals
 
 import specdec
 from specdec.models.checkpoints import hub
@@ -69,13 +70,18 @@ def pair(tmp_path_factory, target):
   return f'--target={target}', f'--draft={draft}', '--max_new_tokens=9'
 
 
+def _with_template(target, folder, template):
+  """The flag of a target that has a chat template."""
+  shutil.copytree(target, folder)
+  (folder / 'chat_template.jinja').write_text(template)
+  return f'--target={folder}'
+
+
 @pytest.fixture(scope='module')
 def instruct(tmp_path_factory, target, pair):
   """The flags of the pair, whose target has a chat template."""
   folder = tmp_path_factory.mktemp('instruct') / 'target'
-  shutil.copytree(target, folder)
-  (folder / 'chat_template.jinja').write_text(_TEMPLATE)
-  return f'--target={folder}', *pair[1:], *_CHAIN
+  return _with_template(target, folder, _TEMPLATE), *pair[1:], *_CHAIN
 
 
 @pytest.fixture(scope='module')
@@ -317,40 +323,33 @@ def test_an_interrupt_ends_an_answer_and_not_the_conversation(
 
 def test_reasoning_is_shown_apart(target, instruct, tmp_path, monkeypatch):
   """The template begins the reasoning, as Qwen 3.5's does."""
-  folder = tmp_path / 'thinks'
-  shutil.copytree(target, folder)
   template = _TEMPLATE + '{% if add_generation_prompt %}<think>{% endif %}'
-  (folder / 'chat_template.jinja').write_text(f'{template}{{# </think> #}}')
-  flags = [f'--target={folder}', *instruct[1:]]
+  template += '{# </think> #}'
+  thinks = _with_template(target, tmp_path / 'thinks', template)
+  flags = [thinks, *instruct[1:]]
   said = _generate(*flags, '--chat', '--prompt=def')
   assert said['text'] == ['']
   assert said['reasoning'] != ['']
   shown = '> '.join(_converse(monkeypatch, ['def'], *flags))
   assert shown.startswith('\n[reasoning] ' + said['reasoning'][0])
-  streamed = _output(
-    'generate.py', *flags, '--chat', '--prompt=def', '--stream'
+  flags += ['--chat', '--prompt=def', '--stream']
+  assert '\n[reasoning] ' + said['reasoning'][0] in _output(
+    'generate.py', *flags
   )
-  assert '\n[reasoning] ' + said['reasoning'][0] in streamed
 
 
 def test_no_message_ends_a_conversation(
   target, instruct, tmp_path, monkeypatch
 ):
   """Bytes that are no text, and an answer that the template refuses."""
-  folder = tmp_path / 'strict'
-  shutil.copytree(target, folder)
-  refuse = "{{ raise_exception('it is empty') }}"
-  (folder / 'chat_template.jinja').write_text(
-    "{% for one in messages %}{% if not one['content'] %}" + refuse + '{% endif'
-    " %}{{ one['content'] }}{% endfor %}"
-  )
+  template = "{% for one in messages %}{% if not one['content'] %}"
+  template += "{{ raise_exception('it is empty') }}{% endif %}"
+  template += "{{ one['content'] }}{% endfor %}"
+  strict = _with_template(target, tmp_path / 'strict', template)
+  flags = [strict, *instruct[1:], '--max_new_tokens=0']
   lines = ['caf\udce9', 'def', 'add', 'caf\udce9', '/new', 'def']
   broken, first, left_out, again, new, anew, _ = _converse(
-    monkeypatch,
-    lines,
-    f'--target={folder}',
-    *instruct[1:],
-    '--max_new_tokens=0',
+    monkeypatch, lines, *flags
   )
   for text in (broken, again):
     assert 'message 0, content has the lone surrogate' in text
@@ -367,57 +366,15 @@ def test_no_message_ends_a_conversation(
   assert ['the target gave NaN]' in one for one in answers] == [True, True]
 
 
-_NO_TEMPLATE = 'has no chat template: base models have none; choose'
-
-
 # The tests of its parts list what the library refuses: here is how
 # scripts say it, and what they refuse themselves.
 @pytest.mark.parametrize(
-  ('script', 'flags', 'message'),
-  [
-    pytest.param(script, flags.split(), message, id=f'{script} {flags}')
-    for script, cases in {
-      'generate.py --json': {
-        '--target=no/such-model': "'no/such-model' is no folder or file here",
-        '--method=chain --draft=none': '--method=chain with --inner=lookup',
-        '--inner=ngram --ngram=demo': 'was built with another tokenizer',
-        '--show_origin': 'give one of --stream, --show_origin and --json',
-        '--nojson --stream --batch_size=2': '--stream shows one prompt',
-        '--system=x': '--system is the system message of a chat',
-        '--eos=xy': "--eos='xy': no token of the target",
-        '--eos=999': 'eos_ids has token 999, outside',
-        '--eos=none --eos=1': '--eos=none ends no text',
-        '--eos=none --regex=a': '--eos=none: --regex needs a token that ends',
-        '--draft_vocab=x': '--draft_vocab=x is neither N nor N:FILE',
-        '--draft_vocab=5:/no': '--draft_vocab=5:/no: /no cannot be read',
-      },
-      'benchmark.py': {
-        '--arms=tree(width=0)': "arm 'tree(width=0):float32': width must be",
-        '--peer=http://127.0.0.1:1': 'no server answers there',
-        '--prompt_bucket=64': 'no prompt has 33 to 64 tokens',
-        '--batch_size=3': '--batch_size must be between 1 and',
-        '--batch_sizes=1,99': 'expected integers from 1 to ',
-        '--max_new_tokens=0': '--max_new_tokens must be at least 1',
-      },
-      'tune.py': {
-        '--plan=auto': 'leave out --plan',
-        '--verify=rejection': 'plans are for --verify=match',
-        '--max_new_tokens=2': 'must be at least 16 to plan',
-      },
-      'generate.py --chat': {'': _NO_TEMPLATE},
-      'chat.py': {'': _NO_TEMPLATE},
-      'check_lossless.py --temperature=1': {
-        '--verify=rejection': '--verify=rejection gives other tokens than plain'
-      },
-      'measure.py nothing': {'': "'nothing' is none of kernels, forward"},
-    }.items()
-    for flags, message in cases.items()
-  ],
+  ('script', 'flags', 'message'), refusals.of('project', 'script')
 )
 def test_bad_input_is_one_line(pair, prompts, script, flags, message):
   script, *always = script.split()
-  flags = [*always, *pair, f'--prompt_file={prompts}', *flags]
-  assert message in command_lines.refusal(script, *flags)
+  flags = [*always, *pair, f'--prompt_file={prompts}', *flags.split()]
+  assert re.search(message, command_lines.refusal(script, *flags))
 
 
 def test_a_plan_needs_prompts():
@@ -513,12 +470,9 @@ def test_a_plan_says_how_to_decode(pair, tmp_path):
   flags = [*pair, '--prompt=def add', '--json', f'--plan={path}']
   planned = command_lines.run('generate.py', *flags)
   assert 'warning' not in planned.errors
-  output = json.loads(planned.output)
-  expected = _generate(*pair, *_CHAIN, '--prompt=def add')
-  assert output['tokens'] == expected['tokens']
+  output, expected = json.loads(planned.output), _generate(*flags, *_CHAIN)
   for name in ('accepted_histogram', 'stage_forwards', 'origins'):
     assert output['stats'][name] == expected['stats'][name]
-  assert _generate(*flags, *_CHAIN)['tokens'] == output['tokens']
   for flag, message in {
     '--num_draft_tokens=3': '--num_draft_tokens=3 contradicts',
     '--method=tree': '--method=tree contradicts',

@@ -266,13 +266,13 @@ _BUGS = {
     'draft.head',
     'head, texts, window_size',
     'head, texts.replace(length=0 * texts.length + 1), window_size',
-    "heads.check_steps('fixed')",
+    "heads.test_trees_of_every_step_with_plain_steps_and_turns('fixed')",
   ),
   'positions of drafted tokens are shifted in a head': (
     'draft.head',
     'planned.positions, planned',
     'planned.positions + (planned.nodes > 0), planned',
-    "heads.check_steps('fixed')",
+    "heads.test_trees_of_every_step_with_plain_steps_and_turns('fixed')",
   ),
   'a head feeds its state back after the norm': (
     'models.nn.eagle',
@@ -296,7 +296,7 @@ _BUGS = {
     'models.nn.block_drafter',
     'keys <= rows',
     'keys <= keys',
-    "block_drafter.check_forward('z-lab windows')",
+    "block_drafter.test_forwards_of_other_packages('z-lab windows')",
   ),
   'a node that is NaN spoils the tree': (
     'cache',
@@ -332,7 +332,7 @@ _BUGS = {
     'models.nn.matrices',
     'jnp.maximum(index, 0), axis',
     'jnp.arange(index.size), axis',
-    "other_tokens.check_what_is_read('gpt2')",
+    "other_tokens.test_a_token_is_read_as_all_its_parts('gpt2')",
   ),
 }
 

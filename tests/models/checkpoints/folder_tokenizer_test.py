@@ -4,6 +4,7 @@ import itertools
 import json
 
 import pytest
+import refusals
 import tokenizers
 from tokenizers import decoders
 from tokenizers import models
@@ -181,40 +182,9 @@ def test_a_class_whose_package_is_missing_is_not_needed(folder):
   assert folder_tokenizer.load_tokenizer(folder)(_TEXTS[0]) == expected
 
 
-_OF_CLASS = '{"tokenizer_class": "%s"}'
-_OLD = {'tokenizer.json': None}
-_GONE = {'vocab.json': None, 'merges.txt': None}
-_NONE = 'has no complete tokenizer: .* vocab.json with merges.txt'
-_LLAMA_KEYS = {'config.json': '{"model_type": "llama"}'}
-
-
 # A row has what files hold instead, None if they are gone, and what is said.
 @pytest.mark.parametrize(
-  ('files', 'message'),
-  [
-    (_OLD | _GONE, _NONE),
-    (_OLD | {'merges.txt': None}, _NONE),
-    (_OLD | {'vocab.json': None}, _NONE),
-    (_OLD | {'vocab.json': ''}, _NONE),
-    (_OLD | {'vocab.json': None, 'tokenizer_config.json': None}, _NONE),
-    # They would have a vocabulary of their own, or need another package.
-    *(
-      (
-        _OLD | _LLAMA_KEYS | {'tokenizer_config.json': _OF_CLASS % kind},
-        'has no (complete|usable) tok',
-      )
-      for kind in ('LlamaTokenizer', 'MistralCommonBackend')
-    ),
-    ({'tokenizer.json': '{}'}, 'tokenizer.json cannot be read by tokenizers'),
-    ({'tokenizer.json': 'version https://git-lfs'}, 'is it complete, or does'),
-    ({'tokenizer_config.json': '{'}, 'tokenizer_config.json is not valid JSON'),
-    ({'tokenizer_config.json': '[]'}, 'config.json must hold a JSON object'),
-    (
-      {'tokenizer_config.json': '{"chat_template": 1}'},
-      'chat_template must be',
-    ),
-    ({'special_tokens_map.json': '3'}, 'map.json must hold a JSON object'),
-  ],
+  ('files', 'message'), refusals.of('models/checkpoints', 'folder tokenizer')
 )
 def test_files_that_are_incomplete_or_cannot_be_read(files, message, folder):
   for name, text in files.items():

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import refusals
 import tiny
 import tiny_blocks
 import variants
@@ -224,7 +225,6 @@ _ODD = _with('rope_freqs.weight', _ROW[0, :32] * 3)
     ('llama', _without('blk.1.attn_k.weight'), 'lacks 1 ten.*1.*k_proj'),
     ('llama', _without('token_embd.weight'), 'lacks the tensor token_embd'),
     ('llama', _with('blk.0.ssm_in.weight', _ROW), '0.ssm_in.* is not part'),
-    ('llama', _with('blk.2.attn_k.weight', _ROW), '2.attn_k.* is not part'),
     ('llama', _with('output.weight', _ROW[:, :9]), r'\(40, 9\), expected'),
     ('llama', _ODD, "differ from Llama 3's"),
     ('llama', _with('rope_factors_short.weight', _ROW[0]), 'lacks .*_long'),
@@ -236,6 +236,11 @@ _ODD = _with('rope_freqs.weight', _ROW[0, :32] * 3)
       _with('blk.0.ffn_up_exps.weight', _TWO),
       '2 experts, ex',
     ),
+    # Tensors of other architectures.
+    *(
+      ('llama', _with(name, _ROW), f'{name} is not part of a llama')
+      for name in ('blk.0.post_attention_norm.weight', 'token_embd_norm.weight')
+    ),
   ],
 )
 def test_tensors_that_do_not_fit(name, change, message, path):
@@ -244,21 +249,13 @@ def test_tensors_that_do_not_fit(name, change, message, path):
     hub.load_module(path)
 
 
-@pytest.mark.parametrize(
-  ('kind', 'place'), [(Kind.Q8_0, 0), (Kind.Q4_K, 2), (Kind.Q6_K, 208)]
-)
-def test_a_scale_that_is_not_finite_is_refused_in_every_format(
-  kind, place, path
-):
+def test_a_scale_that_is_not_finite_is_refused_in_every_format(path):
+  """By the names of file and tensor; `blocks_test` has all kinds."""
   name = 'blk.1.attn_output.weight'
-  per_block, size = gguf.GGML_QUANT_SIZES[kind]
-
-  def damage(tensors):
-    data = np.zeros((256, 256 // per_block * size), np.uint8)
-    data[200, place : place + 2] = 0x00, 0xFC  # -inf
-    return tensors | {name: (data, kind)}
-
-  _write(path, 'gpt2', change=damage)
+  data = np.zeros((256, 144), np.uint8)
+  data[200, 2:4] = 0x00, 0xFC  # -inf
+  change = lambda tensors: tensors | {name: (data, Kind.Q4_K)}
+  _write(path, 'gpt2', change=change)
   for dtype in matrices_lib.DTYPES:
     message = f'^{path}: tensor {name}: .*(scale|weights).* not finite'
     with pytest.raises(ValueError, match=message):
@@ -277,7 +274,6 @@ _TYPE = b'blk.0.attn_q.weight' + struct.pack('<IQQ', 2, 256, 256)
     (b'GGUF\x03\0\0\0', b'GGUF\0\0\0\x03', 'it is big-endian; gguf-convert'),
     (b'llama', b'lamma', "architecture 'lamma' is not known; choose from"),
     (b'.rope.freq_base', b'.rope.freq_bass', 'rope.freq_bass is not supported'),
-    (b'.block_count', b'.block_cOunt', 'block_cOunt is not supported'),
     (_TYPE + b'\0', _TYPE + b'\xfa', 'attn_q.weight: it is of type 250, w'),
     (b'.vocab_sizE', b'.vocab_size', 'vocab_size is there twice'),
   ],
@@ -288,15 +284,6 @@ def test_headers_that_say_something_else(old, new, message, path):
   assert old in path.read_bytes()
   path.write_bytes(path.read_bytes().replace(old, new))
   with pytest.raises(ValueError, match=f'{path}.*{message}'):
-    hub.load_module(path)
-
-
-@pytest.mark.parametrize(
-  'tensor', ['blk.0.post_attention_norm.weight', 'token_embd_norm.weight']
-)
-def test_a_tensor_of_another_architecture_is_refused(tensor, path):
-  _write(path, 'llama', change=_with(tensor, _ROW))
-  with pytest.raises(ValueError, match=f'{tensor} is not part of a llama'):
     hub.load_module(path)
 
 
@@ -367,7 +354,6 @@ def test_the_factor_of_yarn_may_be_stated(stated, factor, path):
   ('keys', 'message'),
   [
     ({'general.type': 'adapter'}, r'no model, but an adapter \(LoRA\)'),
-    ({'general.type': 'imatrix'}, 'no model, but an importance matrix'),
     ({'general.type': 'mmproj'}, r'no model, but the projector \(mmproj\) of'),
     (
       {'general.architecture': 'clip'},
@@ -391,48 +377,8 @@ def test_files_that_hold_no_model(keys, message, path):
       read()
 
 
-_KV, _PATTERN = 'attention.head_count_kv', 'attention.sliding_window_pattern'
-_EPSILON = 'attention.layer_norm_epsilon'
-_GROWTH = 'attention.temperature_scale'
-_ALL_SHARED = {'attention.shared_kv_layers': 4, 'feed_forward_length': 256}
-_NEXTN = 'nextn_predict_layers'
-_WINDOW = {'attention.sliding_window': 8, _PATTERN: [True, False]}
-_TWO_FACTORS = {'rope.scaling.attn_factor': 2.0}
-_TWO_FACTORS |= {'rope.scaling.yarn_attn_factor': 1.5}
-_LINEAR_TYPE = {'rope.scaling.type': 'linear', 'rope.scaling.factor': 2.0}
-
-
 @pytest.mark.parametrize(
-  ('name', 'keys', 'message'),
-  [
-    ('llama', {_KV: [2, 4]}, 'llama.attention.head_count_kv differs between'),
-    ('llama', {'feed_forward_length': [256, 512]}, 'd_length differs between'),
-    ('llama', {_KV: [2] * 3}, 'head_count_kv has 3 values for block_count=2'),
-    ('llama', {'vocab_size': 41}, 'llama.vocab_size=41 contradicts the 40 row'),
-    ('llama, llama3', _LINEAR_TYPE, "type='linear' and the tensor rope_freqs"),
-    ('llama', {_PATTERN: 2}, 'sliding_window_pattern says which layers have a'),
-    ('gemma4', {_PATTERN: [True]}, 'pattern has 1 values for block_count=4'),
-    ('llama', {'rope.freq_base_swa': 5.0}, 'rope.freq_base_swa=5.0 is not'),
-    ('llama', {'rope.scaling.attn_factor': 2.0}, 'attn_factor=2.0 is not supp'),
-    ('gpt-oss', _TWO_FACTORS, 'attn_factor=2.0 and .*attn_factor=1.5 contrad'),
-    ('gpt-oss', {'rope.scaling.yarn_ext_factor': 0.5}, 'ext_factor=0.5 is not'),
-    ('llama', {_NEXTN: 3}, 'layers=3 contradicts llama.block_count=2'),
-    # Nobody can remove a key of a file.
-    ('llama', {'attn_logit_softcapping': 5.0}, 'ping=5.0 is not supported$'),
-    ('llama, mixture', _WINDOW, 'layer_types=.*: the .* no such window$'),
-    ('llama', {'rope.dimension_count': 32}, 'dimension_count=32 is not th'),
-    ('llama', {'context_length': 'a'}, "llama.context_length must .*'a'"),
-    ('gpt2', {_EPSILON: np.nan}, f'gpt2.{_EPSILON} must be a finite n'),
-    ('llama, mixture', {'expert_feed_forward_length': 128}, 'contradict'),
-    ('phi3', {'rope.dimension_count': 32}, 'short_factor field must have len'),
-    ('gpt-oss', {_GROWTH: 0.1}, 'llama_4_scaling_beta'),
-    ('gpt-oss', {'expert_used_count': 9}, 'num_experts=3, got 9'),
-    ('gpt-oss', {'expert_count': 0}, 'gpt-oss with 0 experts'),
-    ('gemma4', {'feed_forward_length': [256] * 3 + [512]}, 'd_length=.256'),
-    ('gemma4', {'rope.dimension_count_swa': 32}, 'swa=32 is not the width'),
-    ('gemma4', {'attention.key_length': 64}, 'h=128 is not the width'),
-    ('gemma4', _ALL_SHARED, 'num_kv_shared_layers=4 must'),
-  ],
+  ('name', 'keys', 'message'), refusals.of('models/checkpoints', 'gguf')
 )
 def test_keys_that_say_something_else(name, keys, message, path):
   _write(path, name, keys=keys)

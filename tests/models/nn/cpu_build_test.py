@@ -60,19 +60,8 @@ def test_a_compiler_may_have_arguments(monkeypatch, tmp_path):
   assert len({*found}) == 3
 
 
-def _flipped(content):
-  return content[:9] + bytes([content[9] ^ 1]) + content[10:]
-
-
 @pytest.mark.parametrize(
-  'damage',
-  [
-    lambda content: b'',
-    lambda content: content[:40],
-    _flipped,
-    lambda content: content[:-1],
-    lambda content: content + b' ',
-  ],
+  'damage', [lambda content: content[:40], lambda content: b'x' + content[1:]]
 )
 def test_a_library_is_compiled_once_for_its_flags(
   damage, monkeypatch, tmp_path

@@ -7,16 +7,18 @@ that reads the whole text anew (`slow_head`).
 
 import dataclasses
 import functools
+import itertools
+import json
 import pathlib
 import tempfile
 
 import by_heart
-import command_lines
 from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import refusals
 import slow_head
 import tiny
 import tiny_drafters
@@ -128,63 +130,12 @@ def _write(folder, naming, **changed):
 
 
 _AUX = 'eagle_aux_hidden_state_layer_ids'
-_LAST = 'layers.0.post_attention_layernorm.weight'
-_UP = 'layers.0.mlp.up_proj.weight'
-_NORM = 'layers.0.input_layernorm.weight'
 _IDS = {'d2t': 0 * tiny_heads.IDS, 't2d': np.arange(48) > 9}
-_ones = lambda *shape: np.ones(shape, np.float32)
 
 
 # Keys as those who train heads write them, which change nothing.
-_SPECFORGE = {
-  'architectures': ['LlamaForCausalLMEagle3'],
-  'attention_bias': False,
-  'attention_dropout': 0.0,
-  'bos_token_id': 151643,
-  'pad_token_id': 0,
-  'decoder_sparse_step': 1,
-  'draft_vocab_size': 48,
-  'hidden_act': 'silu',
-  'initializer_range': 0.02,
-  'max_window_layers': 28,
-  'pretraining_tp': 1,
-  'rope_theta': 1e4,
-  'sliding_window': 5,
-  'use_sliding_window': False,
-  'rope_scaling': {'type': 'mrope', 'mrope_section': [16, 24, 24]},
-  'target_model_type': 'qwen2_5_vl',
-  'tie_word_embeddings': False,
-  'torch_dtype': 'bfloat16',
-  'transformers_version': '4.51.0',
-  'norm_output': True,
-  'use_cache': True,
-  'head_dim': None,
-}
-_OPTIMIZER = {
-  'use_aux_hidden_state': True,
-  'use_input_layernorm_in_first_layer': True,
-  'use_last_layernorm': True,
-  'use_mtp_layernorm': False,
-  'next_layer_regular': True,
-  'parallel_draft_step': 1,
-  'parallel_draft_heads_num_layers': None,
-  'has_lm_head': True,
-}
-_SPECULATORS = {
-  'auto_map': {'': 'config.Eagle3SpeculatorConfig'},
-  'dtype': 'bfloat16',
-  'base_model_ep_plan': None,
-  'draft_vocab_size': 48,
-  'fc_norm': False,
-  'embed_requires_grad': False,
-  'has_no_defaults_at_init': False,
-  'norm_before_fc': False,
-  'norm_before_residual': False,
-  'norm_output': False,
-  'speculators_version': '0.9.0',
-  'speculators_config': {'algorithm': 'eagle3'},
-  'target_hidden_size': 16,
-}
+_FILE = pathlib.Path(__file__).parents[2] / 'golden' / 'head_keys.json'
+_SPECFORGE, _OPTIMIZER, _SPECULATORS = json.loads(_FILE.read_text()).values()
 
 
 @pytest.mark.parametrize(
@@ -209,79 +160,48 @@ def test_keys_that_change_nothing(naming, keys, tmp_path):
   assert config(plain) == config(other)
 
 
-_OTHER_ROPE = {'rope_theta': 3.0, 'rope_type': 'default'}
-
-
-_ROPES = {'rope_parameters': _OTHER_ROPE}
-_NESTED = {'rope_parameters': {'full_attention': _OTHER_ROPE}}
-_SAYS_3 = {'architectures': ['LlamaForCausalLMEagle3']}
-
-
-# A naming; keys, or tensors that are others or missing; what the error says.
+# A naming; keys, or shapes of tensors that are others, None if they are gone.
 @pytest.mark.parametrize(
   ('naming', 'changes', 'message'),
   [
-    ('sglang', {'midlayer.a.weight': _ones(2)}, 'a.weight is not part of a he'),
-    ('sglang', {_UP: _ones(2)}, ' and .* are the same one of a head'),
-    ('speculators', {_UP: None}, f'lacks 1 tensors, the first is {_UP}'),
-    ('eagle', {_LAST: _ones(3)}, r'norm.weight has shape \(3,\), exp'),
-    ('sglang', {'fc.weight': _ones(16, 40)}, 'reads 40 numbers, not whole'),
-    ('eagle', {_NORM: _ones(16)}, 'is a language model, not'),
     ('sglang', {'d2t': tiny_heads.IDS}, 'd2t: ids must differ and lie below'),
     ('sglang', _IDS, 'd2t .* and t2d .* do not say the same'),
-    ('eagle', {'vocab_size': 99}, 'vocabulary of 99 tokens; the target has 48'),
-    ('speculators', {_AUX: [2, 16, 29]}, r'29\]: the target has 2 layers'),
-    ('sglang', {'eagle_config': {_AUX: [0, 1]}}, r'reads 3 .*, but \w+=\[1, 2'),
-    ('eagle', _SAYS_3, r"Eagle3'\] says EAGLE-3, but .* belong to EAGLE-1"),
-    (
-      'eagle',
-      {'num_attention_heads': 3},
-      'not a multiple of the number of att',
-    ),
-    ('sglang', {'norm_output': False}, 'norm_output=False: a head wi'),
-    ('sglang', {'fc_norm': True}, 'fc_norm=True contradicts'),
-    ('sglang', {'head_dim': 4}, 'head_dim=4 contradicts q_proj'),
-    ('sglang', {_AUX: [0, 1, 1]}, r'and eagle_config: .* contradict'),
-    ('sglang', {'parallel_drafting': True}, 'parallel_drafting=True'),
-    ('sglang', {'no_rope_layers': [1, 0]}, 'no_rope_layers='),
-    ('sglang', {'sliding_window': 3}, 'sliding_window=3: the layer'),
-    ('eagle', _NESTED, 'rope_parameters of such a model must be of all layers'),
-    ('eagle', {'rope_theta': 2.0} | _ROPES, '=2.0 and .*=3.0 contrad'),
-    ('eagle', {'bias': False}, 'bias=False contradicts the tensors'),
-    ('eagle', {'eagle_config': _OPTIMIZER}, 'use_aux_hidden_state=Tr'),
-    ('eagle', {'norm_before_residual': True}, 'norm_before_residual=Tr'),
-    # Wrong types.
-    ('eagle', {'eagle_config': 3}, 'eagle_config must be an object'),
-    ('speculators', {_AUX: [0, 1, True]}, f'{_AUX} must be a list'),
-    ('speculators', {'transformer_layer_config': []}, '_config must be an'),
+    *refusals.of('models/nn', 'head'),
   ],
 )
 def test_what_is_no_head_for_the_target_is_refused(
   naming, changes, message, tmp_path
 ):
-  is_tensor = lambda value: value is None or isinstance(value, np.ndarray)
-  tensors = {name: one for name, one in changes.items() if is_tensor(one)}
-  keys = {name: changes[name] for name in changes.keys() - tensors.keys()}
+  keys = {name: changes[name] for name in changes if '.' not in name}
+  tensors = {
+    name: shape and np.ones(shape, np.float32)
+    for name, shape in changes.items()
+    if '.' in name
+  }
+  if 'd2t' in changes:
+    keys, tensors = {}, changes
   folder = _write(tmp_path, naming, keys=keys, **tensors)
   with pytest.raises(ValueError, match=f'^{folder}.*{message}'):
     tiny_heads.load(folder)
 
 
+# Keys that nobody reads, by their beginnings, or that may have such a value.
+_IDLE = ('architectures', 'auto_map', 'base_', 'decoder_', 'dtype', 'embed_')
+_IDLE += ('has_', 'model_type', 'next_', 'num_hidden_layers', 'parallel_')
+_IDLE += ('speculators_', 'target_model', 'torch_', 'transformers_')
+_GOOD = (('hidden_act', 'a'), ('rope_scaling', {'a': 1}))
+
+
 @pytest.mark.parametrize('naming', ['sglang', 'speculators'])
 def test_a_wrong_type_is_an_error_that_names_the_key(naming, tmp_path):
   known = _SPECFORGE | _OPTIMIZER | _SPECULATORS | tiny_heads.CONFIG
-  idle = ('architectures', 'auto_map', 'base_', 'dtype', 'embed_', 'has_')
-  idle += ('model_type', 'next_', 'parallel_', 'speculators_', 'target_model')
-  good = (('hidden_act', 'a'), ('rope_scaling', {'a': 1}))
-  idle += ('torch_', 'transformers_', 'decoder_', 'num_hidden_layers')
-  for key in known:
-    if key.startswith(idle):
-      continue
-    for value in ({'a': 1}, ['a'], 'a', float('nan')):
-      if (key, value) not in good:
-        folder = _write(tmp_path, naming, keys={key: value})
-        with pytest.raises(ValueError, match=f'^{folder}: {key} must be'):
-          heads.locate(folder, tiny_heads.TARGET)
+  keys = [key for key in known if not key.startswith(_IDLE)]
+  wrong = ({'a': 1}, ['a'], 'a', float('nan'))
+  for key, value in itertools.product(keys, wrong):
+    if (key, value) not in _GOOD:
+      folder = _write(tmp_path, naming, keys={key: value})
+      with pytest.raises(ValueError, match=f'^{folder}: {key} must be'):
+        heads.locate(folder, tiny_heads.TARGET)
 
 
 def test_a_head_rotates_as_its_own_config_says(tmp_path):
@@ -355,51 +275,30 @@ def test_a_gguf_file_is_the_same_head(tmp_path):
   values = tiny_heads.tensors('eagle3', reduced=True)
   folder = tiny_heads.write(tmp_path / 'folder', 'sglang', values, reduced=True)
   tiny_heads.write_gguf(tmp_path / 'head.gguf', values)
-  expected, found = (
-    tiny_heads.load(folder),
-    tiny_heads.load(tmp_path / 'head.gguf'),
-  )
+  expected = tiny_heads.load(folder)
+  found = tiny_heads.load(tmp_path / 'head.gguf')
   assert found.spec.reads == tiny_heads.READS
   jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+  # Keys that others write.
+  keys = {'block_count': 1, 'attention.head_count_kv': [2], 'vocab_size': 48}
+  keys |= {'target_hidden_size': 16, 'rope.dimension_count': 8}
+  keys |= {'rope.scaling.type': 'none', 'rope.freq_base': 30.0}
+  tiny_heads.write_gguf(tmp_path / 'more.gguf', values, keys=keys)
+  config = heads.locate(tmp_path / 'more.gguf', tiny_heads.TARGET).config
+  assert config.rope == rope_lib.Rope(theta=30.0)
   tiny_heads.write_gguf(tmp_path / 'other.gguf', values, arch='llama')
   with pytest.raises(ValueError, match="'llama' is no drafting head"):
     tiny_heads.load(tmp_path / 'other.gguf')
 
 
-_KNOWN = {
-  'block_count': 1,
-  'attention.head_count_kv': [2],
-  'vocab_size': 48,
-  'target_hidden_size': 16,
-  'rope.dimension_count': 8,
-  'rope.scaling.type': 'none',
-  'rope.freq_base': 30.0,
-}
-
-
 @pytest.mark.parametrize(
-  ('keys', 'message'),
-  [
-    (_KNOWN, None),
-    ({'norm_output': True}, 'eagle3.norm_output is not supported'),
-    ({'rope.scaling.type': 'yarn'}, "eagle3.rope.scaling.type='yarn' is not"),
-    ({'rope.dimension_count': 4}, 'eagle3.rope.dimension_count=4 is not the w'),
-    ({'target_hidden_size': 32}, 'target_hidden_size=32 contradicts'),
-    ({'vocab_size': 49}, 'vocabulary of 49 tokens'),
-    ({'extract_layers': 2}, 'eagle3.extract_layers must be a list'),
-    ({'norm_before_residual': 1}, 'eagle3.norm_before_residual must be true'),
-    ({'context_length': 1.5}, 'eagle3.context_length must be an integer'),
-  ],
+  ('keys', 'message'), refusals.of('models/nn', 'head.gguf')
 )
 def test_keys_of_a_gguf_file(keys, message, tmp_path):
   path = tmp_path / 'head.gguf'
   tiny_heads.write_gguf(path, tiny_heads.tensors('eagle3'), keys=keys)
-  if message:
-    with pytest.raises(ValueError, match=f'^{path}: .*{message}'):
-      heads.locate(path, tiny_heads.TARGET)
-    return
-  rope = heads.locate(path, tiny_heads.TARGET).config.rope
-  assert rope == rope_lib.Rope(theta=30.0)
+  with pytest.raises(ValueError, match=f'^{path}: .*{message}'):
+    heads.locate(path, tiny_heads.TARGET)
 
 
 _BRANCHING = tiny_drafters.TREE.branching
@@ -467,7 +366,8 @@ def _recorded(decoding, prompts):
   return texts(), found
 
 
-def check_steps(kind):
+@pytest.mark.parametrize('kind', ['fixed', 'staged'])
+def test_trees_of_every_step_with_plain_steps_and_turns(kind):
   """Trees are those of a slow head that reads all of the text.
 
   However the text before a step was decoded or given.
@@ -514,11 +414,6 @@ def check_steps(kind):
   )
   longest = decoding._drafter.max_depth + 1
   assert {one.shape[2] for one in ctx.hidden.states.values()} == {longest}
-
-
-@pytest.mark.parametrize('kind', ['fixed', 'staged'])
-def test_trees_of_every_step_with_plain_steps_and_turns(kind):
-  check_steps(kind)
 
 
 # A head that knows some texts by heart.
@@ -571,9 +466,7 @@ def test_an_overfitted_head_drafts_its_text(tmp_path):
   assert np.sum(histograms, 0).tolist() == found.stats.accepted_histogram
 
 
-def test_flags_and_what_does_not_fit():
-  line = command_lines.refusal('generate.py', '--head=a', '--draft=b')
-  assert '--head=a takes the place of --draft=b' in line
+def test_a_target_whose_states_are_not_kept_is_refused():
   scorer = head_lib.HeadScorer(tiny_heads.random_head())
   drafter = specdec.fixed_drafter(scorer, topology_lib.chain(1))
   with pytest.raises(ValueError, match=r'reads the hidden states \(0, 1, 2\)'):

@@ -42,7 +42,8 @@ def _model(name='gpt2'):
 _logits = jax.jit(specdec.LanguageModel.logits)
 
 
-def check_what_is_read(name):
+@pytest.mark.parametrize('name', ['gpt2', 'llama'])
+def test_a_token_is_read_as_all_its_parts(name):
   """The logits are those of the draft after all parts of all tokens."""
   model, own = _model(name)
   same, parts = _tables()
@@ -60,11 +61,6 @@ def check_what_is_read(name):
     np.testing.assert_allclose(
       row[:, same >= 0], expected[:, same[same >= 0]], rtol=1e-4, atol=1e-4
     )
-
-
-@pytest.mark.parametrize('name', ['gpt2', 'llama'])
-def test_a_token_is_read_as_all_its_parts(name):
-  check_what_is_read(name)
 
 
 _PROMPTS = ([3, 9, 4, 1, 20], [7])
@@ -120,7 +116,7 @@ def _metaspace_tokenizer(tokens, merges):
   return transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
-def check_what_is_shared():
+def test_tokens_are_mapped_by_their_bytes():
   """By bytes, whatever the ids; special tokens by their texts and roles."""
   ours = ['a', 'b', 'ab', 'abab', 'c', 'Ãa', 'Ġa']
   merges = [('a', 'b'), ('ab', 'ab'), ('Ġ', 'a'), ('Ã', 'a')]
@@ -145,10 +141,6 @@ def check_what_is_shared():
   assert found.same.tolist() == [2, 3, *[-1] * 4, 4, 1, *[-1] * 5]
   assert found.parts[:4].tolist() == [[-1, 2], [-1, 3], [2, 3], [2, 3]]
   assert 0 < found.share < 0.5
-
-
-def test_tokens_are_mapped_by_their_bytes():
-  check_what_is_shared()
 
 
 _TEXT = 'def add(first, second):\n  return first + second\n' * 20

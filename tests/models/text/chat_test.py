@@ -10,6 +10,7 @@ import string
 import byte_level
 import numpy as np
 import pytest
+import refusals
 import tiny
 import tiny_drafters
 
@@ -36,9 +37,6 @@ _FORGETFUL = _TEMPLATE.replace(
 # In transformers, tools that are absent are None, and no loop is over None.
 _WITH_TOOLS = '{% if tools is defined %}{% for one in tools %}<a>{% endfor %}'
 _WITH_TOOLS += '{% endif %}' + _TEMPLATE
-_STRICT = "{{ raise_exception('roles must alternate') }}"
-_RECURSIVE = '{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}'
-_HALF = 'cut \ud83d'
 _SAID = ('ab', 'c', 'Def', 'ab', 'g')
 _LIMIT = 5
 
@@ -173,29 +171,12 @@ def test_conversations_are_prompts():
 
 
 def test_what_is_no_conversation_is_refused():
-  for messages, template, words in (
-    ([_user()], None, 'has no chat template: .* choose an instruct model'),
-    ([_user()], _STRICT, 'with the roles user: roles must alternate'),
-    ([_user()], "{{ 'a' + 1 }}", 'the chat template .*: TypeError: '),
-    ([_user()], _RECURSIVE, 'the chat template .*: RecursionError: '),
-    ([_user()], '{{ a.b.c }}', "the chat template .*: 'a' is undefined"),
-    ([_user()], '{% if %}', 'the chat template of the target refuses'),
-    ([_user()], "{{ '\ud83d' }}", 'template of the target makes has the lone'),
-    ([_user(), _user(_HALF)], _TEMPLATE, 'message 1, content has the lone sur'),
-    ([_user() | {'role': _HALF}], _TEMPLATE, 'message 0, role has the lone'),
-    (
-      [_user() | {'tool_calls': [{'name': {'a': _HALF}}]}],
-      _TEMPLATE,
-      'message 0, tool_calls, name, a has the lone surrogate',
-    ),
-    ([], _TEMPLATE, 'messages is empty; give at least one'),
-    (None, _TEMPLATE, 'messages must be a list of dicts, got None'),
-    ('Hello', _TEMPLATE, "messages must be a list of dicts, got 'Hello'"),
-    ([_user(), 'Hello'], _TEMPLATE, "message 1 must be a dict .* got 'Hello'"),
-    ([{'role': 'user'}], _TEMPLATE, 'message 0 must be a dict'),
-  ):
+  for messages, words in refusals.of('models/text', 'messages'):
     with pytest.raises(ValueError, match=words):
-      _generator(template=template).chat(messages)
+      _generator().chat(messages)
+  for template, words in refusals.of('models/text', 'template'):
+    with pytest.raises(ValueError, match=words):
+      _generator(template=template).chat([_user()])
 
 
 def test_a_missing_template_is_noticed_before_the_weights_are_read(monkeypatch):

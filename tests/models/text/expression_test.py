@@ -1,141 +1,51 @@
 """Expressions accept the texts that `re.fullmatch` accepts, and no others.
 
-All texts over a few characters are tried; `constraint_test` has tokens.
+Patterns of JSON schemas accept what the engine of Node says, which
+`golden/make_ecma_patterns.js` wrote. All texts over a few characters are tried;
+`constraint_test` has tokens.
 """
 
 import itertools
+import json
+import pathlib
 import random
 import re
 
 import numpy as np
 import pytest
+import refusals
 
 from specdec.models.text import byte_automaton
+from specdec.models.text import ecma_pattern
 from specdec.models.text import expression
 from specdec.text import automaton as automaton_lib
 
-# By the characters of which texts are tried.
+_HERE = 'models/text'
+# By the characters of which texts are tried: expressions, between spaces.
 _EXPRESSIONS = {
-  'ab': [
-    'a|ab',
-    'ab|a|abb',
-    'a?b?',
-    'a(b)?',
-    '(ab)?',
-    'a*',
-    '(a|b)*abb',
-    'a??b',
-    'a{2}',
-    'a{1,3}',
-    'a{,2}',
-    'a{2,}',
-    '(ab){1,2}?',
-    'a{0}b',
-    '(a*)*',
-    '(a*)+b',
-    '(a|)*',
-    '(|a){2}',
-    '(a?){3}',
-    '(a?b?){2}',
-    '(a|ab)(b|bb)',
-    '(a|ab)*b',
-    '(?P<x>a)b',
-    '(?#no)a',
-    '',
-    '()',
-    '|a',
-    'a||',
-    '^a$',
-    '^(a|b)$',
-    '^a$|^b$',
-    '(^a|^b)b$',
-    '(?:^ab$)',
-    '^^a$$',
-    '$',
-    r'\Aa\Z',
-    r'\Aa\z',
-    '(?x) a b # c',
-    '(?x: a )b',
-    r'\x61\142',
-    r'\u0061',
-    '[a]b',
-    '[^a]',
-    '[a-b]',
-    '[ab]{3}',
-    '[^ab]',
-    r'[\s\S]',
-    '(?i)AB',
-    'a{b',
-  ],
-  'a\n': [
-    '.',
-    '.*',
-    'a.',
-    '[^a]',
-    '(?s).',
-    '(?s:.)a',
-    'a$',
-    '(?m)a$',
-    '(?m)^a',
-    '(?m)^a$',
-    r'\n',
-    r'a\s',
-    r'\S',
-    '(?-s:.)',
-    'a\n',
-    '(?s)(?-s:.)a',
-  ],
-  'kKß\u017f\u212asS': [
-    '(?i)k',
-    '(?i)s',
-    '(?i)[k-s]',
-    '(?i)[^k]',
-    '(?i:k)s',
-    '(?i)ß',
-  ],
-  'éÉЖж': ['(?i)é', '(?i)Ж', '(?i:É)ж', '(?i)[é]', '(?i)[^ж]', 'é', 'É'],
-  'aé_1٣🙂': [
-    r'\w',
-    r'\W',
-    r'\d',
-    r'\D',
-    r'(?a)\w',
-    r'(?a)\D',
-    r'(?a:\w)\w',
-    '[^é]',
-    'é',
-    '[é-🙂]',
-    '🙂|é',
-    'é?🙂',
-    r'[\d_]',
-    r'[^\d]',
-    '..',
-    r'\U0001f642',
-    '[é1]*',
-    '(é|🙂){2}',
-    '(a|aé|é)*',
-    '[^a]é',
-    'é|[a-z]',
-  ],
-  'a.^$\\]-': [
-    r'\.',
-    r'\^',
-    r'\$',
-    r'^a\$$',
-    r'a\\$',
-    r'\\\\',
-    r'^\\$',
-    r'[]a]',
-    '[^]]',
-    '[a-]',
-    r'[\]a]',
-    '[.^$]',
-    r'\]',
-    '[a^]',
-    r'[\^a]',
-    r'\\z',
-  ],
+  'ab': r"""
+    a|ab ab|a|abb a?b? a(b)? (ab)? a* (a|b)*abb a??b a{2} a{1,3} a{,2} a{2,}
+    (ab){1,2}? a{0}b (a*)* (a*)+b (a|)* (|a){2} (a?){3} (a?b?){2} (a|ab)(b|bb)
+    (a|ab)*b (?P<x>a)b (?#no)a () |a a|| ^a$ ^(a|b)$ ^a$|^b$ (^a|^b)b$ (?:^ab$)
+    ^^a$$ $ \Aa\Z \Aa\z \x61\142 \u0061 [a]b [^a] [a-b] [ab]{3} [^ab] [\s\S]
+    (?i)AB a{b
+  """,
+  'a\n': r"""
+    . .* a. [^a] (?s). (?s:.)a a$ (?m)a$ (?m)^a (?m)^a$ \n a\s \S (?-s:.)
+    (?s)(?-s:.)a
+  """,
+  'kKß\u017f\u212asS': '(?i)k (?i)s (?i)[k-s] (?i)[^k] (?i:k)s (?i)ß',
+  'éÉЖж': '(?i)é (?i)Ж (?i:É)ж (?i)[é] (?i)[^ж] é É',
+  'aé_1٣🙂': r"""
+    \w \W \d \D (?a)\w (?a)\D (?a:\w)\w [^é] é [é-🙂] 🙂|é é?🙂 [\d_] [^\d] ..
+    \U0001f642 [é1]* (é|🙂){2} (a|aé|é)* [^a]é é|[a-z]
+  """,
+  'a.^$\\]-': r"""
+    \. \^ \$ ^a\$$ a\\$ \\\\ ^\\$ []a] [^]] [a-] [\]a] [.^$] \] [a^] [\^a] \\z
+  """,
 }
+_WITH_SPACES = [('ab', one) for one in ('', '(?x) a b # c', '(?x: a )b')]
+_WITH_SPACES += [('a\n', 'a\n')]
 
 
 def _random_expression(rng, depth):
@@ -151,8 +61,10 @@ def _random_expression(rng, depth):
 def _cases():
   rng = random.Random(0)
   drawn = [_random_expression(rng, 4) for _ in range(40)]
-  table = _EXPRESSIONS | {'ab': _EXPRESSIONS['ab'] + drawn}
-  return [(letters, pattern) for letters in table for pattern in table[letters]]
+  table = [(letters, _EXPRESSIONS[letters].split()) for letters in _EXPRESSIONS]
+  table.append(('ab', drawn))
+  given = [(letters, one) for letters, patterns in table for one in patterns]
+  return given + _WITH_SPACES
 
 
 def _automaton(pattern):
@@ -165,25 +77,50 @@ def _matches(pattern, text):
   return re.fullmatch(pattern, text) is not None
 
 
-def _read(states, state, data):
-  for byte in data:
-    state = states[state][byte] if state >= 0 else -1
-  return state
+def _texts(letters, longest):
+  for length in range(longest + 1):
+    yield from map(''.join, itertools.product(letters, repeat=length))
 
 
-def check_texts():
-  for letters, pattern in _cases():
-    delta, accepting = _automaton(pattern)
-    states, ends = delta.tolist(), [*accepting.tolist(), False]
-    for length in range(6 if len(letters) < 3 else 3):
-      for text in map(''.join, itertools.product(letters, repeat=length)):
-        accepted = ends[_read(states, 0, text.encode())]
-        assert accepted == _matches(pattern, text), (pattern, text)
+def _accepted(automaton, texts):
+  """For each text whether it is accepted."""
+  delta, accepting = automaton
+  states, ends = delta.tolist(), [*accepting.tolist(), False]
+  for text in texts:
+    state = 0
+    for byte in text.encode():
+      state = states[state][byte] if state >= 0 else -1
+    yield ends[state]
 
 
 def test_the_texts_are_those_of_fullmatch():
   assert len(_cases()) > 140
-  check_texts()
+  for letters, pattern in _cases():
+    texts = [*_texts(letters, 5 if len(letters) < 3 else 2)]
+    accepted = [*_accepted(_automaton(pattern), texts)]
+    assert accepted == [_matches(pattern, text) for text in texts], pattern
+
+
+def test_patterns_match_what_node_says():
+  """All that are not refused; those are too large, or have no such tree."""
+  path = pathlib.Path(__file__).parents[2] / 'golden/ecma_patterns.jsonl'
+  read = refused = 0
+  # Line ends of Unicode are among the characters.
+  for line in path.read_text('utf-8').removesuffix('\n').split('\n'):
+    case = json.loads(line)
+    pattern, letters = case['pattern'], case['letters']
+    try:
+      tree = ecma_pattern.parse(pattern)
+    except ValueError:
+      refused += 1
+      continue
+    assert case['flag'] != 'invalid', pattern
+    read += 1
+    texts = _texts(letters, 2 if len(letters) > 5 else 3)
+    accepted = _accepted(byte_automaton.of_tree(tree), texts)
+    matches = [match == '1' for match in case['matches']]
+    assert [*accepted] == matches, pattern
+  assert (read, refused) == (332, 77)
 
 
 def _ways(states, accepting, length):
@@ -217,34 +154,16 @@ def test_of_all_characters_those_that_match_are_accepted(pattern):
     assert _ways(states, accepting, length) == sum(matches)
 
 
-_REFUSED = [
-  ('a(?=b)', 'look-around is not supported'),
-  ('(?<!a)b', 'look-around'),
-  (r'(a)\1', 'back references'),
-  ('(?P<x>a)(?P=x)', 'back references'),
-  ('(a)?(?(1)b|c)', 'conditional groups'),
-  ('(?>a|ab)b', 'atomic groups'),
-  ('a++a', 'possessive quantifiers'),
-  ('(?:a){1,2}+', 'possessive quantifiers'),
-  (r'\ba', r'\\b is not supported'),
-  (r'a\B', r'\\B is not supported'),
-  ('a^b', 'anchors, except at the beginning and the end'),
-  ('a$b', 'anchors'),
-  ('(?m)a$\n^b', 'anchors'),
-  ('(^a)*', 'anchors'),
-  (r'a|(b\Z)?a', 'anchors'),
-  ('()^a', 'anchors'),
-  (r'\pL', 'bad escape'),
-  ('[a', 'unterminated character set'),
-  ('a{99999999999}', 'repetition number is too large'),
-  ('(?L)a', "cannot use 'L' flag"),
-]
-
-
-@pytest.mark.parametrize(('pattern', 'message'), _REFUSED)
-def test_what_has_no_automaton_is_refused_by_name(pattern, message):
+@pytest.mark.parametrize(
+  ('parse', 'pattern', 'message'),
+  [
+    *((expression.parse, *row) for row in refusals.of(_HERE, 'expression')),
+    *((ecma_pattern.parse, *row) for row in refusals.of(_HERE, 'ECMA-262')),
+  ],
+)
+def test_what_has_no_automaton_is_refused_by_name(parse, pattern, message):
   with pytest.raises(ValueError, match=message):
-    expression.parse(pattern)
+    parse(pattern)
 
 
 @pytest.mark.parametrize('pattern', ['(a|b)*a(a|b){60}', '(a?){0,2000}'])

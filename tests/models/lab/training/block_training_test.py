@@ -125,7 +125,7 @@ def _block(drafter, states, tokens, anchor):
   return jax.nn.log_softmax(logits)[0], rated[0]
 
 
-def check_loss():
+def test_the_loss_is_that_of_blocks_as_they_are_decoded():
   """All blocks of a window in one forward are those of decoding."""
   training = _training(
     **{'block_size': _DEPTH, 'markov_rank': 4, 'inner_width': 24},
@@ -171,7 +171,3 @@ def check_loss():
   found, accepted = jax.jit(lambda: loss(frozen, params, batch))()
   np.testing.assert_allclose(found, expected, rtol=3e-6)
   np.testing.assert_allclose(accepted, np.mean(hits, 0), atol=1e-6)
-
-
-def test_the_loss_is_that_of_blocks_as_they_are_decoded():
-  check_loss()
