@@ -18,7 +18,6 @@ from specdec.models.text import pair as pair_lib
 from specdec.tree import topology as topology_lib
 
 _C = 3
-_SAMPLING = specdec.Sampling(temperature=0.7)
 _SETTINGS = tiny_drafters.Settings(topology=topology_lib.k_ary(2, 2))
 
 
@@ -103,78 +102,6 @@ def test_it_reads_so_many_tokens_of_a_prompt():
     prompt = np.zeros((2, length), np.int32)
     jax.eval_shape(init, prompt, np.full(2, length, np.int32))
     assert read.pop() == expected
-
-
-def _conversation(drafter):
-  """The tokens and the accepted histograms of three turns.
-
-  The second adds more than C tokens, the third takes some of the text back.
-  """
-  rng = np.random.default_rng(3)
-  prompts = [rng.integers(40, size=length).tolist() for length in (20, 2)]
-  decoding = specdec.Decoding(
-    tiny.gpt2(num_layers=1),
-    tiny.row_keys(2),
-    prompts,
-    drafter=drafter,
-    sampling=_SAMPLING,
-    max_new_tokens=12,
-    room_for_new_tokens=tiny.MAX_NEW_TOKENS,
-  )
-  tokens, accepted = [], []
-  for change in (lambda text: text + [7] * 9, lambda text: text[:-5], None):
-    decoding.run()
-    result = decoding.result()
-    tokens.append(result.tokens)
-    accepted.append(result.stats.accepted_histogram)
-    if change is not None:
-      texts = map(list.__add__, decoding.prompts, result.tokens)
-      decoding.extend([*map(change, texts)], max_new_tokens=6)
-  return tokens, accepted
-
-
-def test_tokens_are_those_of_plain_decoding():
-  """Where all is read, they are accepted as often as those of the model."""
-  draft = tiny.draft('similar', num_layers=1)
-  staged = tiny_drafters.simple('staged', draft)
-  plain = _conversation(specdec.PLAIN)[0]
-  tokens, accepted = _conversation(_of_tail(staged))
-  assert tokens == plain
-  whole = _conversation(_of_tail(staged, tiny.MAX_POSITIONS))
-  assert whole == _conversation(staged)
-  assert whole[0] == plain
-  assert accepted != whole[1]
-
-
-def _in_slots(drafter):
-  """A prompt is read in parts, three of 8 tokens, while another is decoded."""
-  rng = np.random.default_rng(4)
-  slots = specdec.Slots(
-    tiny.gpt2(num_layers=1),
-    num_slots=2,
-    context=tiny.MAX_POSITIONS,
-    drafter=drafter,
-    sampling=_SAMPLING,
-    reading=8,
-  )
-  tokens = []
-  for length, limit, waits in ((3, 24, 0), (2, 2, 1), (20, 12, 2)):
-    slots.insert(
-      rng.integers(40, size=length).tolist(),
-      tiny.row_keys(3)[length % 3],
-      max_new_tokens=limit,
-    )
-    ended = slots.advance(waits) if waits else {}
-    tokens += [ended[row].tokens[0] for row in sorted(ended)]
-  return tokens
-
-
-def test_tokens_in_slots_are_those_of_plain_decoding():
-  draft = tiny.draft('similar', num_layers=1)
-  chain = tiny_drafters.simple('chain', draft, length=2)
-  plain = _in_slots(specdec.PLAIN)
-  assert len(plain) == 3
-  assert _in_slots(_of_tail(chain)) == plain
 
 
 def test_a_head_and_no_tokens_are_refused():
