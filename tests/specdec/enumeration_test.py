@@ -12,7 +12,6 @@ import itertools
 import enumeration
 import jax
 import jax.numpy as jnp
-import list_growth
 import list_trees
 import numpy as np
 import pytest
@@ -250,9 +249,9 @@ def _grown_trees(drafter, vocab_size, rng):
     for values in enumeration.SAMPLINGS.values()
   ]
   rows = len(of_rows)
-  shape = rows, list_growth.TEXT_SLOTS
+  shape = rows, list_trees.TEXT_SLOTS
   texts = rng.integers(vocab_size, size=shape)
-  _, tree = list_growth.grown(
+  _, tree = list_trees.grown(
     drafter,
     np.int32(texts),
     np.full(rows, 9, np.int32),
@@ -584,9 +583,10 @@ def test_a_block_draws_from_the_candidates_of_a_depth(children, num_candidates):
     for row, node in np.ndindex(rows, _ALL.num_nodes - _V**_BLOCK):
       if node and trees.parent[row, node] < 0:
         continue
-      depth, text = trees.depth[row, node], [0, *texts[row, : lengths[row]]]
-      # Before the first token there is a state of zeros.
-      scores = marginals[depth] * (1 if text[-1] == text[-2] else -4)
+      depth, last = trees.depth[row, node], lengths[row] - 1
+      # A text of one token has no state before its root, but a slot.
+      leads = texts[row, last] == texts[row, max(last - 1, 0)]
+      scores = marginals[depth] * (1 if leads else -4)
       likeliest = np.argsort(-scores, kind='stable')[:num_candidates]
       probs = _block_probs(
         scores, edges[trees.token[row, node]], likeliest, values

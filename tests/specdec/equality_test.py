@@ -35,6 +35,7 @@ from specdec.models.checkpoints import hub
 from specdec.models.checkpoints.heads import heads
 from specdec.models.nn import adapter
 from specdec.models.nn import other_tokens
+from specdec.models.nn import rope as rope_lib
 from specdec.models.nn import table_model
 from specdec.text import automaton as automaton_lib
 from specdec.tree import topology as topology_lib
@@ -115,7 +116,9 @@ _table = functools.partial(
 _hashed = functools.partial(
   tiny_recurrent.hashed, 24, max_positions=tiny.MAX_POSITIONS
 )
-_hybrid = lambda name: adapter.as_model(tiny.llama_module(name))
+_llama = lambda name='llama', **changes: adapter.as_model(
+  tiny.llama_module(name, **changes)
+)
 _by_model = specdec.LanguageModelScorer
 
 
@@ -195,9 +198,15 @@ def _other_tokens():
     draft = adapter.as_model(hub.load_module(folder, outputs=outputs))
   draft = other_tokens.with_other_tokens(draft, same, parts)
   proposed = np.flatnonzero(np.isin(same, outputs)).astype(np.int32)
-  return _hybrid('delta'), _by_model(draft.replace(proposed=proposed))
+  return _llama('delta'), _by_model(draft.replace(proposed=proposed))
 
 
+# One of two layers sees the last tokens alone, and rotates in its own way.
+_GEMMA = {
+  'window': (4, None),
+  'post_norm': True,
+  'rope': (rope_lib.Rope(theta=100.0), rope_lib.Rope(theta=1000.0)),
+}
 _PAIRS = {
   'table': lambda: (_table(_TABLE), _by_model(_table(_TABLE))),
   'guesses': lambda: (
@@ -210,9 +219,15 @@ _PAIRS = {
   'block with noise': lambda: _block(_TABLE, 0 * _TABLE[0], noise_weight=1.0),
   'tail': _tail,
   'hashes': lambda: (_hashed(), _by_model(_hashed(1.0))),
-  'lfm2': lambda: (_hybrid('lfm2'), _by_model(_hybrid('delta'))),
-  'delta': lambda: (_hybrid('delta'), _by_model(_hybrid('lfm2'))),
-  'delta by itself': lambda: (_hybrid('delta'), _by_model(_hybrid('delta'))),
+  'lfm2': lambda: (_llama('lfm2'), _by_model(_llama('delta'))),
+  'delta': lambda: (_llama('delta'), _by_model(_llama('lfm2'))),
+  'delta by itself': lambda: (_llama('delta'), _by_model(_llama('delta'))),
+  'mixtral': lambda: (_llama('mixtral'), _by_model(_llama('mixtral'))),
+  'mistral': lambda: (
+    _llama(num_layers=1, window=4),
+    _by_model(_llama(num_layers=1)),
+  ),
+  'gemma': lambda: (_llama(**_GEMMA), _by_model(_llama(post_norm=True))),
   'other tokens': _other_tokens,
   'head for states': _head_for_states,
   'head of few ids': _head_of_few_ids,
@@ -323,28 +338,31 @@ def check_together(name, shape, under='filters', verify='match'):
     assert 0 < stats.plain_steps < stats.target_forwards
 
 
+# By pair: the shape of what is drafted, what changes the logits, and the rule.
+_TOGETHER = {
+  'hashes': ['plain', 'chain', 'tree', 'staged', 'tree, a fallback'],
+  'mixtral': ['chain'],
+  'mistral': ['tree', 'chain'],
+  'gemma': ['plain', 'tree', 'chain'],
+  'lfm2': ['plain, turns', 'tree', 'staged'],
+  'delta': ['plain, turns', 'chain', 'staged, turns'],
+  'head for states': ['tree, turns'],
+  'head of few ids': ['staged', 'tree, filters, rejection'],
+  'block for states': ['tree, turns'],
+  'block of few ids': ['tree'],
+  'other tokens': ['chain'],
+  'block': ['chain', 'tree', 'staged', 'tree, turns'],
+  'block without edges': ['chain', 'tree', 'staged'],
+  'block with noise': ['chain'],
+  'table': ['plain, moods', 'tree, moods', 'staged, moods', 'plain, turns']
+  + ['chain, turns', 'chain, turns, rejection'],
+  'guesses': ['chain, turns'],
+  'wrong table': ['staged, turns'],
+}
+
+
 @pytest.mark.parametrize(
-  'case',
-  [
-    *(f'hashes, {shape}' for shape in ('plain', 'chain', 'tree', 'staged')),
-    'hashes, tree, a fallback',
-    *(f'{name}, plain, turns' for name in ('lfm2', 'delta')),
-    'lfm2, tree',
-    'delta, staged, turns',
-    'head for states, tree, turns',
-    'block for states, tree, turns',
-    *(f'{name}, chain' for name in ('other tokens', 'head of few ids')),
-    'block of few ids, tree',
-    *(f'block, {shape}' for shape in ('chain', 'tree', 'staged')),
-    *(f'block without edges, {shape}' for shape in ('chain', 'tree', 'staged')),
-    'block with noise, chain',
-    'block, tree, turns',
-    *(f'table, {shape}, moods' for shape in ('plain', 'tree', 'staged')),
-    *(f'table, {shape}, turns' for shape in ('plain', 'chain')),
-    'guesses, chain, turns',
-    'wrong table, staged, turns',
-    'table, chain, turns, rejection',
-  ],
+  'case', [f'{name}, {how}' for name, ways in _TOGETHER.items() for how in ways]
 )
 def test_in_one_batch(case):
   check_together(*case.split(', '))

@@ -3,7 +3,7 @@
 import dataclasses
 
 import jax
-import list_growth as growth
+import list_trees
 import numpy as np
 import pytest
 import tiny
@@ -32,8 +32,8 @@ def _check_trees(tree, texts, firsts, *rest):
   """The trees are those of a draft that has nothing but the rest of texts."""
   whole = tiny_drafters.model(tiny.draft('similar', num_layers=1), _SETTINGS)
   shorter = [text[at:] for text, at in zip(texts, firsts, strict=True)]
-  _, expected = growth.grown(whole, *growth.padded(shorter), *rest)
-  growth.assert_equal_trees(*map(growth.lists_of, (tree, expected)))
+  _, expected = list_trees.grown(whole, *list_trees.padded(shorter), *rest)
+  list_trees.assert_equal_trees(*map(list_trees.lists_of, (tree, expected)))
 
 
 def test_it_drafts_as_if_the_end_of_the_text_were_all_of_it():
@@ -46,20 +46,20 @@ def test_it_drafts_as_if_the_end_of_the_text_were_all_of_it():
     rng.integers(9, size=length).tolist() for length in lengths
   ]
   texts = draw(9, 2, 5)
-  rows = np.arange(growth.BATCH_SIZE)
-  noise = growth.random_step(2, 2, 1.0, tiny.VOCAB_SIZE).noise
+  rows = np.arange(list_trees.BATCH_SIZE)
+  noise = list_trees.random_step(2, 2, 1.0, tiny.VOCAB_SIZE).noise
   rest = (rows >= 0, noise, tiny.sampling_params(1.0, 0.0, 1.0))
-  grow_again = jax.jit(growth.grown_from)
+  grow_again = jax.jit(list_trees.grown_from)
   restart = jax.jit(stages_lib.restart)
 
-  stages, tree = growth.grown(drafter, *growth.padded(texts), *rest)
+  stages, tree = list_trees.grown(drafter, *list_trees.padded(texts), *rest)
   firsts = [5, 0, 1]
   _check_trees(tree, texts, firsts, *rest)
   path = np.array([[0, 1, 4]] * len(rows), np.int32)
-  stages = growth.kept(drafter, stages, path, 0 * rows.astype(np.int32) + 3)
+  stages = list_trees.kept(drafter, stages, path, 0 * rows.astype(np.int32) + 3)
   for row, text in enumerate(texts):
     text += [*np.asarray(tree.token[row])[[1, 4]].tolist(), row]
-  stages, tree = grow_again(drafter, stages, *growth.padded(texts), *rest)
+  stages, tree = grow_again(drafter, stages, *list_trees.padded(texts), *rest)
   _check_trees(tree, texts, firsts, *rest)
 
   def check(*changes, firsts, reads=(True,) * 3):
@@ -71,9 +71,9 @@ def test_it_drafts_as_if_the_end_of_the_text_were_all_of_it():
       texts[row] = texts[row][:keep] + draw(more)[0]
       length[row] = len(texts[row]) * reads[row]
       kept[row] = min(keep, len(texts[row]) - 1)
-    tokens, lengths = growth.padded(texts)
-    stages = growth.kept(drafter, stages, 0 * path - 1, 0 * kept)
-    new = carried_lib.Texts(tokens, length, growth.TEXT_SLOTS, kept)
+    tokens, lengths = list_trees.padded(texts)
+    stages = list_trees.kept(drafter, stages, 0 * path - 1, 0 * kept)
+    new = carried_lib.Texts(tokens, length, list_trees.TEXT_SLOTS, kept)
     stages = restart(drafter, stages, new)
     stages, tree = grow_again(drafter, stages, tokens, lengths, *rest)
     _check_trees(tree, texts, firsts, *rest)
