@@ -140,10 +140,6 @@ def drafter(name: str, draft: np.ndarray) -> specdec.Drafter:
       model, tiny_drafters.with_settings(bigram, tiny_drafters.INNER)
     ),
     'tables': tiny_drafters.candidates(*tables, config=_GROWN),
-    'bigram': bigram,
-    'bigram chain': tiny_drafters.with_settings(
-      bigram, tiny_drafters.Settings(topology=topology_lib.chain(2))
-    ),
   }[name]
 
 
