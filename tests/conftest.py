@@ -1,4 +1,32 @@
-"""Set before anything else imports JAX: the platform, and strict shapes."""
+"""What all tests share: how programs are compiled, and helpers to begin with.
+
+Models and drafters:
+
+- `tiny`: GPT-2s and Llamas with random weights, their prompts, keys, sampling.
+  Use `tiny.gpt2(num_layers=1)` with `tiny.draft(kind, num_layers=1)`, whose
+  programs other tests have.
+- `tiny_drafters`: drafters for them. `simple(kind, draft)` is a chain, a tree
+  or a staged drafter; there are tables of n-grams, of pairs and of blocks.
+- `tiny_recurrent`: a model whose state is a hash of its path, so that any wrong
+  state shows; forwards of models with states.
+- `tiny_heads`, `block_folders`: heads and block drafters as others write them.
+- `variants`, `gguf_files`, `tiny_blocks`: checkpoints of every family, GGUF
+  files, matrices in blocks. `by_heart`: drafters that know some texts.
+- `tiny_demo`, `tiny_served`, `byte_level`, `plans`: stand-ins for the embedded
+  models, servers, tokenizers and plans.
+
+References in plain Python or NumPy, which share no code with the library:
+
+- `reference`: plain decoding of one row, token by token.
+- `list_trees`: trees as lists, and how they grow.
+- `enumeration`: distributions that are summed, and rules of verification.
+- `slow_head`: heads by their formulas.
+
+Calls: `fuzzing` makes random ones of the text API, `constraints_of_use` has
+expressions and schemas, `command_lines` runs scripts. `quick` has the options
+by which programs compile fast. `on_devices`, `cpu_calls` and `strip_notebooks`
+are programs of their own.
+"""
 
 import collections
 import gc
@@ -7,7 +35,8 @@ import os
 import pathlib
 from unittest import mock
 
-# An explicit choice wins, so the suite can be tried on an accelerator.
+# Set before anything else imports JAX. An explicit choice wins, so the suite
+# can be tried on an accelerator.
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
 # Compiling takes long. What one process has compiled serves others that compile

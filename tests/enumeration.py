@@ -1,10 +1,10 @@
-"""The distribution of whole sequences under rejection: every branch is summed.
+"""The distribution of tokens under rejection, summed; and its rules, slowly.
 
 Which children are drawn, which are accepted, and the bonus token are random.
-Every branch of each is followed in a first step, with the probability that the
-functions of `specdec` give it. What follows is drawn from the target, because
-steps share no randomness. That the compiled loop branches in this way is shown
-by `enumeration_test`.
+`step` follows every branch of each, with the probability that the functions of
+`specdec` give it. That the compiled rules branch in this way is shown decision
+by decision: `walk` goes down one tree in plain Python, whose randomness is
+data.
 
 A *state* is a context: the tokens since the prompt, which is one token, 0. A
 *world* is a target and a draft, both functions of the whole context, with some
@@ -140,10 +140,6 @@ def drafter(name: str, draft: np.ndarray) -> specdec.Drafter:
       model, tiny_drafters.with_settings(bigram, tiny_drafters.INNER)
     ),
     'tables': tiny_drafters.candidates(*tables, config=_GROWN),
-    'bigram': bigram,
-    'bigram chain': tiny_drafters.with_settings(
-      bigram, tiny_drafters.Settings(topology=topology_lib.chain(2))
-    ),
   }[name]
 
 
@@ -238,8 +234,12 @@ class Worlds:
     return self.of_length(mass, length)
 
   def of_length(self, mass: np.ndarray, length: int) -> np.ndarray:
-    """The mass of all states with contexts of one length, world by world."""
-    return mass[self.length == length].reshape(len(self.names), -1)
+    """`[W, V ** length]`, of contexts of this length and of longer ones."""
+    shape = len(self.names), self.vocab_size**length, -1
+    return sum(
+      mass[self.length == longer].reshape(shape).sum(-1)
+      for longer in range(length, self.length.max() + 1)
+    )
 
   def next_draw(self, states, drawn, rank, children) -> np.ndarray:
     """The distribution of the next child, `[n, V]`; zeros if there is none.
@@ -378,46 +378,6 @@ def try_child(weight, target, draft, token, *, rule):
   return chance, below, left, *rejection.after_rejection(*given, rule.children)
 
 
-def grown_law(worlds: Worlds, trees, length: int) -> np.ndarray:
-  """The distribution by rejection, where every world has a tree of its own.
-
-  The trees are `[W, M]` per field; the parent of nodes that are not verified is
-  -1. Only the first step is summed, as in `step_law`.
-  """
-  token, parent = np.asarray(trees.token), np.asarray(trees.parent)
-  world = np.arange(len(worlds.names))
-  states = np.flatnonzero(worlds.length == 0)
-  mass, node = np.ones(len(world)), np.zeros(len(world), int)
-  target = worlds.target[states]
-  for index in range(1, token.shape[1]):
-    tried = (parent[world, index] == node) & (worlds.length[states] < length)
-    if not np.any(tried):
-      continue
-    tokens = token[world[tried], index]
-    certain = np.eye(worlds.vocab_size, dtype=target.dtype)[tokens]
-    attempt = functools.partial(try_child, rule=rejection.RejectionRule())
-    ones = np.ones(len(tokens), target.dtype)
-    given = ones, target[tried], certain, tokens
-    chance, _, _, left, _ = _in_chunks(attempt, *given)
-    after = worlds.after(states[tried], tokens)
-    # Those that are not tried, are accepted, are rejected.
-    join = lambda old, new, same, tried=tried: np.concatenate(
-      [old[~tried], new, same]
-    )
-    target = join(target, worlds.target[after], left)
-    mass = join(mass, mass[tried] * chance, mass[tried] * (1.0 - chance))
-    node = join(node, np.full(len(tokens), index), node[tried])
-    states = join(states, after, states[tried])
-    world = join(world, world[tried], world[tried])
-  enough = worlds.length[states] == length
-  found = np.zeros(len(worlds.length))
-  spread(found, states[enough], mass[enough])
-  states, mass, target = (array[~enough] for array in (states, mass, target))
-  spread(found, worlds.following(states), mass[:, None] * target)
-  finish(worlds, found, length)
-  return worlds.of_length(found, length)
-
-
 def finish(worlds: Worlds, mass: np.ndarray, length: int) -> None:
   """Adds tokens of the target's to states up to some length."""
   for depth in range(length):
@@ -426,15 +386,14 @@ def finish(worlds: Worlds, mass: np.ndarray, length: int) -> None:
     spread(mass, worlds.following(states), more)
 
 
-def step_law(worlds: Worlds, topology, rule):
-  """By a rule of verification, whose first step is summed.
+def step(worlds: Worlds, states, mass, topology, rule, guesses=None):
+  """One step of rows `[n]` in some states, of some mass, which is summed.
 
-  There are contexts of one token more than the topology is deep. Returns the
-  distribution of sequences of that length, `[W, V ** length]`, all but those of
-  the first step drawn from the target; and the expected number of tokens that
-  this step accepts, `[W]`.
+  Children are the best or drawn, or `guesses`: a token for each path. Returns
+  the mass of all states after it, and the expected number of accepted tokens of
+  each world, `[W]`. There must be contexts for all that it may emit.
   """
-  length, children = topology.max_depth + 1, rule.children
+  children = rule.children
   found = np.zeros(len(worlds.length))
   accepted = np.zeros(len(worlds.names))
 
@@ -447,6 +406,8 @@ def step_law(worlds: Worlds, topology, rule):
     drawn = np.zeros(target.shape, bool)
     for rank in ranks:
       law = worlds.next_draw(states, drawn, rank, children)
+      if guesses is not None:
+        law[:] = np.arange(worlds.vocab_size) == guesses[*path, rank]
       at, tokens = np.nonzero(law)
       here = states[at]
       certain = np.eye(worlds.vocab_size, dtype=draft.dtype)[tokens]
@@ -478,10 +439,148 @@ def step_law(worlds: Worlds, topology, rule):
     spread(accepted, states // len(worlds.contexts), len(path) * stays)
     return np.bincount(rows, mass - stays, minlength=size)
 
-  roots = np.flatnonzero(worlds.length == 0)
-  ones = np.ones(len(roots), worlds.target.dtype)
-  np.testing.assert_allclose(
-    visit((), roots, np.float64(ones), ones), 0, atol=1e-6
+  ones = np.ones(len(states), worlds.target.dtype)
+  left = visit((), states, np.float64(mass), ones)
+  np.testing.assert_allclose(left, 0, atol=1e-6)
+  return found, accepted
+
+
+def several_steps(worlds: Worlds, topology, rule, length: int) -> np.ndarray:
+  """`[W, V ** length]`, the distribution of sequences of several steps."""
+  mass = worlds.begin()
+  for depth in range(length):
+    states = np.flatnonzero((worlds.length == depth) & (mass > 0))
+    mass += step(worlds, states, mass[states], topology, rule)[0]
+  return worlds.of_length(mass, length)
+
+
+# Rules in plain Python, one row at a time. `randomness` and `child_noise` make
+# their data from the keys of a step, independently of `specdec.sampling`. Every
+# decision has a *margin*, whose smallest is returned: the last digits of
+# float32 are not those of float64.
+
+ENOUGH = 1e-5
+"""A decision with a smaller margin is not compared."""
+
+# The last three of the numbers that `fold_in` takes as they are.
+_DRAFTING, _ACCEPTANCE, _RESIDUAL = 2147483647, 2147483646, 2147483645
+
+
+def randomness(keys, length, *, num_nodes, vocab_size):
+  """The randomness of a step, by row keys `[B]` and lengths of the texts `[B]`.
+
+  Keys for drawing children `[B]`, uniforms `[B, N]`, bonus noise `[B, V]`.
+  """
+  fold_in = jax.vmap(jax.random.fold_in)
+  drafting, acceptance, residual = (
+    fold_in(fold_in(keys, np.full(len(length), stream)), length)
+    for stream in (_DRAFTING, _ACCEPTANCE, _RESIDUAL)
   )
-  finish(worlds, found, length)
-  return worlds.of_length(found, length), accepted
+  return (
+    drafting,
+    jax.vmap(lambda key: jax.random.uniform(key, (num_nodes,)))(acceptance),
+    jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,)))(residual),
+  )
+
+
+@functools.partial(quick_jit, static_argnames=('num_nodes', 'shape'))
+def child_noise(keys, num_nodes, shape):
+  """`[B, N, *shape]` of the children of each node, by keys `[B]` for drawing.
+
+  The shape is `(V,)`, or `(K, V)` for K children drawn with replacement.
+  """
+  of_node = lambda key, node: jax.random.gumbel(
+    jax.random.fold_in(key, node), shape
+  )
+  of_row = jax.vmap(of_node, (None, 0))
+  return jax.vmap(of_row, (0, None))(keys, jnp.arange(num_nodes))
+
+
+def _best(scores, number=1):
+  """The largest entries in order, as far as finite, and the margin."""
+  order = np.argsort(-scores, kind='stable')
+  order = order[: np.sum(scores > -np.inf)]
+  gaps = -np.diff(scores[order])[:number]
+  # Entries that are equal are so on purpose: the first of them counts.
+  return order[:number].tolist(), min(gaps[gaps > 0], default=np.inf)
+
+
+def _log(probs):
+  return np.log(probs, out=np.full(len(probs), -np.inf), where=probs > 0)
+
+
+def _choose(probs, noise):
+  [token], margin = _best(_log(probs / probs.sum()) + noise)
+  return token, margin
+
+
+def pick_children(probs, noise, number, stochastic, children):
+  """Tokens of at most `number` children, and the margin.
+
+  `probs [V]` are the draft's, `noise` that of the node, see `child_noise`.
+  """
+  if children == sampling_lib.BEST or not stochastic:
+    return _best(_log(probs), number)
+  if children == sampling_lib.WITHOUT_REPLACEMENT:
+    return _best(_log(probs) + noise, number)
+  drawn = [_choose(probs, of_child) for of_child in noise[:number]]
+  return [token for token, _ in drawn], min(margin for _, margin in drawn)
+
+
+def _is_accepted(uniform, prob):
+  """Also the margin of that."""
+  close = 0 < prob < 1 + ENOUGH
+  return uniform < prob, abs(uniform - prob) if close else np.inf
+
+
+def _without(left, token, children):
+  if children != sampling_lib.WITHOUT_REPLACEMENT:
+    return left
+  left = np.where(np.arange(len(left)) == token, 0.0, left)
+  return left / max(left.sum(), 1e-300)
+
+
+def walk(parent, token, target, draft, uniforms, noise, stochastic, rule):
+  """Goes down a tree, from sibling to sibling.
+
+  `parent [N]` are places, `target [N, V]` and `draft [N, V]` distributions;
+  `uniforms [N]`; `noise [V]` is of the bonus token. A rule that leaves nodes
+  enters a child before it is accepted (traversal, arXiv 2505.12398). Returns
+  the tokens, the places of the path, and the margin.
+  """
+  children, margins = rule.children, [np.inf]
+
+  def passes(node, chance):
+    accepted, gap = _is_accepted(uniforms[node], chance)
+    margins.append(gap)
+    return accepted
+
+  def visit(node, weight):
+    """The path from a node on and what is left at its end, or None."""
+    wanted, left = target[node], draft[node]
+    for child in np.flatnonzero(parent == node):
+      proposed = token[child]
+      is_drawn = stochastic and children != sampling_lib.BEST
+      law = left if is_drawn else np.eye(len(left))[proposed]
+      chance = weight * wanted[proposed] / law[proposed]
+      below = None
+      if rule.leaves_nodes:
+        below = visit(child, min(1.0, chance))
+      elif passes(child, chance):
+        below = visit(child, 1.0)
+      if below:
+        return [node, *below[0]], below[1]
+      rest = np.maximum(weight * wanted - law, 0.0)
+      mass = rest.sum()
+      if mass < 1e-6 and mass + 1.0 - weight < 1e-3:  # by rounding alone
+        margins.append(0.0)
+      weight = mass / max(mass + 1.0 - weight, 1e-300)
+      wanted = rest / mass if mass > 1e-6 else wanted
+      left = _without(left, proposed, children)
+    accepted = not (node and rule.leaves_nodes) or passes(node, weight)
+    return ([node], wanted) if accepted else None
+
+  path, wanted = visit(0, 1.0)
+  bonus, gap = _choose(wanted, noise)
+  new = [*token[path[1:]].tolist(), bonus]
+  return new, [*map(int, path)], min(*margins, gap)

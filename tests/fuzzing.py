@@ -9,17 +9,10 @@ import functools
 import traceback
 
 import byte_level
-from flax import nnx
-import jax.numpy as jnp
 import numpy as np
-import tiny
 import tiny_drafters
 
 import specdec
-from specdec.models.nn import adapter
-from specdec.models.nn import eagle
-from specdec.models.nn import matrices as matrices_lib
-from specdec.models.nn import rope as rope_lib
 from specdec.models.nn import table_model
 from specdec.models.text import generator as generator_lib
 from specdec.models.text import pair as pair_lib
@@ -68,89 +61,20 @@ def _tables():
   return logits, logits + rng.normal(size=logits.shape)
 
 
-def _with_table(model: specdec.LanguageModel, table) -> specdec.LanguageModel:
-  """A model, and so much of a `[V, V]` table that a draft is often right."""
-  base = model.spec
-
-  def apply(params, tokens, positions, mask, cache):
-    logits, cache = base.apply(params['model'], tokens, positions, mask, cache)
-    return 0.3 * logits + params['table'][tokens], cache
-
-  return specdec.LanguageModel(
-    params={'model': model.params, 'table': jnp.asarray(table, jnp.float32)},
-    spec=dataclasses.replace(base, apply=apply),
+@functools.cache
+def pair() -> pair_lib.Pair:
+  """A target and a draft that is often right, and sees less."""
+  target, draft = (
+    table_model.table_model(table, max_positions=context)
+    for table, context in zip(
+      _tables(), (_CONTEXT, _DRAFT_CONTEXT), strict=True
+    )
   )
+  return pair_lib.Pair(target, draft, _tokenizer(), eos_ids=(0,))
 
 
 @functools.cache
-def _model(name: str, kind: str = 'target') -> specdec.LanguageModel:
-  """A target, or a draft, of the vocabulary of the tokenizer."""
-  table = _tables()[kind == 'draft']
-  context = _DRAFT_CONTEXT if kind == 'draft' else _CONTEXT
-  shape = {'vocab_size': len(_tokenizer()), 'num_positions': context}
-  if name == 'table':
-    return table_model.table_model(table, max_positions=context)
-  if name == 'gpt2':
-    # The draft has a cache of another shape.
-    number = 1 if kind == 'draft' else 2
-    inner = {'num_layers': number, 'num_heads': number, 'width': 8}
-    module = tiny.module(**shape, **inner)
-  else:
-    changes = {'num_layers': 1} | _WINDOWS.get(name, {})
-    changes = shape | ({} if name in _HYBRIDS else changes)
-    module = tiny.llama_module('llama' if name in _WINDOWS else name, **changes)
-  hidden = _READS if kind == 'target' and name == 'gpt2' else ()
-  return _with_table(adapter.as_model(module, hidden=hidden), table)
-
-
-_READS = (0, 2)
-# Models whose layers have states, and drafts of the same kind.
-_HYBRIDS = ('lfm2', 'delta')
-# Llamas that see no more than the last tokens: in all layers, or in one of two,
-# which rotates in its own way, as in Gemma 3. Texts of the first outgrow their
-# windows while they are decoded, those of the second have ten times the length.
-_WINDOWS = {
-  'mistral': {'window': 4},
-  'gemma': {
-    'num_layers': 2,
-    'window': (4, None),
-    'post_norm': True,
-    'rope': (rope_lib.Rope(theta=100.0), rope_lib.Rope(theta=1000.0)),
-  },
-}
-
-
-@functools.cache
-def _head() -> specdec.Head:
-  """A random head for the target `gpt2`, with tokens of its own."""
-  target = _model('gpt2').params['model']
-  config = eagle.HeadConfig(
-    vocab_size=len(_tokenizer()),
-    num_positions=_DRAFT_CONTEXT,
-    **{'width': 8, 'num_layers': 1, 'num_heads': 2, 'num_kv_heads': 1},
-    **{'head_width': 4, 'inner_width': 8, 'target_width': 8, 'reads': _READS},
-  )
-  matrix = target['wte']['embedding']
-  ids = np.arange(0, config.vocab_size, 2)
-  return eagle.as_head(
-    eagle.Head(config, rngs=nnx.Rngs(0)),
-    embedding=matrix,
-    lm_head=matrices_lib.few_outputs(matrix, ids, is_embedding=False),
-  )
-
-
-@functools.cache
-def pair(name: str = 'table') -> pair_lib.Pair:
-  return pair_lib.Pair(
-    target=_model(name),
-    draft=_model(name if name in ('gpt2', *_HYBRIDS) else 'table', 'draft'),
-    tokenizer=_tokenizer(),
-    eos_ids=(0,),
-  )
-
-
-@functools.cache
-def _drafter(name: str, target: str):
+def _drafter(name: str):
   rng = np.random.default_rng(1)
   size = len(_tokenizer())
   text = [1]  # such as the target emits
@@ -169,8 +93,7 @@ def _drafter(name: str, target: str):
     [(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0)]
   )
   fixed = lambda shape: tiny_drafters.Settings(topology=shape)
-  drafted = lambda config: tiny_drafters.model(pair(target).draft, config)
-  head = lambda config: config.drafter(specdec.HeadScorer(_head()))
+  drafted = lambda config: tiny_drafters.model(pair().draft, config)
   return {
     'plain': lambda: specdec.PLAIN,
     'chain of 1': lambda: drafted(fixed(topology_lib.chain(1))),
@@ -179,8 +102,6 @@ def _drafter(name: str, target: str):
     'tree': lambda: drafted(tree),
     'tables': lambda: tiny_drafters.with_settings(both, tree),
     'staged': lambda: specdec.staged(drafted(tree), both),
-    'ragged head': lambda: head(tiny_drafters.Settings(topology=ragged)),
-    'staged head': lambda: specdec.staged(head(tree), both),
   }[name]()
 
 
@@ -188,7 +109,6 @@ def _drafter(name: str, target: str):
 class Shape:
   """Static settings of a call."""
 
-  target: str
   drafter: str
   batch_size: int
   on: frozenset[str] = frozenset()
@@ -197,32 +117,24 @@ class Shape:
   long_prompt: bool = False
 
   def generator(self, drafter: str | None = None) -> generator_lib.Generator:
-    chosen = _drafter(drafter or self.drafter, self.target)
-    return generator_lib.Generator(pair(self.target), chosen)
+    chosen = _drafter(drafter or self.drafter)
+    return generator_lib.Generator(pair(), chosen)
 
 
 _FILTERS = frozenset({'top_k', 'top_p', 'min_p'})
 _TEXT = frozenset({'stop', 'logit_bias', 'repetition_penalty', 'log_probs'})
 _EVERYTHING = _FILTERS | _TEXT
-# Shapes of one target, batch size and options share a plain program.
+# Shapes of one batch size and options share a plain program.
 SHAPES = (
-  Shape('table', 'chain of 1', 1, _EVERYTHING),
-  Shape('table', 'tree', 1, _EVERYTHING, children='best'),
-  Shape('table', 'ragged', 1, _EVERYTHING, verify='rejection'),
-  Shape('table', 'staged', 3, _TEXT, long_prompt=True),
-  Shape('table', 'chain of 3', 3, _TEXT, verify='block', long_prompt=True),
-  Shape('table', 'tables', 2),
-  Shape('table', 'tree', 2, verify='rejection'),
-  Shape('table', 'ragged', 2, verify='traversal', children='with_replacement'),
-  Shape('gpt2', 'staged', 2, _EVERYTHING),
-  Shape('gpt2', 'staged head', 2, _EVERYTHING),
-  Shape('gpt2', 'ragged head', 2, _EVERYTHING, verify='rejection'),
-  Shape('mixtral', 'chain of 3', 3, _FILTERS),
-  *(Shape('mistral', name, 2) for name in ('tree', 'chain of 3')),
-  Shape('gemma', 'tree', 2, long_prompt=True),
-  Shape('lfm2', 'staged', 2, _TEXT, long_prompt=True),
-  Shape('delta', 'chain of 3', 2, _TEXT),
-  Shape('gemma', 'chain of 3', 2, long_prompt=True),
+  Shape('chain of 1', 1, _EVERYTHING),
+  Shape('tree', 1, _EVERYTHING, children='best'),
+  Shape('ragged', 1, _EVERYTHING, verify='rejection'),
+  Shape('staged', 2, _EVERYTHING),
+  Shape('staged', 3, _TEXT, long_prompt=True),
+  Shape('chain of 3', 3, _TEXT, verify='block', long_prompt=True),
+  Shape('tables', 2),
+  Shape('tree', 2, verify='rejection'),
+  Shape('ragged', 2, verify='traversal', children='with_replacement'),
 )
 
 

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+import tiny_drafters
 
+import specdec
 from specdec import cache as cache_lib
 from specdec import carried as carried_lib
 from specdec import model as model_lib
@@ -214,3 +216,26 @@ def test_text_is_read_from_what_is_kept_to_the_end_of_the_context():
   np.testing.assert_array_equal(state.cache.length, [36, 6, 10, 36])
   assert forwards == 1
   _assert_equals_fresh(model, jax.device_get(state.cache), texts)
+
+
+@pytest.mark.parametrize('kind', ['chain', 'staged'])
+def test_caches_of_all_stages_after_every_step(kind):
+  """They equal those of reading the text, as far as they go."""
+  draft = tiny.draft('similar', num_layers=1, hidden=(1,))
+  decoding = specdec.Decoding(
+    _target(),
+    tiny.row_keys(3),
+    tiny.prompts(3),
+    max_new_tokens=(30, 9, 28),
+    drafter=tiny_drafters.simple(kind, draft),
+    sampling=specdec.Sampling(temperature=[0.0, 1.0, 0.7]),
+  )
+  lags = set()
+  for _ in decoding:
+    state = jax.device_get(decoding._state)
+    caches = state.target.cache, state.stages[0].scorer.cache
+    for model, cache in zip((_target(), draft), caches, strict=True):
+      _assert_equals_fresh(model, cache, state.tokens)
+    lags |= {*(state.length - 1 - caches[1].length).tolist()}
+  # The classic off-by-one: all accepted, but the last was never scored.
+  assert lags == {0, 1} if kind == 'chain' else lags > {0, 1}

@@ -1,29 +1,29 @@
 """The distribution under rejection verification, and the link to compiled code.
 
-First the distributions of whole sequences, every branch of a step summed
-(`enumeration`);
-then that the rules and `draw_children` branch in that way, decision by decision
-(`slow_walks`); then match verification, which is plain decoding for every
-noise. `law_test` does the same for the whole loop, by counting.
+First the distributions of sequences, every branch of a step or of several ones
+summed; then that the rules, `draw_children` and block drafters branch in that
+way, decision by decision. `law_test` counts what the whole loop says, and
+`equality_test` enumerates match verification.
 """
 
 import functools
 import itertools
-from unittest import mock
 
 import enumeration
 import jax
 import jax.numpy as jnp
-import list_growth
+import list_trees
 import numpy as np
 import pytest
-import slow_walks
+import tiny_drafters
 
 import specdec
+from specdec import carried as carried_lib
 from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
+from specdec.draft import growth
 from specdec.draft import ranking as ranking_lib
-from specdec.models.nn import table_model
+from specdec.draft import stages as stages_lib
 from specdec.tree import topology as topology_lib
 from specdec.tree import tree as tree_lib
 from specdec.verify import rejection
@@ -45,6 +45,8 @@ def _assert_law(worlds, law, length, tolerance=_TOLERANCE):
 
 
 _RULES = ('rejection', 'traversal')
+_SAMPLINGS = ('temperature 1', 'penalty, bias, filters', 'greedy')
+_SAMPLINGS += ('a banned token', 'all filters')
 
 
 def _check_laws(worlds, rule, children, tolerance=_TOLERANCE):
@@ -55,8 +57,14 @@ def _check_laws(worlds, rule, children, tolerance=_TOLERANCE):
 
 
 def _step_law(rule, worlds, topology, children):
-  rule = rules_lib.RULES[rule](children)
-  return enumeration.step_law(worlds, topology, rule)
+  """The distribution of sequences that begin with a step, and `accepted`."""
+  length, rule = topology.max_depth + 1, rules_lib.RULES[rule](children)
+  roots = np.flatnonzero(worlds.length == 0)
+  mass, accepted = enumeration.step(
+    worlds, roots, np.ones(len(roots)), topology, rule
+  )
+  enumeration.finish(worlds, mass, length)
+  return worlds.of_length(mass, length), accepted
 
 
 @pytest.mark.parametrize('rule', _RULES)
@@ -64,6 +72,16 @@ def _step_law(rule, worlds, topology, children):
 @pytest.mark.parametrize('vocab_size', [3, 4])
 def test_sequences_have_the_targets_law(vocab_size, children, rule):
   _check_laws(_worlds(vocab_size, 4), rule, children)
+
+
+@pytest.mark.parametrize('rule', _RULES)
+@pytest.mark.parametrize('children', sampling_lib.CHILDREN)
+def test_several_steps_have_the_targets_law(children, rule):
+  few = {'drafts': ('similar', 'adversarial'), 'samplings': _SAMPLINGS[:3]}
+  worlds, rule = _worlds(3, 5, **few), rules_lib.RULES[rule](children)
+  for topology in (topology_lib.chain(2), topology_lib.k_ary(2, 2)):
+    law = enumeration.several_steps(worlds, topology, rule, 3)
+    _assert_law(worlds, law, 3)
 
 
 def check_few(rule, children):
@@ -231,9 +249,9 @@ def _grown_trees(drafter, vocab_size, rng):
     for values in enumeration.SAMPLINGS.values()
   ]
   rows = len(of_rows)
-  shape = rows, list_growth.TEXT_SLOTS
+  shape = rows, list_trees.TEXT_SLOTS
   texts = rng.integers(vocab_size, size=shape)
-  _, tree = list_growth.grown(
+  _, tree = list_trees.grown(
     drafter,
     np.int32(texts),
     np.full(rows, 9, np.int32),
@@ -246,25 +264,41 @@ def _grown_trees(drafter, vocab_size, rng):
   return tree.replace(parent=np.where(verified, tree.parent, tree_lib.NO_NODE))
 
 
+def _guesses(token, parent, max_depth):
+  """The tokens of a tree by paths of ranks."""
+  paths, guesses = {0: ()}, {}
+  for node in range(1, len(parent)):
+    above = paths.get(parent[node])
+    if above is not None and len(above) < max_depth:
+      paths[node] = (*above, sum(path[:-1] == above for path in guesses))
+      guesses[paths[node]] = token[node]
+  return guesses
+
+
 @pytest.mark.parametrize('name', ['tree', 'staged', 'tables'])
 def test_grown_trees_have_the_targets_law(name):
   length, vocab_size = 4, 3
   drafts = ('uniform',) * 3  # only the targets are used
-  worlds = enumeration.make_worlds(vocab_size, length, drafts=drafts)
+  worlds = enumeration.make_worlds(vocab_size, length + 1, drafts=drafts)
   rng = np.random.default_rng(0)
   tables = 2 * rng.normal(size=(3, vocab_size, vocab_size))
-  trees = jax.tree.map(
-    lambda *arrays: np.concatenate(arrays),
-    *(
-      _grown_trees(enumeration.drafter(name, table), vocab_size, rng)
-      for table in tables
-    ),
-  )
-  _assert_law(worlds, enumeration.grown_law(worlds, trees, length), length)
-  verified = trees.parent[:, 1:] >= 0
-  assert np.all(verified.any(1)), 'a poor example'
-  tokens = np.where(verified, trees.token[:, 1:], -1)
-  kinds = np.unique(np.hstack([trees.parent[:, 1:], tokens]), axis=0)
+  mass, kinds = np.zeros(len(worlds.length)), set()
+  for number, table in enumerate(tables):
+    trees = _grown_trees(enumeration.drafter(name, table), vocab_size, rng)
+    for row, tree in enumerate(zip(trees.token, trees.parent, strict=True)):
+      guesses = _guesses(*map(np.asarray, tree), length)
+      kinds.add((*guesses.items(),))
+      root = (number * len(enumeration.SAMPLINGS) + row) * len(worlds.contexts)
+      mass += enumeration.step(
+        worlds,
+        np.array([root]),
+        np.ones(1),
+        topology_lib.from_paths([*guesses]),
+        rejection.RejectionRule(),
+        guesses,
+      )[0]
+  enumeration.finish(worlds, mass, length)
+  _assert_law(worlds, worlds.of_length(mass, length), length)
   assert len(kinds) >= 8, 'a poor example'
 
 
@@ -391,7 +425,7 @@ def check_walks(children, name='rejection', num_batches=25):
       above = np.where(
         nodes[row] > 0, tree.parent[row, nodes[row]], tree_lib.NO_NODE
       )
-      emitted, places, margin = slow_walks.walk(
+      emitted, places, margin = enumeration.walk(
         np.array([place_of[node] if node >= 0 else -1 for node in above]),
         tree.token[row, nodes[row]],
         target[row],
@@ -401,7 +435,7 @@ def check_walks(children, name='rejection', num_batches=25):
         case['stochastic'][row],
         rule,
       )
-      if margin < slow_walks.ENOUGH:
+      if margin < enumeration.ENOUGH:
         num_close += 1
         continue
       number = int(verdict.accepted[row])
@@ -451,7 +485,7 @@ def test_children_are_drawn_from_what_is_said(children):
       _draw(*given, number=number, children=children)
     )
     shape = (number, vocab_size) if replacement else (vocab_size,)
-    noise = np.float64(slow_walks.child_noise(keys, num_nodes, shape))
+    noise = np.float64(enumeration.child_noise(keys, num_nodes, shape))
     nothing = np.zeros((num_nodes, vocab_size), bool)
     for row in range(batch_size):
       stochastic = case['stochastic'][row]
@@ -463,8 +497,8 @@ def test_children_are_drawn_from_what_is_said(children):
           law = probs[place]
           np.testing.assert_allclose(drawn_from[row, place], law, atol=1e-6)
         given = (probs[place], noise[row, node], number, stochastic, children)
-        expected, margin = slow_walks.pick_children(*given)
-        if margin < slow_walks.ENOUGH:
+        expected, margin = enumeration.pick_children(*given)
+        if margin < enumeration.ENOUGH:
           num_close += 1
           continue
         found = log_probs[row, place] > -100
@@ -472,6 +506,105 @@ def test_children_are_drawn_from_what_is_said(children):
         found, logs = log_probs[row, place][found], np.log(probs[place])
         np.testing.assert_allclose(found, logs[expected], atol=1e-5)
   assert num_close < 20
+
+
+# Children of a block drafter with a parent term, whose distribution depends on
+# the token before the root, the depth and the parent.
+
+_V, _BLOCK = 3, 3
+_ALL = topology_lib.k_ary(_V, _BLOCK)
+
+
+@functools.partial(enumeration.quick_jit, static_argnames='children')
+def _grown(scorer, sampling, key, text, length, *, children):
+  """The tree below a text `[T]`, its proposals `[M, V]`, the candidates."""
+  drafter = specdec.fixed_drafter(scorer, _ALL)
+  in_text = (jnp.arange(text.shape[0]) < length)[:, None]
+  seen = jnp.any(jax.nn.one_hot(text, _V, dtype=bool) & in_text, axis=0)
+  # The states lead to the root, or do not, by the tokens of the text.
+  hidden = {0: jax.nn.one_hot(text, _V)[None, None]}
+  hidden = carried_lib.HiddenStates(hidden, jnp.zeros(1, jnp.int32))
+  ctx = list_trees.match_context(
+    text[None],
+    length[None],
+    jnp.zeros((1, _BLOCK + 1, _V)),
+    sampling,
+    shape=drafter.shape,
+    seen=seen[None],
+    rule=rejection.RejectionRule(children),
+    hidden=hidden,
+  )
+  randomness = ctx.randomness.replace(draft_keys=key[None])
+  texts = carried_lib.Texts(text[None], length[None], 40, hidden=hidden)
+  drawn_from = 0 if children == sampling_lib.BEST else _V
+  states = stages_lib.start(drafter, texts, drawn_from)
+  ctx = ctx.replace(randomness=randomness)
+  [state], tree = growth.grow(drafter.stages, states, ctx.root_trees(), ctx)
+  found = tree, state.proposals, state.scorer.tokens
+  return jax.tree.map(lambda array: array[0], found)
+
+
+def _block_probs(scores, edges, candidates, values):
+  """The distribution below a parent, by definition."""
+  logits = np.full(_V, -np.inf)
+  logits[candidates] = (scores + edges)[candidates]
+  # A few candidates are not penalised, and greedy rows have a distribution.
+  plain = {'repetition_penalty': 1.0}
+  plain |= {} if values.get('temperature') else {'temperature': 1.0}
+  nothing = np.zeros((1, _V), bool)
+  return enumeration.exact_probs(logits[None], nothing, values | plain)[0]
+
+
+@pytest.mark.parametrize('num_candidates', [2, 64])
+@pytest.mark.parametrize('children', sampling_lib.CHILDREN)
+def test_a_block_draws_from_the_candidates_of_a_depth(children, num_candidates):
+  rng, rows, num_close, checked = np.random.default_rng(0), 60, 0, 0
+  texts = np.int32(rng.integers(_V, size=(rows, 5)))
+  lengths = np.int32(rng.integers(1, 6, size=rows))
+  keys = jax.random.split(jax.random.key(1), rows)
+  few = min(num_candidates, _V)
+  replacement = children == sampling_lib.WITH_REPLACEMENT
+  shape = (few, few) if replacement else (few,)
+  noise = np.float64(enumeration.child_noise(keys, _ALL.num_nodes, shape))
+  grow = jax.vmap(
+    functools.partial(_grown, children=children), (None, None, 0, 0, 0)
+  )
+  for values in map(enumeration.SAMPLINGS.get, _SAMPLINGS):
+    marginals = 1.5 * rng.normal(size=(_BLOCK, _V))
+    edges = 1.5 * rng.normal(size=(_V, _V))
+    scorer = tiny_drafters.block_table(
+      marginals, edges, num_candidates=num_candidates
+    )
+    sampling = enumeration.full_sampling(values, _V)
+    trees, proposals, candidates = jax.device_get(
+      grow(scorer, sampling, keys, texts, lengths)
+    )
+    is_drawn = values.get('temperature', 1.0) and children != sampling_lib.BEST
+    for row, node in np.ndindex(rows, _ALL.num_nodes - _V**_BLOCK):
+      if node and trees.parent[row, node] < 0:
+        continue
+      depth, last = trees.depth[row, node], lengths[row] - 1
+      # A text of one token has no state before its root, but a slot.
+      leads = texts[row, last] == texts[row, max(last - 1, 0)]
+      scores = marginals[depth] * (1 if leads else -4)
+      likeliest = np.argsort(-scores, kind='stable')[:num_candidates]
+      probs = _block_probs(
+        scores, edges[trees.token[row, node]], likeliest, values
+      )
+      tokens = candidates[row, depth]
+      if is_drawn:
+        np.testing.assert_allclose(proposals[row, node], probs, atol=1e-6)
+      expected, margin = enumeration.pick_children(
+        probs[tokens], noise[row, node], few, is_drawn, children
+      )
+      if margin < enumeration.ENOUGH:
+        num_close += 1
+        continue
+      found = trees.token[row, trees.parent[row] == node]
+      assert found.tolist() == tokens[expected].tolist()
+      checked += 1
+  assert num_close < 20
+  assert checked > 1000
 
 
 def test_every_node_draws_children_of_its_own():
@@ -518,7 +651,7 @@ def test_the_randomness_of_a_step_is_of_these_keys():
   )
   of_all = jax.jit(lambda noise: noise.of_all(6))
   for length in (np.array([1, 7, 3]), np.array([2, 8, 900])):
-    expected = slow_walks.randomness(keys, length, **sizes)
+    expected = enumeration.randomness(keys, length, **sizes)
     noise = of_rows(keys, length[:, None] + np.arange(3)[None])
     drawn = noise * np.array([1, 0, 1])[:, None, None]
     for shares_noise, wants_all in itertools.product((True, False), repeat=2):
@@ -528,84 +661,3 @@ def test_the_randomness_of_a_step_is_of_these_keys():
       np.testing.assert_array_equal(found.uniforms, expected[1])
       np.testing.assert_array_equal(found.residual_noise, expected[2])
       np.testing.assert_array_equal(of_all(found.noise), drawn * shares_noise)
-
-
-# Match verification: whatever the noise, it emits the tokens of plain decoding,
-# the best ones after the noise was added: draws from the target's distribution.
-
-_MATCH_LENGTH = 4
-_MATCH_VOCAB_SIZE = 3
-_DEEPEST = 6
-
-
-def _decode_with_noise(target, drafter, sampling, noise):
-  """Decodes rows with the given noise `[B, T, V]` in place of drawn noise."""
-
-  def given(keys, positions, is_drawn):
-    del keys, is_drawn
-    return randomness_lib.noise_table(noise).at(positions)
-
-  keys = jax.random.split(jax.random.key(0), noise.shape[0])
-  sampling = jax.tree.map(
-    lambda array: jnp.repeat(array, len(noise), axis=0), sampling
-  )
-  request = enumeration.request(keys, sampling, _MATCH_LENGTH)
-  config = specdec.DecodeConfig(max_new_tokens=_MATCH_LENGTH)
-  with mock.patch.object(randomness_lib, 'position_noise', given):
-    result = specdec.decode.__wrapped__(target, drafter, request, config=config)
-  return result.tokens[:, 1:], result.counters.target_forwards
-
-
-def _noises(table, values):
-  """`[n, T, V]` noises by position, `[n, L]` what they lead to.
-
-  Every possible sequence is among these; `table [V, V]` is the target's.
-  """
-  rng = np.random.default_rng(0)
-  tokens = range(_MATCH_VOCAB_SIZE)
-  sequences = [*itertools.product(tokens, repeat=_MATCH_LENGTH)]
-  total = 1 + _MATCH_LENGTH + _DEEPEST
-  noises = rng.gumbel(size=(3, len(sequences), total, _MATCH_VOCAB_SIZE))
-  for index, sequence in enumerate(sequences):
-    for place, token in enumerate(sequence, start=1):
-      noises[0, index, place, token] += 20.0  # more than any token is unlikely
-  noises = noises.reshape(-1, total, _MATCH_VOCAB_SIZE).astype(np.float32)
-  noises *= values.get('temperature', 1.0) > 0
-  texts = np.full((len(noises), 1), enumeration.PROMPT)
-  for place in range(1, _MATCH_LENGTH + 1):
-    seen = (texts[:, :, None] == np.array(tokens)).any(1)
-    probs = enumeration.exact_probs(table[texts[:, -1]], seen, values)
-    with np.errstate(divide='ignore'):
-      best = np.argmax(np.log(probs) + noises[:, place], axis=1)
-    texts = np.concatenate([texts, best[:, None]], axis=1)
-  return noises, texts[:, 1:]
-
-
-_LONG = ('chain of 3', 'ragged tree', 'tables', 'tree')
-_LONG = [pytest.param(name, marks=pytest.mark.long) for name in _LONG]
-
-
-@pytest.mark.parametrize('name', ['none', 'staged', *_LONG])
-def test_match_says_what_plain_decoding_does(name):
-  """All sequences that are possible, with noises that lead to them."""
-  run = enumeration.quick_jit(_decode_with_noise)
-  steps = []
-  for number, (sampling, values) in enumerate(enumeration.SAMPLINGS.items()):
-    rng = np.random.default_rng(number)
-    target = 1.3 * rng.normal(size=(_MATCH_VOCAB_SIZE,) * 2)
-    target = target.astype(np.float32)
-    noises, expected = _noises(target, values)
-    if sampling == 'temperature 1':
-      assert len(np.unique(expected, axis=0)) == 3**_MATCH_LENGTH
-    for kind in ('similar', 'adversarial'):
-      draft = enumeration.draft_logits(kind, target, rng)
-      emitted, num_steps = run(
-        table_model.table_model(target, max_positions=1000),
-        enumeration.drafter(name, draft),
-        enumeration.full_sampling(values, _MATCH_VOCAB_SIZE),
-        noises,
-      )
-      np.testing.assert_array_equal(emitted, expected, err_msg=sampling)
-      steps += np.asarray(num_steps).tolist()
-  # More than one step, and fewer than in plain decoding.
-  assert name == 'none' or 1.2 < np.mean(steps) < 0.9 * _MATCH_LENGTH

@@ -8,10 +8,12 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_drafters
 
 import specdec
 from specdec import arguments as arguments_lib
 from specdec import best as best_lib
+from specdec import cache as cache_lib
 from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
 from specdec.draft import ranking as ranking_lib
@@ -286,3 +288,42 @@ def test_a_value_that_is_not_finite_is_seen(vocab_size):
     no_noise = randomness_lib.noise_table(np.zeros_like(logits[:, None]))
     best = _best_log_prob(logits[:, None], no_noise, params)
     np.testing.assert_array_equal(best > sampling_lib.EXCLUDED, usable)
+
+
+def _apply(params, tokens, positions, mask, cache):
+  """Every token is followed by the same logits in another order."""
+  del positions, mask
+  places = jnp.arange(len(params))[None, None] - 7919 * tokens[..., None]
+  return params[places % len(params)], cache
+
+
+def test_a_whole_decode_at_the_edge_of_top_p():
+  vocab_size = _SIZES[-1]
+  spec = specdec.ModelSpec(
+    apply=_apply,
+    init_cache=cache_lib.init_empty_cache,
+    vocab_size=vocab_size,
+    max_positions=64,
+    weight_bytes=vocab_size,
+    cache_bytes_per_slot=0,
+  )
+  model = specdec.LanguageModel(
+    params=jnp.asarray(_base(vocab_size)), spec=spec
+  )
+  top_p = [*_around(_edge(vocab_size, 6)), 1.0]
+  plain, *drafted = (
+    specdec.generate(
+      model,
+      jax.random.key(0),
+      [[1, 2], [3], [4, 5, 6], [7]],
+      max_new_tokens=12,
+      drafter=tiny_drafters.simple(kind, model),
+      sampling=specdec.Sampling(temperature=1.0, top_p=top_p),
+      log_probs=True,
+    )
+    for kind in ('plain', 'chain', 'tree')
+  )
+  for result in drafted:
+    assert result.tokens == plain.tokens
+    assert result.log_probs == plain.log_probs
+    assert result.stats.block_efficiency > 1.5

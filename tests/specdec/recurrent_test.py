@@ -1,16 +1,11 @@
 """Layers with a state: every node has that of its path, to the last bit."""
 
-import functools
-
-import block_folders
-import constraint_test
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 import tiny_drafters
-import tiny_heads
 import tiny_recurrent
 import variants
 
@@ -19,9 +14,7 @@ from specdec import cache as cache_lib
 from specdec import memory
 from specdec import recurrent as recurrent_lib
 from specdec import statistics
-from specdec.draft import block as block_lib
 from specdec.models.checkpoints import hub
-from specdec.models.checkpoints.heads import heads
 from specdec.models.nn import adapter
 from specdec.models.nn import other_tokens
 from specdec.models.nn.cpu import build
@@ -132,15 +125,6 @@ def test_keys_near_zero_have_the_length_of_transformers(tmp_path):
 _VOCAB = 12
 
 
-def _draft(noise=1.0):
-  return tiny_recurrent.hashed(_VOCAB, noise)
-
-
-@functools.cache
-def _drafter(kind):
-  return tiny_drafters.simple(kind, _draft())
-
-
 def _prompts(seed, *lengths):
   rng = np.random.default_rng(seed)
   return [rng.integers(_VOCAB, size=length).tolist() for length in lengths]
@@ -149,37 +133,6 @@ def _prompts(seed, *lengths):
 def _expected(prompts, number):
   target = tiny_recurrent.hashed(_VOCAB)
   return [tiny_recurrent.greedy(target, text, number) for text in prompts]
-
-
-@pytest.mark.parametrize('kind', ['plain', 'chain', 'tree', 'staged'])
-def test_any_wrong_state_would_show(kind):
-  """A target whose state is a hash of its path says what a loop computes."""
-  prompts = _prompts(0, 3, 40, 1)
-  result = specdec.generate(
-    tiny_recurrent.hashed(_VOCAB),
-    tiny.row_keys(3),
-    prompts,
-    max_new_tokens=24,
-    drafter=_drafter(kind),
-  )
-  assert result.tokens == _expected(prompts, 24)
-  if kind != 'plain':
-    assert 1.3 < result.stats.block_efficiency < 6
-
-
-def test_plain_steps_between_trees():
-  """The draft reads later what the fallback decoded without it."""
-  prompts = _prompts(3, 4, 9)
-  result = specdec.generate(
-    tiny_recurrent.hashed(_VOCAB),
-    tiny.row_keys(2),
-    prompts,
-    max_new_tokens=90,
-    drafter=_drafter('tree'),
-    break_even=9.0,
-  )
-  assert result.tokens == _expected(prompts, 90)
-  assert 0 < result.stats.plain_steps < result.stats.target_forwards
 
 
 def test_a_conversation_of_five_turns():
@@ -191,7 +144,7 @@ def test_a_conversation_of_five_turns():
     prompts,
     max_new_tokens=8,
     room_for_new_tokens=256,
-    drafter=_drafter('tree'),
+    drafter=tiny_drafters.simple('tree', tiny_recurrent.hashed(_VOCAB, 1.0)),
   )
   decoding.run()
   for turn in range(5):
@@ -218,35 +171,6 @@ def test_a_conversation_of_five_turns():
     assert decoding.num_kept == kept, turn
     decoding.run()
   assert decoding.result().tokens == _expected(prompts, 8)
-
-
-@pytest.mark.parametrize('name', ['hashed', 'lfm2', 'delta'])
-def test_prompts_in_slots(name):
-  """Prompts that come and go, long ones read in parts."""
-  prompts = _prompts(9, 3, 50, 30, 1, 25)
-  if name == 'hashed':
-    target, drafter = tiny_recurrent.hashed(_VOCAB), _drafter('tree')
-    expected = _expected(prompts, 20)
-  else:
-    target = adapter.as_model(tiny.llama_module(name))
-    draft = adapter.as_model(tiny.llama_module('delta'))
-    drafter = tiny_drafters.simple('tree', draft)
-    expected = specdec.generate(
-      target, tiny.row_keys(len(prompts)), prompts, max_new_tokens=20
-    ).tokens
-  slots = specdec.Slots(
-    target,
-    num_slots=2,
-    context=tiny.MAX_POSITIONS,
-    drafter=drafter,
-    reading=11,
-  )
-  jobs = [
-    {'prompt': prompt, 'rng_key': jax.random.key(0), 'max_new_tokens': 20}
-    for prompt in prompts
-  ]
-  found, _ = tiny.in_slots(slots, jobs)
-  assert [one.tokens[0] for one in found] == expected
 
 
 def _by_hand(tokens, window):
@@ -335,61 +259,6 @@ def test_states_are_counted():
   plain = statistics.bytes_read({'target': stats.reads['plain']}, stats.costs)
   slots = stats.reads['plain']['slots'] * 2 * 2 * 8 * 4
   assert plain == 4 * model.spec.weight_bytes + slots + 8 * 2 * state
-
-
-def _with_head(tmp_path):
-  """A delta net whose states an EAGLE-3 head reads, and that head."""
-  module = tiny.llama_module('delta')
-  folder = tiny_heads.write(tmp_path, 'sglang', tiny_heads.tensors('eagle3'))
-  found = heads.locate(folder, module.config)
-  target = adapter.as_model(module, hidden=tiny_heads.READS)
-  scorer = specdec.HeadScorer(heads.load(found, target))
-  return target, tiny_drafters.TREE.drafter(scorer)
-
-
-def _with_block(tmp_path):
-  """The same of convolutions and a block drafter."""
-  module = tiny.llama_module(
-    'lfm2',
-    vocab_size=block_folders.VOCAB,
-    width=block_folders.WIDTH,
-    num_layers=block_folders.LAYERS,
-    mixers=('conv', 'self_attn', 'conv', 'conv'),
-  )
-  folder = block_folders.write(tmp_path, 'z-lab')
-  found = heads.locate(folder, module.config)
-  target = adapter.as_model(module, hidden=found.config.reads)
-  scorer = block_lib.BlockScorer(heads.load(found, target))
-  return target, tiny_drafters.TREE.drafter(scorer)
-
-
-def _with_lookup(tmp_path):
-  """A staged draft, itself with states."""
-  del tmp_path
-  draft = adapter.as_model(tiny.llama_module('lfm2'))
-  target = adapter.as_model(tiny.llama_module('delta'))
-  return target, tiny_drafters.simple('staged', draft)
-
-
-@pytest.mark.parametrize('make', [_with_head, _with_block, _with_lookup])
-def test_whatever_drafts_tokens_are_those_of_plain_decoding(make, tmp_path):
-  """Under a constraint, whose rows have other prompts and temperatures."""
-  target, drafter = make(tmp_path)
-  found = [
-    specdec.generate(
-      target,
-      tiny.row_keys(2),
-      [[2, 3, 4, 5], [6]],
-      max_new_tokens=24,
-      sampling=specdec.Sampling(temperature=[0.0, 0.8]),
-      constraint=constraint_test.Turns(),
-      drafter=one,
-    )
-    for one in (drafter, specdec.PLAIN)
-  ]
-  assert found[0].tokens == found[1].tokens
-  assert found[0].stats.target_forwards <= found[1].stats.target_forwards
-  assert [len(set(row)) > 3 for row in found[0].tokens] == [True, True]
 
 
 def mixed_by_kernels(heads, picked):

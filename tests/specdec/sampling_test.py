@@ -1,4 +1,4 @@
-"""Compares filters with slow references; `law_test` checks the tokens' law."""
+"""Filters against slow references."""
 
 import jax
 import numpy as np

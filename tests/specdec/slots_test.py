@@ -96,7 +96,7 @@ _SAMPLED_BY = [field.name for field in dataclasses.fields(specdec.Sampling)]
 
 @functools.cache
 def _together(kind='plain', verify='match', only=None):
-  """One batch of all, whose rows are as alone: `decode_test`."""
+  """One batch of all, whose rows are as alone: `equality_test`."""
   jobs = _JOBS if only is None else [_JOBS[only]]
   own = lambda name: [job[name] for job in jobs]
   sampled = lambda name: [getattr(job['sampling'], name) for job in jobs]

@@ -254,13 +254,13 @@ _BUGS = {
     'context',
     'adjuster.after(before, tree.token),',
     'before,',
-    "constraint.check_tokens('chain', 'match')",
+    "equality.check_together('table', 'chain', 'turns')",
   ),
   'a draft does not know the constraint': (
     'draft.language_model',
     'logits = ctx.adjusted(scores.logits, tree, nodes)',
     'logits = scores.logits',
-    "constraint.check_tokens('chain', 'match')",
+    "equality.check_together('table', 'chain', 'turns')",
   ),
   'a head does not read the prompt': (
     'draft.head',

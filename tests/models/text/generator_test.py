@@ -20,7 +20,7 @@ from specdec.models.text import text_options
 
 LIMIT = 60
 _NEVER = '\x01'
-_SHAPE = fuzzing.Shape('table', 'staged', 3)
+_SHAPE = fuzzing.Shape('staged', 3)
 _generator = functools.cache(_SHAPE.generator)
 _PROMPTS = ['né', [5, 6, 7], 'ab 日']
 _SEEDS = (5, 6, 7)

@@ -4,7 +4,7 @@ import functools
 import types
 
 import jax.numpy as jnp
-import list_growth
+import list_trees
 import numpy as np
 import pytest
 import tiny_drafters
@@ -25,7 +25,7 @@ _chain_config = functools.partial(
 def _run(drafter, texts, vocab_size, active=(True,) * 3, rounds=5):
   """Forwards of the outermost stage."""
   noise = np.zeros((3, rounds + 1, vocab_size), np.float32)
-  return list_growth.run(drafter, list_growth.Step(texts, noise, active))[2][0]
+  return list_trees.run(drafter, list_trees.Step(texts, noise, active))[2][0]
 
 
 def _forwards(probs, config, *active):
@@ -37,7 +37,7 @@ def _forwards(probs, config, *active):
   for row, p in enumerate(probs):
     own = slice(size * row, size * (row + 1))
     table[own, own] = np.log(np.where(following, p, (1 - p) / (size - 1)))
-  drafter = list_growth.TableStage(table, config).drafter()
+  drafter = list_trees.TableStage(table, config).drafter()
   return _run(drafter, [[0], [size], [2 * size]], 3 * size, *active)
 
 

@@ -3,7 +3,6 @@
 import itertools
 
 import jax
-import list_growth as growth
 import list_trees
 import numpy as np
 import pytest
@@ -20,10 +19,10 @@ _TINY = tiny_drafters.Settings(width=2, branching=2, rounds=1, cost_ratio=0)
 
 
 def _table(seed):
-  return tiny.table(growth.VOCAB_SIZE, seed)
+  return tiny.table(list_trees.VOCAB_SIZE, seed)
 
 
-_MORE_THAN_THERE_ARE = {'branching': growth.VOCAB_SIZE + 5, 'width': 60}
+_MORE_THAN_THERE_ARE = {'branching': list_trees.VOCAB_SIZE + 5, 'width': 60}
 _MORE_THAN_THERE_ARE |= {'capacity': 50, 'calibration': 0.5}
 
 
@@ -47,7 +46,7 @@ def check(names, config=()):
   for temperature, seed in itertools.product((0.0, 1.0, 0.6), range(4)):
     stages = [
       # Two of three stages are alike now and then.
-      growth.TableStage(
+      list_trees.TableStage(
         _table(3 * seed + (place if place < 2 else seed % 2)),
         settings,
         name == 'model',
@@ -59,10 +58,10 @@ def check(names, config=()):
     ]
     drafter = specdec.staged(*(stage.drafter() for stage in stages))
     active = [True, True, config != () or seed > 0]
-    step = growth.random_step(
+    step = list_trees.random_step(
       seed, drafter.max_depth, temperature, active=active
     )
-    trees, scored, forwards = growth.run(drafter, step)
+    trees, scored, forwards = list_trees.run(drafter, step)
     # Rows that are done grow as far as the others take them.
     for row, nodes in enumerate(trees):
       by_stage = [set(np.flatnonzero(one[row]).tolist()) for one in scored]
@@ -137,23 +136,23 @@ def test_growth_after_a_step_is_growth_after_a_prefill():
   rng = np.random.default_rng(2)
   settings = tiny_drafters.Settings(topology=topology_lib.k_ary(2, 2))
   drafter = tiny_drafters.model(tiny.draft('similar', num_layers=1), settings)
-  step = growth.random_step(2, 2, 1.0, tiny.VOCAB_SIZE)
-  rows = np.arange(growth.BATCH_SIZE)
-  tokens, length = growth.padded(step.texts)
+  step = list_trees.random_step(2, 2, 1.0, tiny.VOCAB_SIZE)
+  rows = np.arange(list_trees.BATCH_SIZE)
+  tokens, length = list_trees.padded(step.texts)
   rest = (rows >= 0, step.noise, tiny.sampling_params(1.0, 0.0, 1.0))
-  grow_again = jax.jit(growth.grown_from)
-  stages, tree = growth.grown(drafter, tokens, length, *rest)
+  grow_again = jax.jit(list_trees.grown_from)
+  stages, tree = list_trees.grown(drafter, tokens, length, *rest)
   for leaf in (3, 4, 5, 6):
     # To a leaf, which no draft has scored, and a bonus token.
     path = np.array([[0, (leaf - 1) // 2, leaf]] * len(rows), np.int32)
-    stages = growth.kept(drafter, stages, path, 0 * length + 3)
+    stages = list_trees.kept(drafter, stages, path, 0 * length + 3)
     for row in rows:
       new = [*np.asarray(tree.token[row])[path[row, 1:]], rng.integers(9)]
       tokens[row, length[row] : length[row] + 3] = new
     length = length + 3
     stages, tree = grow_again(drafter, stages, tokens, length, *rest)
-    _, expected = growth.grown(drafter, tokens, length, *rest)
-    growth.assert_equal_trees(*map(growth.lists_of, (tree, expected)))
+    _, expected = list_trees.grown(drafter, tokens, length, *rest)
+    list_trees.assert_equal_trees(*map(list_trees.lists_of, (tree, expected)))
 
 
 def test_a_draft_reads_what_it_lacks_together_with_the_root():
@@ -169,18 +168,18 @@ def test_a_draft_reads_what_it_lacks_together_with_the_root():
       tiny_drafters.exact(tiny.table(tiny.VOCAB_SIZE)), config=inner
     ),
   )
-  step = growth.random_step(2, drafter.max_depth, 1.0, tiny.VOCAB_SIZE)
-  rows = np.arange(growth.BATCH_SIZE)
+  step = list_trees.random_step(2, drafter.max_depth, 1.0, tiny.VOCAB_SIZE)
+  rows = np.arange(list_trees.BATCH_SIZE)
   rest = (rows >= 0, step.noise, tiny.sampling_params(1.0, 0.0, 1.0))
-  grow_again = jax.jit(growth.grown_from)
+  grow_again = jax.jit(list_trees.grown_from)
   most_missing = []
   for most in (outer.width, drafter.max_depth):
-    tokens, length = growth.padded(step.texts)
-    stages, tree = growth.grown(drafter, tokens, length, *rest)
+    tokens, length = list_trees.padded(step.texts)
+    stages, tree = list_trees.grown(drafter, tokens, length, *rest)
     scored = np.asarray(stages[0].scored)
     path = np.full((len(rows), drafter.max_depth + 1), -1, np.int32)
     lacks = []
-    for row, nodes in enumerate(growth.lists_of(tree)):
+    for row, nodes in enumerate(list_trees.lists_of(tree)):
       # Towards the deepest node, past some that the model has not scored.
       deepest = max(range(len(nodes)), key=lambda at: nodes[at].depth)
       up = list_trees.up(nodes, deepest)[::-1]
@@ -193,10 +192,10 @@ def test_a_draft_reads_what_it_lacks_together_with_the_root():
       length[row] += len(new)
     most_missing.append(max(lacks))
     count = np.sum(path >= 0, axis=1).astype(np.int32)
-    stages = growth.kept(drafter, stages, path, count)
+    stages = list_trees.kept(drafter, stages, path, count)
     _, tree = grow_again(drafter, stages, tokens, length, *rest)
-    _, expected = growth.grown(drafter, tokens, length, *rest)
-    growth.assert_equal_trees(*map(growth.lists_of, (tree, expected)))
+    _, expected = list_trees.grown(drafter, tokens, length, *rest)
+    list_trees.assert_equal_trees(*map(list_trees.lists_of, (tree, expected)))
   assert most_missing[0] == outer.width < most_missing[1]
 
 
@@ -206,10 +205,10 @@ def test_fixed_shapes_are_filled_by_rank(is_model):
     [(1,), (0,), (3,), (1, 2), (1, 0), (1, 2, 4), (3, 0)]
   )
   config = tiny_drafters.Settings(topology=topology, calibration=1.5)
-  stage = growth.TableStage(_table(5), config, is_model)
+  stage = list_trees.TableStage(_table(5), config, is_model)
   for temperature in (0.0, 1.0):
-    step = growth.random_step(5, topology.max_depth, temperature)
-    trees, _, forwards = growth.run(stage.drafter(), step)
+    step = list_trees.random_step(5, topology.max_depth, temperature)
+    trees, _, forwards = list_trees.run(stage.drafter(), step)
     assert forwards == [topology.max_depth]
     for row, nodes in enumerate(trees):
       expected = [list_trees.Node(step.texts[row][-1])]
@@ -222,4 +221,4 @@ def test_fixed_shapes_are_filled_by_rank(is_model):
         expected.append(
           list_trees.child(expected, places[above], token, said[token], 1)
         )
-      growth.assert_equal_trees([nodes], [expected])
+      list_trees.assert_equal_trees([nodes], [expected])

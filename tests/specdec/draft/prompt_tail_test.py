@@ -3,7 +3,7 @@
 import dataclasses
 
 import jax
-import list_growth as growth
+import list_trees
 import numpy as np
 import pytest
 import tiny
@@ -18,7 +18,6 @@ from specdec.models.text import pair as pair_lib
 from specdec.tree import topology as topology_lib
 
 _C = 3
-_SAMPLING = specdec.Sampling(temperature=0.7)
 _SETTINGS = tiny_drafters.Settings(topology=topology_lib.k_ary(2, 2))
 
 
@@ -33,8 +32,8 @@ def _check_trees(tree, texts, firsts, *rest):
   """The trees are those of a draft that has nothing but the rest of texts."""
   whole = tiny_drafters.model(tiny.draft('similar', num_layers=1), _SETTINGS)
   shorter = [text[at:] for text, at in zip(texts, firsts, strict=True)]
-  _, expected = growth.grown(whole, *growth.padded(shorter), *rest)
-  growth.assert_equal_trees(*map(growth.lists_of, (tree, expected)))
+  _, expected = list_trees.grown(whole, *list_trees.padded(shorter), *rest)
+  list_trees.assert_equal_trees(*map(list_trees.lists_of, (tree, expected)))
 
 
 def test_it_drafts_as_if_the_end_of_the_text_were_all_of_it():
@@ -47,20 +46,20 @@ def test_it_drafts_as_if_the_end_of_the_text_were_all_of_it():
     rng.integers(9, size=length).tolist() for length in lengths
   ]
   texts = draw(9, 2, 5)
-  rows = np.arange(growth.BATCH_SIZE)
-  noise = growth.random_step(2, 2, 1.0, tiny.VOCAB_SIZE).noise
+  rows = np.arange(list_trees.BATCH_SIZE)
+  noise = list_trees.random_step(2, 2, 1.0, tiny.VOCAB_SIZE).noise
   rest = (rows >= 0, noise, tiny.sampling_params(1.0, 0.0, 1.0))
-  grow_again = jax.jit(growth.grown_from)
+  grow_again = jax.jit(list_trees.grown_from)
   restart = jax.jit(stages_lib.restart)
 
-  stages, tree = growth.grown(drafter, *growth.padded(texts), *rest)
+  stages, tree = list_trees.grown(drafter, *list_trees.padded(texts), *rest)
   firsts = [5, 0, 1]
   _check_trees(tree, texts, firsts, *rest)
   path = np.array([[0, 1, 4]] * len(rows), np.int32)
-  stages = growth.kept(drafter, stages, path, 0 * rows.astype(np.int32) + 3)
+  stages = list_trees.kept(drafter, stages, path, 0 * rows.astype(np.int32) + 3)
   for row, text in enumerate(texts):
     text += [*np.asarray(tree.token[row])[[1, 4]].tolist(), row]
-  stages, tree = grow_again(drafter, stages, *growth.padded(texts), *rest)
+  stages, tree = grow_again(drafter, stages, *list_trees.padded(texts), *rest)
   _check_trees(tree, texts, firsts, *rest)
 
   def check(*changes, firsts, reads=(True,) * 3):
@@ -72,9 +71,9 @@ def test_it_drafts_as_if_the_end_of_the_text_were_all_of_it():
       texts[row] = texts[row][:keep] + draw(more)[0]
       length[row] = len(texts[row]) * reads[row]
       kept[row] = min(keep, len(texts[row]) - 1)
-    tokens, lengths = growth.padded(texts)
-    stages = growth.kept(drafter, stages, 0 * path - 1, 0 * kept)
-    new = carried_lib.Texts(tokens, length, growth.TEXT_SLOTS, kept)
+    tokens, lengths = list_trees.padded(texts)
+    stages = list_trees.kept(drafter, stages, 0 * path - 1, 0 * kept)
+    new = carried_lib.Texts(tokens, length, list_trees.TEXT_SLOTS, kept)
     stages = restart(drafter, stages, new)
     stages, tree = grow_again(drafter, stages, tokens, lengths, *rest)
     _check_trees(tree, texts, firsts, *rest)
@@ -103,78 +102,6 @@ def test_it_reads_so_many_tokens_of_a_prompt():
     prompt = np.zeros((2, length), np.int32)
     jax.eval_shape(init, prompt, np.full(2, length, np.int32))
     assert read.pop() == expected
-
-
-def _conversation(drafter):
-  """The tokens and the accepted histograms of three turns.
-
-  The second adds more than C tokens, the third takes some of the text back.
-  """
-  rng = np.random.default_rng(3)
-  prompts = [rng.integers(40, size=length).tolist() for length in (20, 2)]
-  decoding = specdec.Decoding(
-    tiny.gpt2(num_layers=1),
-    tiny.row_keys(2),
-    prompts,
-    drafter=drafter,
-    sampling=_SAMPLING,
-    max_new_tokens=12,
-    room_for_new_tokens=tiny.MAX_NEW_TOKENS,
-  )
-  tokens, accepted = [], []
-  for change in (lambda text: text + [7] * 9, lambda text: text[:-5], None):
-    decoding.run()
-    result = decoding.result()
-    tokens.append(result.tokens)
-    accepted.append(result.stats.accepted_histogram)
-    if change is not None:
-      texts = map(list.__add__, decoding.prompts, result.tokens)
-      decoding.extend([*map(change, texts)], max_new_tokens=6)
-  return tokens, accepted
-
-
-def test_tokens_are_those_of_plain_decoding():
-  """Where all is read, they are accepted as often as those of the model."""
-  draft = tiny.draft('similar', num_layers=1)
-  staged = tiny_drafters.simple('staged', draft)
-  plain = _conversation(specdec.PLAIN)[0]
-  tokens, accepted = _conversation(_of_tail(staged))
-  assert tokens == plain
-  whole = _conversation(_of_tail(staged, tiny.MAX_POSITIONS))
-  assert whole == _conversation(staged)
-  assert whole[0] == plain
-  assert accepted != whole[1]
-
-
-def _in_slots(drafter):
-  """A prompt is read in parts, three of 8 tokens, while another is decoded."""
-  rng = np.random.default_rng(4)
-  slots = specdec.Slots(
-    tiny.gpt2(num_layers=1),
-    num_slots=2,
-    context=tiny.MAX_POSITIONS,
-    drafter=drafter,
-    sampling=_SAMPLING,
-    reading=8,
-  )
-  tokens = []
-  for length, limit, waits in ((3, 24, 0), (2, 2, 1), (20, 12, 2)):
-    slots.insert(
-      rng.integers(40, size=length).tolist(),
-      tiny.row_keys(3)[length % 3],
-      max_new_tokens=limit,
-    )
-    ended = slots.advance(waits) if waits else {}
-    tokens += [ended[row].tokens[0] for row in sorted(ended)]
-  return tokens
-
-
-def test_tokens_in_slots_are_those_of_plain_decoding():
-  draft = tiny.draft('similar', num_layers=1)
-  chain = tiny_drafters.simple('chain', draft, length=2)
-  plain = _in_slots(specdec.PLAIN)
-  assert len(plain) == 3
-  assert _in_slots(_of_tail(chain)) == plain
 
 
 def test_a_head_and_no_tokens_are_refused():

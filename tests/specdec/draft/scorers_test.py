@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import list_trees
 import numpy as np
 import pytest
-import table_blocks
 import tiny_drafters
 
 import specdec
@@ -250,7 +249,7 @@ def test_a_block_drafter_by_hand():
     rng.normal(size=(depth, size)),
     rng.normal(size=(size,) * 2),
   )
-  made = table_blocks.scorer(marginals, edges, noise_weight=0.5)
+  made = tiny_drafters.block_table(marginals, edges, noise_weight=0.5)
   spec = dataclasses.replace(
     made.drafter.spec,
     num_candidates=3,

@@ -1,168 +1,18 @@
-"""Constraints: drafted text is plain text under the same constraint.
+"""Automata over tokens, against reading the bytes of every token.
 
-A slow loop makes the plain text; it knows the rule of the constraint and no
-automaton. Tables are compared with reading the bytes of every token.
+That drafted text is plain text under a constraint is shown by `equality_test`.
 """
 
-import functools
 import itertools
 
-import flax.struct
+import equality_test
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
-import tiny
-import tiny_drafters
 
-import specdec
-from specdec.models.nn import table_model
 from specdec.text import automaton as automaton_lib
 from specdec.text import constraint as constraint_lib
-from specdec.tree import topology as topology_lib
-
-_VOCAB_SIZE, _END = 24, 1
-_LIMIT, _DEPTH = 26, 3
-_TABLE = tiny.table(_VOCAB_SIZE)
-_MODEL = table_model.table_model(_TABLE, max_positions=64)
-_PROMPTS = [[2, 3, 4], [5], [6, 7]]
-_KEYS = tiny.row_keys(3)
-_TEMPERATURES = [0.0, 1.0, 0.7]
-
-
-class Turns(flax.struct.PyTreeNode, specdec.Constraint):
-  """Remainders by 3 take turns; the text may end after three tokens."""
-
-  def next_state(self, state, tokens):
-    after = jnp.where(tokens % 3 == state, (state + 1) % 3, -1)
-    return jnp.where(tokens == _END, jnp.where(state == 0, 0, -1), after)
-
-
-def _may_follow(num_new, token):
-  if token == _END:
-    return num_new % 3 == 0
-  return token % 3 == num_new % 3
-
-
-@functools.cache
-def _expected(row):
-  """The new tokens of a row, slowly."""
-  prompt = _PROMPTS[row]
-
-  def logits_of(text):
-    allowed = [
-      _may_follow(len(text) - len(prompt), token)
-      for token in range(_VOCAB_SIZE)
-    ]
-    return np.where(allowed, _TABLE[text[-1]], -np.inf)
-
-  options = reference.Options(temperature=_TEMPERATURES[row])
-  new, _ = reference.decode(logits_of, prompt, _LIMIT, _KEYS[row], options)
-  return new[: new.index(_END) + 1] if _END in new else new
-
-
-def _drafter(kind):
-  chain = tiny_drafters.Settings(topology=topology_lib.chain(_DEPTH))
-  if kind == 'guesses':
-    return tiny_drafters.candidates(tiny_drafters.exact(_TABLE), config=chain)
-  other = table_model.table_model(tiny.table(_VOCAB_SIZE, 1), max_positions=64)
-  draft = other if kind == 'staged' else _MODEL
-  return tiny_drafters.simple(kind, draft, length=_DEPTH)
-
-
-def _generate(kind, **options):
-  arguments = {
-    'max_new_tokens': _LIMIT,
-    'drafter': _drafter(kind),
-    'sampling': specdec.Sampling(temperature=_TEMPERATURES),
-    'eos_ids': [_END],
-    'constraint': Turns(),
-  }
-  return specdec.generate(_MODEL, _KEYS, _PROMPTS, **arguments | options)
-
-
-def check_tokens(kind, verify):
-  """All rows equal the loop's; without `match`, only the greedy row does.
-
-  Drafts that know the target and the constraint are accepted altogether.
-  """
-  result = _generate(kind, verify=verify)
-  for row, new in enumerate(result.tokens):
-    if verify == 'match' or not _TEMPERATURES[row]:
-      assert new == _expected(row)
-    assert all(_may_follow(index, token) for index, token in enumerate(new))
-  if kind in ('chain', 'guesses'):
-    forwards = sum(-(-len(new) // (_DEPTH + 1)) for new in result.tokens)
-    assert result.stats.target_forwards == forwards
-  assert {*result.finish_reasons} <= {'eos', 'length'}
-  return result
-
-
-@pytest.mark.parametrize(
-  ('kind', 'verify'),
-  [
-    ('plain', 'match'),
-    ('chain', 'match'),
-    ('guesses', 'match'),
-    ('staged', 'match'),
-    ('chain', 'rejection'),
-  ],
-)
-def test_tokens_are_those_of_a_loop(kind, verify):
-  check_tokens(kind, verify)
-
-
-def test_the_example_has_texts_that_end_and_the_constraint_matters():
-  reasons = [_END in _expected(row) for row in range(3)]
-  assert {*reasons} == {True, False}
-  free = _generate('plain', constraint=None)
-  assert all(free.tokens[row] != _expected(row) for row in range(3))
-
-
-def test_where_nothing_may_follow_the_row_ends_with_an_error():
-  bias = {token: -np.inf for token in range(_VOCAB_SIZE) if token % 3 == 2}
-  sampling = specdec.Sampling(temperature=0.0, logit_bias=[None, bias, None])
-  result = _generate('chain', sampling=sampling)
-  assert result.finish_reasons[1] == 'error'
-  assert len(result.tokens[1]) == 2
-  assert 'or constraint and bias exclude all tokens' in result.errors[1]
-  assert result.tokens[0] == _expected(0)
-
-
-def test_the_next_turn_begins_with_the_first_state():
-  decoding = specdec.Decoding(
-    _MODEL,
-    _KEYS[:1],
-    [[4, 2]],
-    max_new_tokens=8,
-    room_for_new_tokens=30,
-    eos_ids=[_END],
-    constraint=Turns(),
-  )
-  decoding.run()
-  assert len(decoding.result().tokens[0]) % 3
-  decoding.extend([_PROMPTS[0]], max_new_tokens=_LIMIT)
-  decoding.run()
-  assert decoding.result().tokens == [_expected(0)]
-
-
-class _Wrong(specdec.Constraint):
-  def next_state(self, state, tokens):
-    return jnp.where(tokens > state, 1.0, -1.0)
-
-
-def test_what_is_no_constraint_is_refused():
-  with pytest.raises(ValueError, match=r'constraint\.next_state must return'):
-    _generate('plain', constraint=_Wrong())
-  tables = automaton_lib.stack([None], _VOCAB_SIZE + 40)
-  with pytest.raises(ValueError, match=r'constraint\.allowed must return'):
-    _generate('plain', constraint=tables)
-  with pytest.raises(ValueError, match=r'must be a specdec\.Constraint'):
-    _generate('plain', constraint=Turns)
-
-
-# Automata, by reading the bytes of every token.
 
 _follow = jax.jit(constraint_lib.follow)
 _allowed = jax.jit(lambda tables, state: tables.allowed(state, _SIZE))
@@ -327,6 +177,6 @@ def test_candidates_are_conditioned_on_what_may_follow():
   log_probs = jnp.log(jnp.array([[0.5, 0.2, 0.1]]))
   tokens = jnp.array([[3, 4, 5]])
   conditioned = constraint_lib.condition(
-    Turns(), log_probs, jnp.array([1]), tokens
+    equality_test.Turns(), log_probs, jnp.array([1]), tokens
   )
   np.testing.assert_allclose(jnp.exp(conditioned), [[0.0, 0.5, 0.0]], rtol=1e-5)

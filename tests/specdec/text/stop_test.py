@@ -27,35 +27,49 @@ def _symbols(text, special):
   return [text[0], *_symbols(text[1:], special)]
 
 
-def _slow(stops, special, token_bytes, tokens):
-  """Yields for each token the text so far, and its end that is held back.
+def _slow(stops, special, token_bytes, tokens, sections=None, first=0):
+  """Yields for each token what was said by section, its end, and the section.
 
-  The end is None where a stop string ends the text; the text is that before it.
+  The end may be a part of a stop string, or of what ends a section. After a
+  stop string the section is None.
   """
-  spelled = [[*stop] for stop in stops]
-  spelled += [_symbols(stop, special) for stop in stops]
+  sections = sections or sections_lib.PLAIN
+  section, text, runs = first, [], []
   shown = lambda symbols: bytes(symbol for symbol in symbols if symbol >= 0)
-  begun = lambda text: max(
-    (
-      size
-      for end in spelled
-      for size in range(1, len(end) + 1)
-      if end[:size] == text[-size:]
-    ),
-    default=0,
-  )
-  text = []
   for token in tokens:
     for symbol in token_bytes[token] or [~token]:
-      # A special token is not there, unless a stop string goes on with it.
+      current = sections[section]
+      if symbol == 10 and not text and current.strips:
+        continue
+      ends = [(_symbols(end, special), then) for end, then in current.ends]
+      marks = [*special, *(end for end, _ in current.ends)]
+      for stop in stops:
+        if current.kind == 'text' or any(mark in stop for mark in marks):
+          ends += [([*stop], None), (_symbols(stop, special), None)]
+      begun = lambda text, ends=ends: max(
+        (
+          size
+          for end, _ in ends
+          for size in range(1, len(end) + 1)
+          if end[:size] == text[-size:]
+        ),
+        default=0,
+      )
+      # A special token is not there, unless one of these goes on with it.
       if symbol < 0 and not begun([*text, symbol]):
         continue
       text.append(symbol)
-      ends = [len(end) for end in spelled if end == text[-len(end) :]]
-      if ends:
-        yield shown(text[: -max(ends)]), None
-        return
-    yield shown(text), shown(text[len(text) - begun(text) :])
+      done = [pair for pair in ends if pair[0] == text[-len(pair[0]) :]]
+      if done:
+        # If two are equal, the stop string counts.
+        end, then = max(done, key=lambda pair: (len(pair[0]), pair[1] is None))
+        runs.append((section, shown(text[: -len(end)])))
+        section, text = then, []
+        if then is None:
+          yield runs, b'', None
+          return
+    held = shown(text[len(text) - begun(text) :]) if text else b''
+    yield [*runs, (section, shown(text))], held, section
 
 
 def _shown(runs):
@@ -65,7 +79,7 @@ def _shown(runs):
 def _check(table, row, stops, special, token_bytes, tokens):
   """Whether the row is stopped."""
   expected = [*_slow(stops, special, token_bytes, tokens)]
-  stopped = bool(expected) and expected[-1][1] is None
+  stopped = bool(expected) and expected[-1][2] is None
   next_state, state = np.asarray(table.next_state), np.asarray(table.start)[row]
   matcher, shown = stop_strings.StopMatcher(stops, special), b''
   for index, token in enumerate(tokens):
@@ -73,13 +87,13 @@ def _check(table, row, stops, special, token_bytes, tokens):
       state = next_state[state, token]
     is_end = stopped and index + 1 >= len(expected)
     assert (state == stop_strings.STOPPED) == is_end, (stops, tokens)
-    text, held = expected[min(index, len(expected) - 1)]
+    runs, held, _ = expected[min(index, len(expected) - 1)]
     plain = token_bytes[token].decode('latin-1')
     shown += _shown(matcher.feed(matcher.symbols.get(token, plain)))
-    assert shown + (held or b'') == text, (stops, tokens)
+    assert shown + held == _shown(runs), (stops, tokens)
     assert matcher.stopped == is_end
-  assert shown + matcher.flush() == (expected[-1][0] if expected else b'')
-  assert matcher.flush() == b''
+  whole = _shown(expected[-1][0]) if expected else b''
+  assert (shown + matcher.flush(), matcher.flush()) == (whole, b'')
   return stopped
 
 
@@ -164,43 +178,6 @@ def test_empty_stop_is_refused_by_row():
     stop_strings.StopMatcher([b'a', b''])
 
 
-def _slow_in_sections(stops, special, sections, first, token_bytes, tokens):
-  """Yields after each token what was said by section, and where it goes on.
-
-  What may be a part of an end is said, too; the section is None after a stop.
-  """
-  section, text, runs = first, [], []
-  shown = lambda symbols: bytes(symbol for symbol in symbols if symbol >= 0)
-  for token in tokens:
-    for symbol in token_bytes[token] or [~token]:
-      current = sections[section]
-      if symbol == 10 and not text and current.strips:
-        continue
-      ends = [(_symbols(end, special), then) for end, then in current.ends]
-      marks = [*special, *(end for end, _ in current.ends)]
-      for stop in stops:
-        if current.kind == 'text' or any(mark in stop for mark in marks):
-          ends += [([*stop], None), (_symbols(stop, special), None)]
-      begun = lambda text, ends=ends: any(
-        end[:size] == text[-size:]
-        for end, _ in ends
-        for size in range(1, len(end) + 1)
-      )
-      if symbol < 0 and not begun([*text, symbol]):
-        continue
-      text.append(symbol)
-      done = [pair for pair in ends if pair[0] == text[-len(pair[0]) :]]
-      if done:
-        # If two are equal, the stop string counts.
-        end, then = max(done, key=lambda pair: (len(pair[0]), pair[1] is None))
-        runs.append((section, shown(text[: -len(end)])))
-        section, text = then, []
-        if then is None:
-          yield runs, None
-          return
-    yield [*runs, (section, shown(text))], section
-
-
 def _by_section(runs):
   said = {}
   for section, data in runs:
@@ -240,11 +217,13 @@ def test_sections_are_what_a_slow_search_finds():
     starts = np.asarray(table.start)
     for row, first in enumerate(firsts):
       tokens = rng.choices(range(12), k=8)
-      arguments = (stops[row], special, sections, first)
-      matcher, runs = stop_strings.StopMatcher(*arguments), []
+      matcher = stop_strings.StopMatcher(stops[row], special, sections, first)
+      runs = []
       next_state, state = np.asarray(table.next_state), starts[row]
-      steps = [*_slow_in_sections(*arguments, token_bytes, tokens)]
-      for token, (expected, section) in zip(tokens, steps, strict=False):
+      steps = [
+        *_slow(stops[row], special, token_bytes, tokens, sections, first)
+      ]
+      for token, (expected, _, section) in zip(tokens, steps, strict=False):
         state = next_state[state, token]
         assert (state == stop_strings.STOPPED) == (section is None)
         plain = token_bytes[token].decode('latin-1')
@@ -259,7 +238,7 @@ def test_sections_are_what_a_slow_search_finds():
           rest = expected.pop(section, b'')
           assert rest.startswith(said.pop(section, b''))
           assert said == expected
-      ends.append(steps[-1][1])
+      ends.append(steps[-1][2])
   assert 80 < ends.count(None) < 400, ends.count(None)
   assert {*ends} == {None, 0, 1, 2, 3}
 

@@ -1,7 +1,6 @@
 """The verdict on a tree, and the rule by which tokens are emitted."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +9,6 @@ import numpy as np
 import pytest
 
 import specdec
-from specdec import arguments as arguments_lib
-from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
 from specdec.draft import drafter as drafter_lib
 from specdec.tree import tree as tree_lib
@@ -19,60 +16,6 @@ from specdec.verify import accept
 from specdec.verify import rules as rules_lib
 
 _count_emitted = jax.jit(accept.count_emitted)
-
-
-_DEPTH, _VOCAB_SIZE = 6, 11
-_CHAIN_RULES = [
-  *(
-    (name, children)
-    for name in ('rejection', 'traversal', 'block')
-    for children in sampling_lib.CHILDREN
-  ),
-  ('match', sampling_lib.BEST),
-]
-
-
-@functools.cache
-def _chains():
-  """The arguments of a rule, and the best token after each node.
-
-  Row r has a chain of six tokens, of which the first r are the best.
-  """
-  num_nodes = _DEPTH + 1
-  rng = np.random.default_rng(0)
-  shape = (num_nodes, num_nodes, _VOCAB_SIZE)
-  logits = rng.normal(size=shape).astype(np.float32)
-  best = logits.argmax(-1)
-  is_right = np.arange(_DEPTH)[None] < np.arange(num_nodes)[:, None]
-  tokens = np.where(is_right, best[:, :-1], (best[:, :-1] + 1) % _VOCAB_SIZE)
-  nodes_of = lambda row: [
-    list_trees.Node(t, d, d + 1) for d, t in enumerate(row)
-  ]
-  trees = [
-    list_trees.to_arrays([list_trees.Node(0), *nodes_of(row)], num_nodes)
-    for row in tokens
-  ]
-  nodes = np.tile(np.arange(num_nodes), (num_nodes, 1))
-  proposals = np.full_like(logits, 1 / _VOCAB_SIZE)
-  randomness = randomness_lib.Randomness(
-    noise=randomness_lib.noise_table(np.zeros_like(logits)),
-    draft_keys=None,
-    uniforms=rng.uniform(size=nodes.shape),
-    residual_noise=rng.gumbel(size=(num_nodes, _VOCAB_SIZE)),
-  )
-  sampling = arguments_lib.to_params(specdec.Sampling(), num_nodes, _VOCAB_SIZE)
-  tree = list_trees.stack(trees)
-  return (tree, nodes, logits, proposals, randomness, sampling), best
-
-
-@pytest.mark.parametrize(('name', 'children'), _CHAIN_RULES)
-def test_greedy_paths(name, children):
-  """Each token that is emitted is that of its own depth."""
-  arguments, best = _chains()
-  verdict = jax.jit(rules_lib.RULES[name](children))(*arguments)
-  np.testing.assert_array_equal(verdict.accepted, np.arange(_DEPTH + 1))
-  for row, chosen in enumerate(np.asarray(verdict.chosen)):
-    np.testing.assert_array_equal(chosen[: row + 1], best[row, : row + 1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,37 +37,47 @@ def _to_rule(verify, children=None, *, topology=None, scorer=None):
   return rules_lib.to_rule(verify, children, drafter)
 
 
-def test_a_rule_is_a_name_or_an_object_and_says_its_own_conditions():
-  best, drawn = sampling_lib.BEST, sampling_lib.WITHOUT_REPLACEMENT
+_BEST, _DRAWN = sampling_lib.BEST, sampling_lib.WITHOUT_REPLACEMENT
+
+
+def test_a_rule_is_a_name_or_an_object():
   for name in ('rejection', 'traversal', 'block'):
     make = rules_lib.RULES[name]
-    assert (_to_rule(name), _to_rule(name, best)) == (make(drawn), make(best))
+    assert (_to_rule(name), _to_rule(name, _BEST)) == (
+      make(_DRAWN),
+      make(_BEST),
+    )
   match = specdec.MatchRule()
-  assert _to_rule('match') == _to_rule(match, best) == match
+  assert _to_rule('match') == _to_rule(match, _BEST) == match
   assert _to_rule(_ChainRule()) == _ChainRule()
   for children in sampling_lib.CHILDREN:
     rule = specdec.RejectionRule(children)
     assert _to_rule(rule) is _to_rule(rule, children) is rule
-  lookup = specdec.CandidateScorer((specdec.PromptLookup(),))
-  for message, (rule, *children), options in (
-    ('must be one of', [object()], {}),
+
+
+@pytest.mark.parametrize(
+  ('arguments', 'options', 'message'),
+  [
+    ([object()], {}, 'must be one of'),
     (
-      'hashable specdec.verify.accept.Rule, got <class',
       [specdec.MatchRule],
       {},
+      'hashable specdec.verify.accept.Rule, got <',
     ),
-    ('got <function', [lambda *arguments: None], {}),
-    ('is for chains', [_ChainRule()], {'topology': specdec.k_ary(2, 2)}),
-    (r'_ChainRule\(\) wants the best', [_ChainRule(), drawn], {}),
-    ('has children=best, got', [specdec.RejectionRule(), drawn], {}),
+    ([lambda *arguments: None], {}, 'got <function'),
+    ([_ChainRule()], {'topology': specdec.k_ary(2, 2)}, 'is for chains'),
+    ([_ChainRule(), _DRAWN], {}, r'_ChainRule\(\) wants the best'),
+    ([specdec.RejectionRule(), _DRAWN], {}, 'has children=best, got'),
     (
+      ['rejection', _DRAWN],
+      {'scorer': specdec.CandidateScorer((specdec.PromptLookup(),))},
       'needs a drafter with a distribution',
-      ['rejection', drawn],
-      {'scorer': lookup},
     ),
-  ):
-    with pytest.raises(ValueError, match=message):
-      _to_rule(rule, *children, **options)
+  ],
+)
+def test_a_rule_says_its_own_conditions(arguments, options, message):
+  with pytest.raises(ValueError, match=message):
+    _to_rule(*arguments, **options)
 
 
 def test_origins_by_hand():
