@@ -237,6 +237,7 @@ class Engine:
     **options: Any,
   ):
     self.pair, self.method, self.context = generator.pair, method, context
+    self._store = generator.store
     self.most_choices = batch_size + queue_size
     self.most_eos_ids = slot_options.room_for_eos_ids(self.pair.eos_ids)
     self._queue_size = queue_size
@@ -370,6 +371,8 @@ class Engine:
         pool = self._pools[method] = self._new_pool(method)
       if not pool.slots.free:
         return
+      if self._store is not None:
+        pool.slots.change_drafters(self._store.refreshed)
       pool.begin(ticket)
     except Exception as error:
       self._end(ticket, error)
@@ -387,6 +390,8 @@ class Engine:
     counts = self.counts
     counts['requests'] += 1
     if isinstance(end, Answer):
+      if self._store is not None:
+        self._store.add([end.tokens])
       counts['prompt_tokens'] += len(ticket.request.ids)
       counts['cached_tokens'] += end.num_cached
       counts['new_tokens'] += len(end.tokens)

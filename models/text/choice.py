@@ -21,6 +21,8 @@ from specdec.models.text import draft_vocabulary
 from specdec.models.text import fields
 
 _DEMO = 'demo'  # The embedded target, and its draft.
+SELF = 'self'
+"""The draft that is the target, with weights of fewer bits."""
 
 
 def _draft_of_text(text: str) -> str | None:
@@ -70,8 +72,9 @@ class ModelChoice:
   )
   draft: str | None = fields.described(
     dtypes.AUTO,
-    'the draft model: a folder, a GGUF file, a hub id, demo (embedded) or none;'
-    ' auto: demo for the embedded target, and none for others or with a head',
+    'the draft model: a folder, a GGUF file, a hub id, demo (embedded), none or'
+    ' self: the target with weights of four bits; auto: demo for the embedded'
+    ' target, and none for others or with a head',
     in_python='None',
     parse=_draft_of_text,
   )

@@ -40,6 +40,7 @@ from specdec.models.text import settings as settings_lib
 from specdec.models.text import sources as sources_lib
 from specdec.models.text import text_decoding
 from specdec.models.text import text_options
+from specdec.models.text import text_store
 from specdec.models.text import vocabulary as vocabulary_lib
 
 # One prompt, or several.
@@ -80,6 +81,8 @@ class Generator:
 
   pair: pair_lib.Pair
   drafter: specdec.Drafter | drafters.Planned
+  #: Where earlier texts are, to which what is decoded is added.
+  store: text_store.TextStore | None = None
 
   def _of_ids(
     self,
@@ -94,6 +97,8 @@ class Generator:
     for the prompts.
     """
     drafter, break_even = drafters.chosen(self.drafter, self.pair, prompts)
+    if self.store is not None:
+      drafter = self.store.refreshed(drafter)
     if options.get('break_even') is not None:
       break_even = options['break_even']
     chosen = {'drafter': drafter, 'break_even': break_even}
@@ -135,7 +140,7 @@ class Generator:
       **self._of_ids(options, stops, sections, ids),
     )
     return text_decoding.TextDecoding(
-      self.pair, decoding, given, stops, sections, constrained
+      self.pair, decoding, given, stops, sections, constrained, self.store
     )
 
   @decode_options.documented(text_options.TextOptions)
@@ -226,6 +231,7 @@ class Generator:
       self.pair,
       prompts,
       many_lib.Job(prompt='', **defaults),
+      store=self.store,
       batch_size=batch_size,
       context=context,
       in_order=in_order,
@@ -318,6 +324,8 @@ def load(choice: GeneratorChoice) -> Generator:
   if choice.messages is not None:
     chat_template.conversation_ids(sources.tokenizer, choice.messages)
   pair = pair_lib.load_weights(vocabulary_lib.read_vocabulary(sources))
-  if plan is None:
-    return Generator(pair, drafters.make_drafter(method, pair, drafting))
-  return Generator(pair, drafters.make_planned(plan, pair))
+  if plan is not None:
+    drafter, drafting = drafters.make_planned(plan, pair), plan.usual.drafting
+  else:
+    drafter = drafters.make_drafter(method, pair, drafting)
+  return Generator(pair, drafter, drafters.open_store(drafting, pair))

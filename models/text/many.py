@@ -21,6 +21,7 @@ from specdec.models.text import pair as pair_lib
 from specdec.models.text import result as result_lib
 from specdec.models.text import text_decoding
 from specdec.models.text import text_options
+from specdec.models.text import text_store
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,7 @@ class ManyDecoding(Iterator[Completion]):
     context: int | None,
     in_order: bool,
     stops: tuple[str, ...],
+    store: text_store.TextStore | None = None,
     **options: Any,
   ):
     if isinstance(prompts, str) or not isinstance(prompts, Iterable):
@@ -82,7 +84,7 @@ class ManyDecoding(Iterator[Completion]):
       )
     arguments_lib.check_count('max_new_tokens', default.max_new_tokens, least=0)
     self._pair, self._prompts = pair, prompts
-    self._default, self._stops = default, stops
+    self._default, self._stops, self._store = default, stops, store
     self._eos_ids = options['eos_ids']
     self._automaton(default, None)  # Refused at once.
     self._slots = specdec.Slots(
@@ -168,6 +170,9 @@ class ManyDecoding(Iterator[Completion]):
     self, waiting: _Waiting, generation: specdec.Generation
   ) -> Completion:
     index, prompt, ids, section = waiting
+    if self._store is not None:
+      self._store.add(generation.tokens)
+      self._slots.change_drafters(self._store.refreshed)
     result = text_decoding.text_generation(
       self._pair,
       [text_decoding.prompt_text(self._pair, prompt, ids)],

@@ -73,6 +73,8 @@ def open_sources(choice: choice_lib.ModelChoice) -> Sources:
   config, draft, head = target.config, None, None
   if choice.head is not None:
     head = heads.locate(choice.head, config)
+  elif choice.draft == choice_lib.SELF:
+    draft = target
   elif choice.draft is not None:
     draft = hub.locate(hub.draft_name(choice.draft))
     config = draft.config
@@ -86,7 +88,16 @@ def open_sources(choice: choice_lib.ModelChoice) -> Sources:
   draft_form, drafting = form, head.stored if head else draft
   if drafting is not None:
     draft_form = checkpoint_lib.resolve_draft_dtype(
-      choice.draft_dtype, drafting, target=form, packed=packed
+      choice.draft_dtype or ('int4' if draft is target else None),
+      drafting,
+      target=form,
+      packed=packed,
+    )
+  if draft is target and draft_form == form:
+    raise ValueError(
+      f'draft={choice.draft} in {form.name}, the format of the target, costs'
+      ' what the target does; choose a draft_dtype of fewer bits, or a smaller'
+      ' draft'
     )
   draft_layout = sharding_lib.draft_layout(
     layout,

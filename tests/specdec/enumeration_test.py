@@ -246,7 +246,7 @@ def _grown_trees(drafter, vocab_size, rng):
   return tree.replace(parent=np.where(verified, tree.parent, tree_lib.NO_NODE))
 
 
-@pytest.mark.parametrize('name', ['tree', 'staged', 'tables'])
+@pytest.mark.parametrize('name', ['tree', 'staged', 'tables', 'earlier'])
 def test_grown_trees_have_the_targets_law(name):
   length, vocab_size = 4, 3
   drafts = ('uniform',) * 3  # only the targets are used

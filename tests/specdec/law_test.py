@@ -36,6 +36,7 @@ _DRAWN = ('temperature 1', 'filters')  # those whose distribution is tested
 # Rule, children, drafter.
 _CASES = [
   ('rejection', sampling_lib.BEST, 'staged'),
+  ('rejection', sampling_lib.BEST, 'earlier'),
   ('rejection', sampling_lib.WITHOUT_REPLACEMENT, 'binary tree'),
   ('traversal', sampling_lib.WITHOUT_REPLACEMENT, 'binary tree'),
 ]
