@@ -325,7 +325,7 @@ def load(choice: GeneratorChoice) -> Generator:
     chat_template.conversation_ids(sources.tokenizer, choice.messages)
   pair = pair_lib.load_weights(vocabulary_lib.read_vocabulary(sources))
   if plan is not None:
-    drafter, drafting = drafters.make_planned(plan, pair), plan.usual.drafting
-  else:
-    drafter = drafters.make_drafter(method, pair, drafting)
-  return Generator(pair, drafter, drafters.open_store(drafting, pair))
+    store = drafters.open_store(plan.usual.drafting, pair)
+    return Generator(pair, drafters.make_planned(plan, pair), store)
+  store = drafters.open_store(drafting, pair)
+  return Generator(pair, drafters.make_drafter(method, pair, drafting), store)

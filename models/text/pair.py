@@ -217,12 +217,10 @@ def _shared(params: Any, of_target: Any) -> Any:
   known = dict(jax.tree_util.tree_leaves_with_path(of_target))
 
   def share(path: Any, array: jax.Array) -> jax.Array:
-    other = known.get(path)
-    same = other is not None and (
-      (other.shape, other.dtype, other.sharding)
-      == (array.shape, array.dtype, array.sharding)
-    )
-    return other if same and bool(jnp.array_equal(other, array)) else array
+    other: Any = known.get(path, array)
+    kind = lambda array: (array.shape, array.dtype, array.sharding)
+    same = kind(other) == kind(array) and bool(jnp.array_equal(other, array))
+    return other if same else array
 
   return jax.tree_util.tree_map_with_path(share, params)
 

@@ -44,7 +44,7 @@ class StoredTexts(flax.struct.PyTreeNode):
   vocab_size = None
 
   @classmethod
-  def of_texts(cls, texts: Sequence[Sequence[int]]) -> 'StoredTexts':
+  def of_texts(cls, texts: Sequence[np.typing.ArrayLike]) -> 'StoredTexts':
     """The index of texts of token ids; S is a power of 2."""
     apart = np.full(LONGEST_CONTEXT, -1)
     parts = [part for text in texts for part in (apart, np.asarray(text, int))]

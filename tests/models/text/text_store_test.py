@@ -1,6 +1,7 @@
 """A folder of earlier texts: its files, and what fills it."""
 
 import dataclasses
+import tempfile
 
 import command_lines
 import numpy as np
@@ -31,12 +32,15 @@ def test_stores_of_one_folder(tmp_path):
   one.add([[1, 2, 3], [4]])
   other.add([[5, 6], [1, 2, 3]])
   assert _texts(one) == _texts(other) == [[5, 6], [1, 2, 3]]
-  check_the_index_follows(tmp_path / 'other')
 
 
-def check_the_index_follows(folder):
+def test_the_index_follows():
   """What another store adds and this one, once it is worth the sorting."""
-  one, other = (text_store.TextStore(folder, 'digest') for _ in '12')
+  with tempfile.TemporaryDirectory() as folder:
+    _check_index(*(text_store.TextStore(folder, 'digest') for _ in '12'))
+
+
+def _check_index(one, other):
   other.add([[1, 2, 3] * 4])
   one.add([[7, 8]])
   assert _indexed(one.index()) == {'1 2 3 1 2 3 1 2 3 1 2 3', '7 8'}
@@ -47,10 +51,6 @@ def check_the_index_follows(folder):
   other.add([[5, 9] * 10])
   sizes.append(one.index().num_places.item())
   assert sizes == [111, 111, 131]
-
-
-def test_the_index_follows(tmp_path):
-  check_the_index_follows(tmp_path)
 
 
 def test_many_files_become_one_and_the_oldest_texts_go(tmp_path):
@@ -98,7 +98,7 @@ def _load(folder):
 
 
 def test_decoding_fills_it_and_drafts_from_it(tmp_path):
-  options = {'max_new_tokens': 16, 'sampling': specdec.Sampling(1.0)}
+  options = {'max_new_tokens': 16, 'sampling': specdec.Sampling(temperature=1.0)}
   plain = specdec.load(method='plain').generate('import ', **options)
   lm = _load(tmp_path)
   first = lm.generate('import ', **options)
@@ -118,7 +118,7 @@ def test_decoding_fills_it_and_drafts_from_it(tmp_path):
 def test_many_prompts_profit_from_the_first(tmp_path):
   prompts = [specdec.Job(prompt='import ', seed=seed) for seed in (0, 0, 1)]
   options = {'batch_size': 1, 'max_new_tokens': 16, 'context': 64}
-  options['sampling'] = specdec.Sampling(1.0)
+  options['sampling'] = specdec.Sampling(temperature=1.0)
   lm = _load(tmp_path)
   found = [one.result for one in lm.generate_many(prompts, **options)]
   assert found[0].text == found[1].text
