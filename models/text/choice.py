@@ -73,8 +73,8 @@ class ModelChoice:
   draft: str | None = fields.described(
     dtypes.AUTO,
     'the draft model: a folder, a GGUF file, a hub id, demo (embedded), none or'
-    ' self: the target with weights of four bits; auto: demo for the embedded'
-    ' target, and none for others or with a head',
+    ' self: the target with weights of four bits, or in the blocks of its file;'
+    ' auto: demo for the embedded target, and none for others or with a head',
     in_python='None',
     parse=_draft_of_text,
   )

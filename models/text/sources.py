@@ -14,6 +14,7 @@ from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import hub
 from specdec.models.checkpoints import placement as placement_lib
 from specdec.models.checkpoints.heads import heads
+from specdec.models.nn import matrices as matrices_lib
 from specdec.models.nn import sharding as sharding_lib
 from specdec.models.nn.cpu import build
 from specdec.models.text import choice as choice_lib
@@ -87,11 +88,12 @@ def open_sources(choice: choice_lib.ModelChoice) -> Sources:
   form = checkpoint_lib.resolve_dtype(choice.dtype, target, packed=packed)
   draft_form, drafting = form, head.stored if head else draft
   if drafting is not None:
+    dtype = choice.draft_dtype
+    if draft is target and dtype is None:
+      has_blocks = matrices_lib.STORED in target.stored_dtypes
+      dtype = matrices_lib.STORED if has_blocks else 'int4'
     draft_form = checkpoint_lib.resolve_draft_dtype(
-      choice.draft_dtype or ('int4' if draft is target else None),
-      drafting,
-      target=form,
-      packed=packed,
+      dtype, drafting, target=form, packed=packed
     )
   if draft is target and draft_form == form:
     raise ValueError(

@@ -20,7 +20,7 @@ from specdec.tree import tree as tree_lib
 
 
 class RecyclingTable(flax.struct.PyTreeNode):
-  """What followed tokens; a token has the entry of its id modulo S."""
+  """The likeliest tokens after tokens; an entry is of an id modulo S."""
 
   owner: jax.Array  #: `[B, S]` int32, the token that an entry is about, or -1.
   tokens: jax.Array  #: `[B, S, k]` int32, the likeliest tokens after it.
@@ -75,8 +75,8 @@ class Recycling(flax.struct.PyTreeNode, candidates.Learner):
     log_probs = jnp.minimum(best - total, 0.0) + math.log(self.trust)
     usable = (seen.tokens >= 0) & jnp.all(jnp.isfinite(log_probs), axis=-1)
     entry = jnp.where(usable, seen.tokens % self.size, self.size)
-    # Of several nodes for an entry the last one counts: writes to one place
-    # have no order.
+    # The last of several nodes for an entry counts: writes to one place have
+    # no order.
     later = jnp.triu(jnp.ones((entry.shape[1],) * 2, bool), 1)[None]
     is_again = jnp.any((entry[:, :, None] == entry[:, None]) & later, axis=2)
     entry = jnp.where(is_again, self.size, entry)

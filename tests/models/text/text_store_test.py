@@ -35,7 +35,7 @@ def test_stores_of_one_folder(tmp_path):
 
 
 def test_the_index_follows():
-  """What another store adds and this one, once it is worth the sorting."""
+  """It has what both stores add, once it is worth the sorting."""
   with tempfile.TemporaryDirectory() as folder:
     _check_index(*(text_store.TextStore(folder, 'digest') for _ in '12'))
 
@@ -98,7 +98,10 @@ def _load(folder):
 
 
 def test_decoding_fills_it_and_drafts_from_it(tmp_path):
-  options = {'max_new_tokens': 16, 'sampling': specdec.Sampling(temperature=1.0)}
+  options = {
+    'max_new_tokens': 16,
+    'sampling': specdec.Sampling(temperature=1.0),
+  }
   plain = specdec.load(method='plain').generate('import ', **options)
   lm = _load(tmp_path)
   first = lm.generate('import ', **options)
@@ -106,7 +109,7 @@ def test_decoding_fills_it_and_drafts_from_it(tmp_path):
   assert first.text == again.text == plain.text
   assert 2 * again.stats.target_forwards < first.stats.target_forwards
   assert again.stats.origins['store'] > 6
-  # Of another process; streams add what they decoded, and only once.
+  # Another process reads it; a stream adds what it decoded only once.
   lm = _load(tmp_path)
   stream = lm.stream('def ', **options)
   assert len(_texts(lm.store)) == 1

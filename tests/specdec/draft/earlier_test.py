@@ -28,7 +28,7 @@ _L = stored.LONGEST_CONTEXT
 
 
 def _proposed(proposer, state, path):
-  """What follows a path of tokens, all of it text: token, log-probability."""
+  """Tokens after a path that is all text, with their log-probabilities."""
   tree = list_trees.to_arrays([list_trees.Node(path[-1])])
   args = tree, jnp.zeros(1, jnp.int32), jnp.array(path), jnp.array(len(path))
   tokens, log_probs = _propose(proposer, state, *args)
