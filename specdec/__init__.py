@@ -12,9 +12,11 @@ from specdec.adjusters import Adjuster as Adjuster
 from specdec.cache import KVCache as KVCache
 from specdec.carried import Added as Added
 from specdec.carried import Texts as Texts
+from specdec.carried import Verified as Verified
 from specdec.context import StepContext as StepContext
 from specdec.decode_options import Options as Options
 from specdec.draft.candidates import CandidateScorer as CandidateScorer
+from specdec.draft.candidates import Learner as Learner
 from specdec.draft.candidates import Proposer as Proposer
 from specdec.draft.drafter import Drafter as Drafter
 from specdec.draft.drafter import fixed_drafter as fixed_drafter

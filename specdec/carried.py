@@ -117,7 +117,7 @@ class Added(flax.struct.PyTreeNode):
 
 
 class Verified(flax.struct.PyTreeNode):
-  """What the target says about the nodes of one step, rejected ones too."""
+  """The target's logits at all nodes of one step, rejected ones too."""
 
   #: `[B, N]` int32, the token of each node, the root first; -1 for entries
   #: without a node and for rows that are done.

@@ -11,6 +11,7 @@ as when it is decoded alone; with the other rules the same distribution. What a
 prompt has in common with the last text of its slot is not read again.
 """
 
+from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -547,6 +548,17 @@ class Slots:
     )
     #: By slot, the tokens of its last prompt that were not read again.
     self.num_kept: list[int] = [0] * num_slots
+
+  def change_drafters(
+    self, change: Callable[[drafter_lib.Drafter], drafter_lib.Drafter]
+  ) -> None:
+    """Decodes from now on with changed drafters, of the same stages.
+
+    Drafters of other shapes compile other programs.
+    """
+    rows = self._rows
+    rows.drafter = change(rows.drafter)
+    rows.drafters = {n: change(one) for n, one in rows.drafters.items()}
 
   @property
   def free(self) -> list[int]:

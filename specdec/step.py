@@ -201,7 +201,7 @@ def _verified(
   logits: jax.Array,
   ctx: context_lib.StepContext,
 ) -> carried_lib.Verified:
-  """What stages observe; see `carried.Verified`."""
+  """The observation of the stages; see `carried.Verified`."""
   tokens = jax.vmap(tree_lib.pick)(tree.token, nodes)
   known = (nodes >= 0) & ctx.active[:, None]
   return carried_lib.Verified(jnp.where(known, tokens, -1), logits)

@@ -25,6 +25,8 @@ from specdec import arguments as arguments_lib
 from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
 from specdec.draft import ranking as ranking_lib
+from specdec.draft import recycling
+from specdec.draft import stored
 from specdec.models.nn import table_model
 from specdec.tree import topology as topology_lib
 from specdec.verify import rejection
@@ -140,6 +142,11 @@ def drafter(name: str, draft: np.ndarray) -> specdec.Drafter:
       model, tiny_drafters.with_settings(bigram, tiny_drafters.INNER)
     ),
     'tables': tiny_drafters.candidates(*tables, config=_GROWN),
+    'earlier': tiny_drafters.candidates(
+      stored.StoredTexts.of_texts([text]),
+      recycling.Recycling(num_kept=2, size=3),
+      config=_GROWN,
+    ),
   }[name]
 
 

@@ -238,6 +238,7 @@ class Engine:
     largest = self.pair.target.spec.max_positions
     self.context = context or min(largest, chat_lib.MAX_CONTEXT)
     arguments_lib.check_count('context', self.context, largest)
+    self._store = generator.store
     self.most_choices = batch_size + queue_size
     self.most_eos_ids = slots_lib.room_for_eos_ids(self.pair.eos_ids)
     given: Any = options | {'eos_ids': self.pair.eos_ids}
@@ -350,6 +351,8 @@ class Engine:
       pool = self._pool(ticket.request.method)
       if not pool.slots.free:
         return
+      if self._store is not None:
+        pool.slots.change_drafters(self._store.refreshed)
       pool.begin(ticket)
     except Exception as error:
       self._end(ticket, error)
@@ -368,6 +371,8 @@ class Engine:
   def _end(self, ticket: Ticket, end: Answer | Exception) -> None:
     added = {'requests': 1, 'failed_requests': 1}
     if isinstance(end, Answer):
+      if self._store is not None:
+        self._store.add([end.tokens])
       num_tokens = len(end.tokens)
       added = {
         'requests': 1,

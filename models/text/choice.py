@@ -22,6 +22,8 @@ from specdec.models.text import fields
 
 _DEMO = 'demo'  # The embedded target, and its draft.
 OWN = 'own'  # The head in the folder or file of a target.
+SELF = 'self'
+"""The draft that is the target, with weights of fewer bits."""
 
 
 def _name_of_text(text: str) -> str | None:
@@ -71,7 +73,8 @@ class ModelChoice:
   )
   draft: str | None = fields.described(
     dtypes.AUTO,
-    'the draft model: a folder, a GGUF file, a hub id, demo (embedded) or none;'
+    'the draft model: a folder, a GGUF file, a hub id, demo (embedded), none or'
+    ' self: the target with weights of four bits, or in the blocks of its file;'
     ' auto: demo for the embedded target, and none for others or with a head',
     in_python='None',
     parse=_name_of_text,

@@ -13,9 +13,11 @@ from specdec.draft import drafter as drafter_lib
 from specdec.draft import head as head_lib
 from specdec.draft import language_model
 from specdec.draft import lookup
+from specdec.draft import recycling
 from specdec.models.text import pair as pair_lib
 from specdec.models.text import plan as plan_lib
 from specdec.models.text import settings as settings_lib
+from specdec.models.text import text_store
 from specdec.ngram import table as table_lib
 from specdec.tree import topology as topology_lib
 
@@ -53,19 +55,41 @@ def _default_inner(
   try:
     _load_ngram(settings, pair)
   except ValueError:
-    return 'lookup'
+    # Next to a draft, which knows more of what follows a token, it gains less.
+    return 'lookup+recycling' if pair.drafting_model is None else 'lookup'
   return 'ngram+lookup'
+
+
+def open_store(
+  settings: settings_lib.DraftSettings, pair: pair_lib.Pair
+) -> text_store.TextStore | None:
+  """The store of earlier texts, if the settings have one.
+
+  Raises:
+    ValueError: it cannot be read, or was filled with another tokenizer.
+  """
+  if settings.store is None:
+    return None
+  digest = pair_lib.vocabulary_digest(pair.tokenizer)
+  return text_store.TextStore(
+    settings.store, digest, place=pair.layout.everywhere
+  )
 
 
 def _tables(
   inner: str, settings: settings_lib.DraftSettings, pair: pair_lib.Pair
 ) -> candidates.CandidateScorer:
   # A match in the text itself is the better evidence, so it comes first.
-  proposers: list[candidates.Proposer] = []
+  proposers: list[candidates.Proposer | candidates.Learner] = []
+  store = open_store(settings, pair)
   if 'lookup' in inner.split('+'):
     proposers.append(settings.lookup)
+  if store is not None:
+    proposers.append(store.index())
   if 'ngram' in inner.split('+'):
     proposers.append(_load_ngram(settings, pair))
+  if 'recycling' in inner.split('+'):
+    proposers.append(recycling.Recycling())
   return candidates.CandidateScorer(tuple(proposers))
 
 

@@ -39,6 +39,7 @@ from specdec.models.text import settings as settings_lib
 from specdec.models.text import sources as sources_lib
 from specdec.models.text import text_decoding
 from specdec.models.text import text_options
+from specdec.models.text import text_store
 from specdec.models.text import vocabulary as vocabulary_lib
 
 # One prompt, or several.
@@ -79,6 +80,8 @@ class Generator:
 
   pair: pair_lib.Pair
   drafter: specdec.Drafter | drafters.Planned
+  #: Where earlier texts are, to which what is decoded is added.
+  store: text_store.TextStore | None = None
 
   @decode_options.documented(text_options.TextOptions)
   def stream(
@@ -100,6 +103,8 @@ class Generator:
     drafter, of_ids = drafters.chosen(
       self.drafter, request.options, request.ids
     )
+    if self.store is not None:
+      drafter = self.store.refreshed(drafter)
     decoding = specdec.Decoding(
       self.pair.target,
       request.row_keys,
@@ -109,7 +114,7 @@ class Generator:
       drafter=drafter,
       **of_ids,
     )
-    return text_decoding.TextDecoding(self.pair, decoding, request)
+    return text_decoding.TextDecoding(self.pair, decoding, request, self.store)
 
   @decode_options.documented(text_options.TextOptions)
   def generate(
@@ -195,6 +200,8 @@ class Generator:
     (stops,) = text_options.stops_of_rows(options.get('stop', ()), 1)
     of_ids = text_options.with_ids(self.pair, options, (stops,) * batch_size)
     drafter, of_ids = drafters.chosen(self.drafter, of_ids, None)
+    if self.store is not None:
+      drafter = self.store.refreshed(drafter)
     seed: Any = options.get('seed', 0)
     (constraint,) = text_options.constraints_of_rows(options, 1)
     return many_lib.ManyDecoding(
@@ -206,6 +213,7 @@ class Generator:
         stops=stops,
         constraint=constraint,
       ),
+      store=self.store,
       in_order=in_order,
       context=context,
       num_slots=batch_size,
@@ -296,6 +304,8 @@ def load(choice: GeneratorChoice) -> Generator:
   if choice.messages is not None:
     chat_template.conversation_ids(sources.tokenizer, choice.messages)
   pair = pair_lib.load_weights(vocabulary_lib.read_vocabulary(sources))
-  if plan is None:
-    return Generator(pair, drafters.make_drafter(method, pair, drafting))
-  return Generator(pair, drafters.make_planned(plan, pair))
+  if plan is not None:
+    store = drafters.open_store(plan.usual.drafting, pair)
+    return Generator(pair, drafters.make_planned(plan, pair), store)
+  store = drafters.open_store(drafting, pair)
+  return Generator(pair, drafters.make_drafter(method, pair, drafting), store)

@@ -22,6 +22,7 @@ from specdec.models.text import pair as pair_lib
 from specdec.models.text import result as result_lib
 from specdec.models.text import text_decoding
 from specdec.models.text import text_options
+from specdec.models.text import text_store
 from specdec.models.text import vocabulary as vocabulary_lib
 from specdec.text import automaton as automaton_lib
 
@@ -93,6 +94,7 @@ class ManyDecoding(Iterator[Completion]):
     context: int | None,
     in_order: bool,
     eos_ids: Sequence[int],
+    store: text_store.TextStore | None = None,
     **options: Any,
   ):
     if isinstance(prompts, str) or not isinstance(prompts, Iterable):
@@ -109,6 +111,7 @@ class ManyDecoding(Iterator[Completion]):
     arguments_lib.check_count('max_new_tokens', limit, least=0)
     self._pair, self._prompts = pair, prompts
     self._defaults, self._eos_ids = defaults, eos_ids
+    self._store = store
     self._automaton(defaults.constraint, eos_ids)  # Refused at once.
     self._slots = specdec.Slots(
       pair.target,
@@ -201,6 +204,9 @@ class ManyDecoding(Iterator[Completion]):
     self, request: _Request, generation: specdec.Generation
   ) -> Completion:
     ids = request.ids
+    if self._store is not None:
+      self._store.add(generation.tokens)
+      self._slots.change_drafters(self._store.refreshed)
     result = text_decoding.text_generation(
       self._pair,
       [text_decoding.prompt_text(self._pair, request.prompt, ids)],

@@ -8,6 +8,7 @@ from typing import Any
 
 from absl import logging
 import jax
+import jax.numpy as jnp
 import numpy as np
 import transformers
 
@@ -198,6 +199,8 @@ def load_weights(vocabulary: vocabulary_lib.Vocabulary) -> Pair:
     draft_module, _ = hub.load_network(sources.draft, draft_placement)
     draft = _with_target_tokens(draft_module, vocabulary)
   target = adapter.as_model(module, placement.layout, sources.hidden)
+  if draft is not None and sources.draft is sources.target:
+    draft = draft.replace(params=_shared(draft.params, target.params))
   if draft and draft.spec.weight_bytes > target.spec.weight_bytes:
     logging.warning(
       'a forward of the draft %s reads more than one of the target %s, so'
@@ -209,6 +212,19 @@ def load_weights(vocabulary: vocabulary_lib.Vocabulary) -> Pair:
     head = heads.load_head(sources.head, target, draft_placement)
   tokens = vocabulary.tokenizer, vocabulary.eos_ids
   return Pair(target, draft, *tokens, placement.layout, head)
+
+
+def _shared(params: Any, of_target: Any) -> Any:
+  """The parameters, with the arrays of the target where they are the same."""
+  known = dict(jax.tree_util.tree_leaves_with_path(of_target))
+
+  def share(path: Any, array: jax.Array) -> jax.Array:
+    other: Any = known.get(path, array)
+    kind = lambda array: (array.shape, array.dtype, array.sharding)
+    same = kind(other) == kind(array) and bool(jnp.array_equal(other, array))
+    return other if same else array
+
+  return jax.tree_util.tree_map_with_path(share, params)
 
 
 def _with_target_tokens(

@@ -20,7 +20,7 @@ from specdec.draft import lookup as lookup_lib
 from specdec.models.text import fields
 from specdec.tree import topology as topology_lib
 
-Inner = Literal['none', 'ngram', 'lookup', 'ngram+lookup']
+Inner = Literal['none', 'ngram', 'lookup', 'ngram+lookup', 'lookup+recycling']
 INNERS: tuple[str, ...] = get_args(Inner)
 PLANNED = 'plan'
 
@@ -87,7 +87,7 @@ class DraftSettings:
     None,
     'what drafts for the draft model (method staged), or in its place if there'
     ' is none; default: ngram+lookup if the n-gram has the vocabulary of the'
-    ' target, else lookup',
+    ' target, else lookup, and without a draft lookup+recycling',
   )
   # The forwards of tables cost next to nothing.
   inner_stage: drafter_lib.StageConfig = fields.record(
@@ -101,6 +101,11 @@ class DraftSettings:
   )
   ngram: str = fields.described(
     'demo', 'demo (embedded) or a file made by build_ngram.py'
+  )
+  store: str | None = fields.described(
+    None,
+    'folder of earlier texts that lookup also searches; what is decoded is'
+    ' added; made if need be; default: none',
   )
   lookup: lookup_lib.PromptLookup = lookup_lib.PromptLookup()
   plan: Any = None

@@ -16,6 +16,7 @@ from specdec.models.checkpoints import placement as placement_lib
 from specdec.models.checkpoints.heads import heads
 from specdec.models.checkpoints.heads import mtp
 from specdec.models.nn import dtypes
+from specdec.models.nn import matrices as matrices_lib
 from specdec.models.nn import sharding as sharding_lib
 from specdec.models.nn.cpu import build
 from specdec.models.text import choice as choice_lib
@@ -80,6 +81,8 @@ def open_sources(choice: choice_lib.ModelChoice) -> Sources:
     head = mtp.find(target.path, config)
   elif choice.head is not None:
     head = heads.locate(choice.head, config)
+  elif choice.draft == choice_lib.SELF:
+    draft = target
   elif choice.draft is not None:
     draft = hub.locate(hub.draft_name(choice.draft))
     config = draft.config
@@ -92,8 +95,18 @@ def open_sources(choice: choice_lib.ModelChoice) -> Sources:
   form = checkpoint_lib.resolve_dtype(choice.dtype, target, packed=packed)
   draft_form, drafting = form, head.stored if head else draft
   if drafting is not None:
+    dtype = choice.draft_dtype
+    if draft is target and dtype is None:
+      has_blocks = matrices_lib.STORED in target.stored_dtypes
+      dtype = matrices_lib.STORED if has_blocks else 'int4'
     draft_form = checkpoint_lib.resolve_draft_dtype(
-      choice.draft_dtype, drafting, target=form, packed=packed
+      dtype, drafting, target=form, packed=packed
+    )
+  if draft is target and draft_form == form:
+    raise ValueError(
+      f'draft={choice.draft} in {form.name}, the format of the target, costs'
+      ' what the target does; choose a draft_dtype of fewer bits, or a smaller'
+      ' draft'
     )
   draft_layout = sharding_lib.draft_layout(
     layout,

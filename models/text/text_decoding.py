@@ -12,6 +12,7 @@ from specdec.models.text import chat_template
 from specdec.models.text import pair as pair_lib
 from specdec.models.text import result as result_lib
 from specdec.models.text import text_options
+from specdec.models.text import text_store
 from specdec.models.text import token_bytes as token_bytes_lib
 
 
@@ -29,8 +30,9 @@ class TextDecoding:
     pair: pair_lib.Pair,
     decoding: specdec.Decoding,
     request: text_options.Request,
+    store: text_store.TextStore | None = None,
   ):
-    self._pair, self._decoding = pair, decoding
+    self._pair, self._decoding, self._store = pair, decoding, store
     self._begin(request)
 
   def _begin(self, request: text_options.Request) -> None:
@@ -41,6 +43,7 @@ class TextDecoding:
       prompt_text(self._pair, prompt, ids) for prompt, ids in rows
     ]
     self._streams: list[token_bytes_lib.TextStream] | None = None
+    self._stored = self._store is None
 
   def extend(
     self,
@@ -84,6 +87,14 @@ class TextDecoding:
     The new text is in `result`, and not in what iterating yields later.
     """
     self._decoding.run(should_stop)
+    self._keep()
+
+  def _keep(self) -> None:
+    """Adds the new texts to the store, once they have ended."""
+    if self.done and not self._stored:
+      assert self._store is not None
+      self._stored = True
+      self._store.add(self._decoding.result().tokens)
 
   def __iter__(self) -> Iterator[list[str]]:
     """Yields the new text of each row, step by step, until all have ended."""
@@ -104,6 +115,7 @@ class TextDecoding:
         stream.feed(ids) if reason is None else stream.finish(ids)
         for stream, ids, reason in rows
       ]
+    self._keep()
 
   def trace(self) -> list[specdec.Trace]:
     """Decodes to the end like `run`; a trace of every row.

@@ -11,6 +11,7 @@ import os
 import pathlib
 import time
 
+import jax
 import numpy as np
 import safetensors
 
@@ -25,6 +26,8 @@ MOST_TOKENS = 1 << 20
 """Tokens of a store, at most; the oldest texts are left out."""
 # Files of a store, at most, before they are joined.
 _MOST_FILES = 64
+# New tokens are indexed once they are this part of all: an eighth.
+_FEW = 8
 
 
 class TextStore:
@@ -34,6 +37,7 @@ class TextStore:
     folder: path.
     tokenizer_digest: see `pair.vocabulary_digest`.
     most_tokens: the limit of the store.
+    place: the devices of the index; None: the default device.
 
   Raises:
     ValueError: it is no folder, or a file in it cannot be read or is of another
@@ -45,14 +49,14 @@ class TextStore:
     folder: str | os.PathLike[str],
     tokenizer_digest: str,
     most_tokens: int = MOST_TOKENS,
+    place: jax.sharding.Sharding | None = None,
   ):
     self._folder, self._digest = pathlib.Path(folder), tokenizer_digest
-    self._most_tokens = most_tokens
+    self._most_tokens, self._place = most_tokens, place
     if self._folder.exists() and not self._folder.is_dir():
       raise ValueError(f'store={folder} is a file; give a folder')
     self._files: dict[pathlib.Path, list[np.ndarray]] = {}
-    self._read()
-    self._index = stored.StoredTexts.of_texts(self.texts())
+    self._build()
 
   def add(self, texts: Sequence[Sequence[int]]) -> None:
     """Adds texts of token ids; raises OSError if they cannot be written."""
@@ -64,10 +68,23 @@ class TextStore:
         self._join()
 
   def index(self) -> stored.StoredTexts:
-    """The index of all texts, also of those that other processes added."""
+    """The index of the texts, also of those that other processes added.
+
+    A few new ones wait for others: sorting a million tokens takes a second.
+    """
     if self._read():
-      self._index = stored.StoredTexts.of_texts(self.texts())
+      changed = abs(self._num_tokens() - self._num_indexed)
+      if changed * _FEW >= self._num_indexed:
+        self._build()
     return self._index
+
+  def _num_tokens(self) -> int:
+    return sum(text.size for texts in self._files.values() for text in texts)
+
+  def _build(self) -> None:
+    index = stored.StoredTexts.of_texts(self.newest())
+    self._num_indexed = self._num_tokens()
+    self._index = jax.device_put(index, self._place)
 
   def refreshed(self, drafter: specdec.Drafter) -> specdec.Drafter:
     """The drafter with this index in place of an older one."""
@@ -85,8 +102,9 @@ class TextStore:
 
     return drafter.replace(stages=tuple(map(with_index, drafter.stages)))
 
-  def texts(self) -> list[np.ndarray]:
+  def newest(self) -> list[np.ndarray]:
     """The newest texts up to the limit, each once, the oldest first."""
+    self._read()
     kept, left = dict[bytes, np.ndarray](), self._most_tokens
     for path in sorted(self._files, reverse=True):
       for text in reversed(self._files[path]):
@@ -145,8 +163,7 @@ class TextStore:
 
   def _join(self) -> None:
     """Makes one file of all; a text may be in two of them meanwhile."""
-    self._read()
-    paths = [*self._files]
-    self._write(self.texts())
+    texts, paths = self.newest(), [*self._files]
+    self._write(texts)
     for path in paths:
       path.unlink(missing_ok=True)

@@ -69,7 +69,11 @@ class Learner:
 
   name: str  #: See `Proposer`.
   vocab_size: int | None = None  #: See `Proposer`.
-  bytes_per_node: int = 0  #: See `Proposer`.
+
+  @property
+  def bytes_per_node(self) -> int:
+    """See `Proposer`."""
+    return 0
 
   def start(self, texts: carried_lib.Texts) -> Any:
     """The state after texts; B is the first axis of each array in it."""
@@ -182,6 +186,7 @@ class CandidateScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     if not jax.tree.leaves(state):
       return state, 0
     new = self.start(texts, num_scored)
+    assert isinstance(new, CandidateState)
     # The root may have been left out of what was kept.
     goes_on = (texts.length == 0) | (texts.kept >= state.length - 1)
     of_row = lambda array: goes_on.reshape(-1, *(1,) * (array.ndim - 1))

@@ -5,6 +5,8 @@ one token of each is used. A table keeps the k best after each token, so a tree
 grows where the text does not repeat itself (Token Recycling, arXiv 2408.08696).
 """
 
+import math
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ from specdec.tree import tree as tree_lib
 
 
 class RecyclingTable(flax.struct.PyTreeNode):
-  """What followed tokens; a token has the entry of its id modulo S."""
+  """The likeliest tokens after tokens; an entry is of an id modulo S."""
 
   owner: jax.Array  #: `[B, S]` int32, the token that an entry is about, or -1.
   tokens: jax.Array  #: `[B, S, k]` int32, the likeliest tokens after it.
@@ -37,12 +39,17 @@ class Recycling(flax.struct.PyTreeNode, candidates.Learner):
   #: S, the entries of the table of each row. Of tokens that share an entry, the
   #: last is known. Static.
   size: int = flax.struct.field(pytree_node=False, default=8192)
+  #: The share of the target's probabilities that is believed: another context
+  #: had them. Static.
+  trust: float = flax.struct.field(pytree_node=False, default=0.3)
 
   name = 'recycling'
 
   def __post_init__(self) -> None:
     arguments_lib.check_count('num_kept', self.num_kept)
     arguments_lib.check_count('size', self.size)
+    if not 0 < self.trust <= 1:
+      raise ValueError(f'trust must be above 0 and at most 1, got {self.trust}')
 
   @property
   def bytes_per_node(self) -> int:
@@ -65,14 +72,14 @@ class Recycling(flax.struct.PyTreeNode, candidates.Learner):
     number = min(self.num_kept, seen.logits.shape[-1])
     best, tokens = best_lib.top_k(seen.logits, number)
     total = jax.nn.logsumexp(seen.logits, axis=-1, keepdims=True)
-    log_probs = jnp.minimum(best - total, 0.0)
+    log_probs = jnp.minimum(best - total, 0.0) + math.log(self.trust)
     usable = (seen.tokens >= 0) & jnp.all(jnp.isfinite(log_probs), axis=-1)
     entry = jnp.where(usable, seen.tokens % self.size, self.size)
-    # Of several nodes for an entry the last one counts: writes to one place
-    # have no order.
-    index = jnp.arange(entry.shape[1])
-    is_later = (entry[:, :, None] == entry[:, None]) & (index[:, None] < index)
-    entry = jnp.where(jnp.any(is_later, axis=2), self.size, entry)
+    # The last of several nodes for an entry counts: writes to one place have
+    # no order.
+    later = jnp.triu(jnp.ones((entry.shape[1],) * 2, bool), 1)[None]
+    is_again = jnp.any((entry[:, :, None] == entry[:, None]) & later, axis=2)
+    entry = jnp.where(is_again, self.size, entry)
     rows = jnp.arange(entry.shape[0])[:, None]
     put = lambda array, new: array.at[rows, entry].set(new, mode='drop')
     missing = ((0, 0), (0, 0), (0, self.num_kept - number))

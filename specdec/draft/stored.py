@@ -44,7 +44,7 @@ class StoredTexts(flax.struct.PyTreeNode):
   vocab_size = None
 
   @classmethod
-  def of_texts(cls, texts: Sequence[Sequence[int]]) -> 'StoredTexts':
+  def of_texts(cls, texts: Sequence[np.typing.ArrayLike]) -> 'StoredTexts':
     """The index of texts of token ids; S is a power of 2."""
     apart = np.full(LONGEST_CONTEXT, -1)
     parts = [part for text in texts for part in (apart, np.asarray(text, int))]
@@ -71,7 +71,7 @@ class StoredTexts(flax.struct.PyTreeNode):
 
   def _contexts(self, index: jax.Array) -> jax.Array:
     """`[..., L]`, the tokens before sorted places, the last token first."""
-    back = jnp.arange(1, LONGEST_CONTEXT + 1)
+    back = jnp.arange(1, LONGEST_CONTEXT + 1).reshape(*(1,) * index.ndim, -1)
     place = tree_lib.pick(self.places, index)[..., None]
     return tree_lib.pick(self.tokens, place - back)
 
@@ -104,7 +104,7 @@ class StoredTexts(flax.struct.PyTreeNode):
     recent = lookup.recent_tokens(tokens, length, LONGEST_CONTEXT)
     ends = tree_lib.histories(tree, nodes, recent)
     offsets = jnp.arange(_NUM_PLACES) - _NUM_PLACES // 2
-    index = self._search(ends)[:, None] + offsets
+    index = self._search(ends)[:, None] + offsets[None]
     same = (self._contexts(index) == ends[:, None]) & (ends >= 0)[:, None]
     matched = jnp.sum(jnp.cumprod(same, axis=2), axis=2)
     matched = jnp.where((index >= 0) & (index < self.num_places), matched, 0)

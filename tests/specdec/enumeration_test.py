@@ -275,7 +275,7 @@ def _guesses(token, parent, max_depth):
   return guesses
 
 
-@pytest.mark.parametrize('name', ['tree', 'staged', 'tables'])
+@pytest.mark.parametrize('name', ['tree', 'staged', 'tables', 'earlier'])
 def test_grown_trees_have_the_targets_law(name):
   length, vocab_size = 4, 3
   drafts = ('uniform',) * 3  # only the targets are used

@@ -328,6 +328,30 @@ _BUGS = {
     '(cache.marked >= 0, cache.marked,',
     'recurrent.test_lengthening_and_going_back_by_hand()',
   ),
+  'a row learns what another row was told': (
+    'draft.recycling',
+    'rows = jnp.arange(entry.shape[0])[:, None]',
+    'rows = jnp.arange(entry.shape[0])[::-1, None]',
+    'earlier.test_recycling_against_a_loop()',
+  ),
+  'the logits of a rejected node for another token': (
+    'step',
+    'tokens = jax.vmap(tree_lib.pick)(tree.token, nodes)',
+    'tokens = jax.vmap(tree_lib.pick)(tree.token, nodes - (nodes > 1))',
+    'earlier.test_a_step_shows_the_logits_of_every_node()',
+  ),
+  'a new text has the table of the text before': (
+    'draft.candidates',
+    '(texts.kept >= state.length - 1)',
+    '(texts.kept >= 0)',
+    'earlier.test_a_row_goes_on_or_starts_anew()',
+  ),
+  'an index of older texts': (
+    'models.text.text_store',
+    'if changed * _FEW >= self._num_indexed:',
+    'if changed > 100 * self._num_indexed:',
+    'text_store.test_the_index_follows()',
+  ),
   "logits of other ids than the target's": (
     'models.nn.matrices',
     'jnp.maximum(index, 0), axis',

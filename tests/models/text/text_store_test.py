@@ -1,0 +1,147 @@
+"""A folder of earlier texts: its files, and what fills it."""
+
+import dataclasses
+import tempfile
+
+import command_lines
+import numpy as np
+import pytest
+import tiny_demo
+
+import specdec
+from specdec.models.text import settings as settings_lib
+from specdec.models.text import text_store
+
+
+def _texts(store):
+  return [text.tolist() for text in store.newest()]
+
+
+def _indexed(index):
+  """All texts of an index."""
+  text = ' '.join(map(str, np.asarray(index.tokens)))
+  return {part.strip() for part in text.split('-1')} - {''}
+
+
+def test_stores_of_one_folder(tmp_path):
+  """Each sees what the other adds; a text that comes again is kept once."""
+  one, other = (
+    text_store.TextStore(tmp_path / 'new' / 'store', 'digest') for _ in '12'
+  )
+  assert not _texts(one)
+  one.add([[1, 2, 3], [4]])
+  other.add([[5, 6], [1, 2, 3]])
+  assert _texts(one) == _texts(other) == [[5, 6], [1, 2, 3]]
+
+
+def test_the_index_follows():
+  """It has what both stores add, once it is worth the sorting."""
+  with tempfile.TemporaryDirectory() as folder:
+    _check_index(*(text_store.TextStore(folder, 'digest') for _ in '12'))
+
+
+def _check_index(one, other):
+  other.add([[1, 2, 3] * 4])
+  one.add([[7, 8]])
+  assert _indexed(one.index()) == {'1 2 3 1 2 3 1 2 3 1 2 3', '7 8'}
+  other.add([[5, 6] * 50])
+  sizes = [one.index().num_places.item()]
+  other.add([[5, 6]])
+  sizes.append(one.index().num_places.item())
+  other.add([[5, 9] * 10])
+  sizes.append(one.index().num_places.item())
+  assert sizes == [111, 111, 131]
+
+
+def test_many_files_become_one_and_the_oldest_texts_go(tmp_path):
+  store = text_store.TextStore(tmp_path, 'digest', most_tokens=100)
+  for number in range(70):
+    store.add([[number, number, number]])
+  assert len(list(tmp_path.iterdir())) < 10
+  expected = [[number] * 3 for number in range(37, 70)]
+  assert _texts(store)[1:] == expected
+  store.add([range(1000)])
+  assert _texts(store) == [[*range(900, 1000)]]
+
+
+def test_what_is_refused(tmp_path):
+  text_store.TextStore(tmp_path, 'digest').add([[1, 2]])
+  with pytest.raises(ValueError, match='another tokenizer; remove it, or give'):
+    text_store.TextStore(tmp_path, 'another')
+  (file,) = tmp_path.iterdir()
+  with pytest.raises(ValueError, match='is a file; give a folder'):
+    text_store.TextStore(file, 'digest')
+  content = file.read_bytes()
+  file.write_bytes(content[:-3])
+  with pytest.raises(ValueError, match=f'{file.name} cannot be read'):
+    text_store.TextStore(tmp_path, 'digest')
+  file.write_bytes(content.replace(b'texts 1', b'texts 9'))
+  with pytest.raises(ValueError, match='no texts of this version'):
+    text_store.TextStore(tmp_path, 'digest')
+
+
+@pytest.fixture(autouse=True, scope='module')
+def _pair(tmp_path_factory):
+  with pytest.MonkeyPatch.context() as patch:
+    tiny_demo.stand_in(patch, tmp_path_factory.mktemp('pair'))
+    yield
+
+
+def _settings(folder):
+  few = {'num_nodes': 4, 'capacity': 16, 'width': 2, 'inner_width': 2}
+  settings = settings_lib.with_options(settings_lib.DraftSettings(), few)
+  return dataclasses.replace(settings, store=str(folder), inner_rounds_alone=3)
+
+
+def _load(folder):
+  return specdec.load(method='lookup', drafting=_settings(folder))
+
+
+def test_decoding_fills_it_and_drafts_from_it(tmp_path):
+  options = {
+    'max_new_tokens': 16,
+    'sampling': specdec.Sampling(temperature=1.0),
+  }
+  plain = specdec.load(method='plain').generate('import ', **options)
+  lm = _load(tmp_path)
+  first = lm.generate('import ', **options)
+  again = lm.generate('import ', **options)
+  assert first.text == again.text == plain.text
+  assert 2 * again.stats.target_forwards < first.stats.target_forwards
+  assert again.stats.origins['store'] > 6
+  # Another process reads it; a stream adds what it decoded only once.
+  lm = _load(tmp_path)
+  stream = lm.stream('def ', **options)
+  assert len(_texts(lm.store)) == 1
+  assert ''.join(new for (new,) in stream) == stream.result().text[0]
+  stream.run()
+  assert len(_texts(lm.store)) == 2
+
+
+def test_many_prompts_profit_from_the_first(tmp_path):
+  prompts = [specdec.Job(prompt='import ', seed=seed) for seed in (0, 0, 1)]
+  options = {'batch_size': 1, 'max_new_tokens': 16, 'context': 64}
+  options['sampling'] = specdec.Sampling(temperature=1.0)
+  lm = _load(tmp_path)
+  found = [one.result for one in lm.generate_many(prompts, **options)]
+  assert found[0].text == found[1].text
+  forwards = [result.stats.target_forwards for result in found]
+  assert 2 * forwards[1] < forwards[0]
+  assert len(_texts(lm.store)) == 2
+
+
+def test_files_of_ones_own(tmp_path):
+  for name, text in (('a.py', 'import os\n'), ('b.py', 'x = 1\n'), ('c', '')):
+    (tmp_path / name).write_text(text)
+  files, folder = f'--files={tmp_path}/*.py', tmp_path / 'store'
+  ended = command_lines.run('build_store.py', f'--store={folder}', files)
+  assert ended.output.startswith(f'{folder} has '), ended
+  lm = _load(folder)
+  assert [lm.pair.decode(text) for text in _texts(lm.store)] == [
+    'import os\n',
+    'x = 1\n',
+  ]
+  refusal = command_lines.refusal(
+    'build_store.py', f'--store={folder}', '--files=nothing*'
+  )
+  assert 'there is no such file' in refusal
