@@ -16,7 +16,6 @@ def test_the_target_drafts_for_itself(monkeypatch, tmp_path):
   assert found.text == plain.generate('import ', **options).text
   assert found.stats.origins['draft'] > 0
   draft, target = lm.pair.draft, lm.pair.target
-  assert draft.spec.weight_bytes < target.spec.weight_bytes / 2
   ids = lambda model: {id(array) for array in jax.tree.leaves(model.params)}
   assert ids(draft) & ids(target), 'norms are shared'
   assert ids(draft) - ids(target)
