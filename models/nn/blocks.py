@@ -217,8 +217,8 @@ def _shifted(words: Any, by: Sequence[int], axis: int = -1) -> Any:
 
 def _bytes_of(words: Any) -> Any:
   """The bytes of words `[..., n]`, as int32 `[..., 4 n]`."""
-  parts = _shifted(words[..., None], (0, 8, 16, 24)) & np.uint32(0xFF)
-  return parts.astype(np.int32).reshape(*words.shape[:-1], -1)
+  values = _shifted(words[..., None], (0, 8, 16, 24)) & np.uint32(0xFF)
+  return values.astype(np.int32).reshape(*words.shape[:-1], -1)
 
 
 def _halves(words: Any, xp: Any) -> Any:
@@ -278,7 +278,7 @@ def _with_six_bits(words: Any, facts: Kind, xp: Any) -> _Parts:
   first, second, third = (words[..., i : i + 1] for i in (1, 2, 3))
   nibbles, upper = np.uint32(0x0F0F0F0F), np.uint32(0x30303030)
   six, two, four = np.uint32(0x3F3F3F3F), np.uint32(2), np.uint32(4)
-  pack = lambda *parts: _bytes_of(xp.concatenate(parts, -1))
+  pack = lambda *arrays: _bytes_of(xp.concatenate(arrays, -1))
   scales = pack(first & six, third & nibbles | first >> two & upper)
   minima = pack(second & six, third >> four & nibbles | second >> two & upper)
   scale = _halves(words[..., :1], xp) * scales.astype(np.float32)
@@ -422,8 +422,8 @@ class BlockMatrix(flax.struct.PyTreeNode):
     scales, minima = list[np.ndarray](), list[np.ndarray]()
     for start in range(0, count, _ROWS):
       part = self.words[start : start + _ROWS]
-      found, scale, minimum = _read(part, self.kind, np)
-      codes[start : start + _ROWS] = found.reshape(len(part), -1)
+      part_codes, scale, minimum = _read(part, self.kind, np)
+      codes[start : start + _ROWS] = part_codes.reshape(len(part), -1)
       scales.append(scale.reshape(len(part), -1))
       if minimum is not None:
         minima.append(minimum.reshape(len(part), -1))

@@ -161,7 +161,7 @@ class LongRopeScaling(Scaling):
 
   def __post_init__(self) -> None:
     for name in ('short_factor', 'long_factor'):
-      if not all(one > 0 for one in getattr(self, name)):
+      if not all(factor > 0 for factor in getattr(self, name)):
         raise ValueError(f'{name} must have positive numbers only')
 
   def scale(self, frequencies: np.ndarray, theta: float) -> np.ndarray:

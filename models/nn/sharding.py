@@ -190,13 +190,13 @@ class Layout:
         an axis that is not divided.
       sizes: of its axes, in units that stay together, such as heads.
     """
-    found: list[str | None] = []
+    axes: list[str | None] = []
     for name, size in zip(names, sizes, strict=False):
       divided = name and self.parts(name) > 1 and size % self.parts(name) == 0
       axis = _MESH_AXES[name] if name and divided else None
       # If two could be divided by the same axis, the first one is.
-      found.append(None if axis in found else axis)
-    return PartitionSpec(*found)
+      axes.append(None if axis in axes else axis)
+    return PartitionSpec(*axes)
 
   def sharding(
     self, names: _Names, sizes: tuple[int, ...]

@@ -73,14 +73,14 @@ async def _body(request: _Request) -> dict[str, Any]:
         data += part
         if len(data) > _MOST_BYTES:
           raise _ApiError(f'the body exceeds {_MOST_BYTES} bytes', status=413)
-    found = json.loads(data.decode(), parse_constant=_not_json)
+    body = json.loads(data.decode(), parse_constant=_not_json)
   except TimeoutError as error:
     raise _ApiError('the body did not arrive in time', status=408) from error
   except (ValueError, RecursionError) as error:
     raise _ApiError(f'the body is no JSON: {error}') from error
-  if not isinstance(found, dict):
+  if not isinstance(body, dict):
     raise _ApiError('the body must be a JSON object')
-  return found
+  return body
 
 
 class _Answering(_Response):

@@ -149,7 +149,9 @@ class Ticket:
       'seed': self.request.seed,
       'forwards': stats.target_forwards,
       'accepted_histogram': list(stats.accepted_histogram or ()),
-      'origins': {one: self._origins.count(one) for one in generation.labels},
+      'origins': {
+        label: self._origins.count(label) for label in generation.labels
+      },
       'digest': digest(self._tokens),
     }
     is_cut = generation.finish_reasons[0] == 'length'
@@ -328,7 +330,9 @@ class Engine:
         self._changed.wait_for(has_work)
         if self._stopping:
           break
-        self._waiting = [one for one in self._waiting if not one.cancelled]
+        self._waiting = [
+          ticket for ticket in self._waiting if not ticket.cancelled
+        ]
         waiting = [*self._waiting]
       for ticket in waiting:
         self._begin(ticket)

@@ -71,9 +71,9 @@ class _Folder(head_tensors.HeadFolder):
     for tensor in self.stored():
       if not (match := _STORED.fullmatch(tensor.name)):
         continue
-      number, stem, leaf = match.groups()
-      if number and stem not in _NAMES:
-        stem = f'layers.{number}.{stem}'
+      layer, stem, leaf = match.groups()
+      if layer and stem not in _NAMES:
+        stem = f'layers.{layer}.{stem}'
       yield f'{_NAMES.get(stem, stem)}.{leaf}', tensor
 
 
@@ -97,9 +97,9 @@ class _File(head_tensors.HeadFile):
       canonical = architecture.canonical_name(stored, names, files.layers)
       if canonical is None:
         raise ValueError(f'tensor {stored} is not part of an MTP layer')
-      _, number, rest = canonical.split('.', 2)
+      _, layer, rest = canonical.split('.', 2)
       if rest.rpartition('.')[0] not in _NAMES_IN_FILES.values():
-        rest = f'layers.{int(number) - first}.{rest}'
+        rest = f'layers.{int(layer) - first}.{rest}'
       tensors[rest] = gguf_tensor.Tensor(header.tensors[stored])
     if tensors:  # Without a norm of its own it has the target's.
       last = 'output_norm.weight'

@@ -79,8 +79,8 @@ def _command(compiler: str) -> list[str]:
   return [compiler] if shutil.which(compiler) else shlex.split(compiler)
 
 
-def _digest(*parts: bytes) -> str:
-  return whole_files.digest(b'\0'.join(parts)).hex()
+def _digest(*contents: bytes) -> str:
+  return whole_files.digest(b'\0'.join(contents)).hex()
 
 
 def compile_library(
@@ -109,14 +109,14 @@ def compile_library(
   version = subprocess.run(
     [program, *arguments, '--version'], capture_output=True, check=True
   ).stdout
-  parts = (
+  contents = (
     *(source.read_bytes() for source in _SOURCES),
     version,
     ' '.join(flags).encode(),
     _processor().encode(),
     jaxlib.__version__.encode(),
   )
-  name = f'kernels-{_digest(*parts)}'
+  name = f'kernels-{_digest(*contents)}'
   # Loading a file that was cut would end the process with a bus error.
   for library in folder.glob(f'{name}-*.so'):
     if library.stem == f'{name}-{_digest(library.read_bytes())}':

@@ -64,11 +64,11 @@ def or_empty(array: jax.Array | None) -> Any:
   return np.zeros(0, np.float32) if array is None else array
 
 
-def check(known: Mapping[str, int], **operands: Any) -> dict[str, int]:
+def check(axis_sizes: Mapping[str, int], **operands: Any) -> dict[str, int]:
   """Checks operands of a kernel, which would read beyond smaller ones.
 
   Args:
-    known: sizes of axes by their letters. Another letter has the size of the
+    axis_sizes: sizes of axes by their letters. Another letter has the size of the
       first axis that it stands for; 1 is a size.
     **operands: an array or None, the letters of its axes, and its possible
       dtypes, if it is not float32.
@@ -79,7 +79,7 @@ def check(known: Mapping[str, int], **operands: Any) -> dict[str, int]:
   Raises:
     ValueError: an operand has another shape or dtype.
   """
-  sizes = {'1': 1, **known}
+  sizes = {'1': 1, **axis_sizes}
   for name, (array, axes, *dtypes) in operands.items():
     if array is None:
       continue
@@ -119,10 +119,10 @@ def _check_product(
     norm_scale=(norm and norm.scale, 'I'),
     norm_bias=(norm and norm.bias, 'I'),
   )
-  for number, matrix in enumerate(matrices):
+  for index, matrix in enumerate(matrices):
     scale = or_empty(matrix.scale) if dtype == 'int8' else None
-    parts = {'scale': (scale, 'O'), 'bias': (matrix.bias, 'O', *_FLOATS)}
-    operands = {f'{part}_{number}': parts[part] for part in parts}
+    fields = {'scale': (scale, 'O'), 'bias': (matrix.bias, 'O', *_FLOATS)}
+    operands = {f'{name}_{index}': field for name, field in fields.items()}
     check({'O': matrix.outputs}, **operands)
   return width
 

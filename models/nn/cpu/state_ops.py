@@ -27,7 +27,7 @@ def _mix(
   projected: jax.Array,
   state: Sequence[jax.Array],
   windows: Sequence[jax.Array],
-  behind: Sequence[Any],
+  others: Sequence[Any],
   width: int,
   **attributes: Any,
 ) -> Sequence[jax.Array]:
@@ -45,13 +45,16 @@ def _mix(
     )
   # A window that is written as a whole is not written in place.
   some = len(windows) if projected.shape[1] < slots else 0
-  shapes = [(*projected.shape[:2], width), *(one.shape for one in windows)]
+  shapes = [
+    (*projected.shape[:2], width),
+    *(window.shape for window in windows),
+  ]
   call = jax.ffi.ffi_call(
     name,
     [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
     input_output_aliases={1 + len(state) + i: 1 + i for i in range(some)},
   )
-  return call(projected, *state, *windows, *behind, **attributes)
+  return call(projected, *state, *windows, *others, **attributes)
 
 
 def mix_convolution(
@@ -90,9 +93,9 @@ def mix_convolution(
     weight=(weight, 'PD'),
     bias=(bias, 'D'),
   )
-  behind = *tree, weight, ops.or_empty(bias)
+  others = *tree, weight, ops.or_empty(bias)
   out, window = _mix(
-    'specdec_mix_convolution', projected, [state], [window], behind, width
+    'specdec_mix_convolution', projected, [state], [window], others, width
   )
   return out, window
 
@@ -112,7 +115,7 @@ def gate(x: jax.Array, gates: jax.Array) -> jax.Array:
 
 
 def _check_window(
-  state: jax.Array, inputs: Any, known: Mapping[str, int], **others: Any
+  state: jax.Array, inputs: Any, axis_sizes: Mapping[str, int], **others: Any
 ) -> None:
   key = inputs['key']
   sizes = ops.check({}, state=(state, 'BHIJ'), key=(key, 'B1TK'))
@@ -124,7 +127,7 @@ def _check_window(
     )
   keys, values = key_heads * key_width, heads * width
   ops.check(
-    {'K': keys, 'V': values, 'M': 2 * keys + values, 'H': heads, **known},
+    {'K': keys, 'V': values, 'M': 2 * keys + values, 'H': heads, **axis_sizes},
     state=(state, 'BHIJ'),
     key=(key, 'B1TK'),
     delta=(inputs['delta'], 'B1TV'),
@@ -211,7 +214,7 @@ def mix_delta(
     conv_state=(state['conv'], 'BNM'),
     norm_scale=(norm.scale, 'J'),
     weight=(weight, 'PM'),
-    **{f'rate_{i}': (one, 'H') for i, one in enumerate(rates)},
+    **{f'rate_{i}': (rate, 'H') for i, rate in enumerate(rates)},
   )
   names = 'conv', 'key', 'delta', 'decay'
   out, *windows = _mix(
