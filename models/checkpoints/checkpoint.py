@@ -136,7 +136,7 @@ def usable_ids(
   for eos in (*stated, of_tokenizer):
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if any(type(token) is not int for token in ids):
-      raise ValueError(f'eos_token_id={eos!r} is no token id')
+      raise ValueError(f'eos_token_id={eos!r} is not a token id')
     size = checkpoint.config.vocab_size
     if usable := tuple(token for token in ids if 0 <= token < size):
       return usable
@@ -162,8 +162,8 @@ def resolve_dtype(
     packed: whether the kernels are used.
 
   Raises:
-    ValueError: there is no such format, or it is `stored` and the checkpoint
-      has no such blocks.
+    ValueError: the format is unknown, or it is `stored` and the checkpoint has
+      no blocks of few bits.
   """
   if dtype != dtypes.AUTO:
     form = matrices_lib.format_of(dtype)

@@ -45,7 +45,7 @@ class HuggingFaceFolder:
       files = sorted(self.path.glob('*.gguf'))
       remedy = f'; give a file of it, such as {files[0]}' if files else ''
       raise ValueError(
-        f'{self.path} is no model folder: it has no {CONFIG}{remedy}'
+        f'{self.path} is not a model folder: it has no {CONFIG}{remedy}'
       )
     return families.read(text_files.read_object(path), path)
 

@@ -10,8 +10,8 @@ and nothing of its ancestors but the state that its parent gave:
     drafted node   the root's         h that its parent gave
 
 The keys and values are computed again from `x`, the target's hidden states
-before these layers, by the target's own matrices. Row t has those of token
-t - 1, since heads read states before tokens (`specdec.draft.head`).
+before these layers, by the target's own matrices. Row t has the keys and values
+of token t - 1, since heads read states before tokens (`specdec.draft.head`).
 
 A state is `[h, other, place]`: of text h after the final norm and all x, with
 place 0; of a node what is fed back and what the output matrix multiplies, with
@@ -43,14 +43,14 @@ from specdec.models.nn import sharding as sharding_lib
 class AssistantConfig(gemma_lib.Gemma4Config):
   """Shape of an assistant.
 
-  Its first layers are layers of the target, whose keys and values the others
-  read; `kv_source` says which.
+  Its first layers are layers of the target. The other layers read the keys and
+  values of these; `kv_source` says which.
   """
 
   target: Any = None  # The shape of the target.
   sources: tuple[int, ...] = ()  # Layers of the target.
   num_groups: int = 0  # Groups of tokens; 0: none.
-  top_groups: int = 0  # Those whose tokens get a score.
+  top_groups: int = 0  # Groups whose tokens get a score.
 
   @property
   def reads(self) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ from specdec.tree import topology as topology_lib
 VANILLA, GATED, EDGES = 'vanilla', 'gated', 'edges'
 
 LOOKED_UP = ('markov_w1', 'markov_w2')
-"""Names of the matrices `[tokens, rank]` of which a few rows are read."""
+"""Names of matrices `[tokens, rank]`; a forward reads a few of their rows."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -386,7 +386,7 @@ def as_drafter(
   }
   num_outputs = matrices_lib.computed(lm_head).shape[0]
   if isinstance(lm_head, matrices_lib.FewOutputs):
-    order = jnp.argsort(lm_head.index)  # Behind those that are no output.
+    order = jnp.argsort(lm_head.index)  # Outputs are last.
     params['ids'] = order[-num_outputs:].astype(jnp.int32)
   return block_lib.BlockDrafter(
     params=params,

@@ -40,9 +40,9 @@ Rows = tuple[slice | np.ndarray, np.ndarray]
 
 _HUGE_PAGE = 1 << 21  # Bytes.
 _ALIGNMENT = 64  # Bytes; JAX copies arrays on the CPU that begin elsewhere.
-_LANES = 16  # Outputs of a register, of which a group has two.
+_LANES = 16  # Outputs of a register; a group has two registers.
 _GROUP = 2 * _LANES
-_ROWS = 4096  # That are read at once.
+_ROWS = 4096  # Rows that are read at once.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,7 +49,7 @@ class HeadConfig(llama_config.LlamaConfig):
   norm_output: bool = False  # Whether a state is fed back after the norm.
   # Multi-token prediction has these.
   state_first: bool = False  # Whether the state comes before the embedding.
-  gated_attention: bool = False  # Whether it is that of `models/nn/delta`.
+  gated_attention: bool = False  # Whether it is `delta.GatedAttention`.
 
   def __post_init__(self) -> None:
     super().__post_init__()

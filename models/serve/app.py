@@ -61,7 +61,7 @@ async def _refuse(_: _Request, error: Exception) -> _Response:
 
 
 def _not_json(name: str) -> Any:
-  raise ValueError(f'{name} is no JSON')
+  raise ValueError(f'{name} is not JSON')
 
 
 async def _body(request: _Request) -> dict[str, Any]:
@@ -77,7 +77,7 @@ async def _body(request: _Request) -> dict[str, Any]:
   except TimeoutError as error:
     raise _ApiError('the body did not arrive in time', status=408) from error
   except (ValueError, RecursionError) as error:
-    raise _ApiError(f'the body is no JSON: {error}') from error
+    raise _ApiError(f'the body is not JSON: {error}') from error
   if not isinstance(body, dict):
     raise _ApiError('the body must be a JSON object')
   return body

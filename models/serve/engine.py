@@ -67,9 +67,9 @@ class Request:
   seed: int
   sampling: specdec.Sampling
   stops: tuple[str, ...] = ()
-  eos_ids: Sequence[int] | None = None  #: None: those of the target.
+  eos_ids: Sequence[int] | None = None  #: None: the target's.
   automaton: automaton_lib.Automaton | None = None
-  section: int = -1  #: In which the text begins, see `Pair.text_stream`.
+  section: int = -1  #: Where the text begins, see `Pair.text_stream`.
   keeps: bool = True  #: Whether what a slot has read is not read again.
 
 
@@ -217,10 +217,10 @@ class Engine:
     generator: its drafter drafts for the method that the server has.
     method: the name of this method.
     batch_size: requests that are decoded at once, by each method.
-    context: the most tokens of a prompt and its continuation; None: as many as
-      the target reads, and at most 2,048.
+    context: the most tokens of a prompt and its continuation; None: the
+      context of the target, and at most 2,048.
     queue_size: the most requests that wait.
-    options: those of `specdec.Slots` for all requests.
+    options: of `specdec.Slots`, for all requests.
 
   Raises:
     ValueError: the target does not read as many tokens.
@@ -309,7 +309,7 @@ class Engine:
       decode()
 
   def stop(self) -> None:
-    """Ends all requests, whose listeners are told an error, and the thread."""
+    """Ends the thread and all requests; their listeners are told an error."""
     with self._changed:
       self._stopping = True
       self._changed.notify()

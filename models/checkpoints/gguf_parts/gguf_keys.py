@@ -90,7 +90,7 @@ def check_is_model(header: gguf_header.Header) -> None:
   """Refuses a file that holds something else, or a part of a model."""
   for key in ('general.type', 'general.architecture'):
     if other := _NO_MODELS.get(str(header.metadata.get(key))):
-      raise ValueError(f'it is no model, but {other}')
+      raise ValueError(f'it is not a model but {other}')
   if (num_files := header.metadata.get('split.count', 0)) > 1:  # 0: merged.
     raise ValueError(
       f'it is one of {num_files} parts of a model; merge them with'

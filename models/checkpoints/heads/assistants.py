@@ -24,7 +24,7 @@ _TYPES = {
 
 
 class _Folder(head_tensors.HeadFolder):
-  """A folder with an assistant, whose embedding is its output matrix."""
+  """A folder with an assistant; its embedding is its output matrix."""
 
   def named(self) -> Iterator[tuple[str, Any]]:
     """Yields canonical names and tensors; see `HeadTensors`."""

@@ -1,7 +1,7 @@
 """MTP layers: heads that models bring along, in their own folders and files.
 
-Such a layer is of the same kind as a layer of its target, whose config says all
-of its shape. Names of tensors:
+Such a layer is of the same kind as a layer of its target. The config of the
+target says its whole shape. Names of tensors:
 
     Qwen3.5    mtp.fc, mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden,
                mtp.norm, mtp.layers.0.*
@@ -120,7 +120,7 @@ class StoredMTP(head_tensors.Drafter):
 
   @functools.cached_property
   def stored(self) -> head_tensors.HeadFolder | head_tensors.HeadFile:
-    """The tensors; there are none if there is no such layer."""
+    """The tensors; none if the model has no MTP layer."""
     is_file = gguf.GGUFFile.holds(self.path)
     return _File(self.path) if is_file else _Folder(self.path)
 
@@ -140,7 +140,7 @@ class StoredMTP(head_tensors.Drafter):
     """The shape; raises ValueError if such layers are not supported."""
     target, names = self.target, self.stored.all
     if not isinstance(target, llama_config.LlamaConfig):
-      raise ValueError('has an MTP layer, and the target is no Llama')
+      raise ValueError('has an MTP layer, and the target is not a Llama')
     if self.stored.num_layers > 1:
       raise ValueError(
         f'has {self.stored.num_layers} MTP layers; one is supported, which'

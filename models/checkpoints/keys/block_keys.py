@@ -96,7 +96,7 @@ def merged(raw: Mapping[str, Any]) -> dict[str, Any]:
   keys = flat(raw)
   for key, supported in _SUPPORTED.items():
     if key == 'markov_head_type' and not keys.get('markov_rank'):
-      continue  # Without a rank there is no such term.
+      continue  # Without a rank the drafter has no such term.
     if keys.get(key) not in (None, *supported):
       raise ValueError(
         f'{key}={keys[key]!r} is not supported; choose a block drafter with one'

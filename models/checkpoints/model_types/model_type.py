@@ -126,7 +126,8 @@ class ModelType(Family):
   # queries grow with the position.
   ropes: str = 'one'
   is_partial: bool = False  # Whether partial_rotary_factor may be below 1.
-  # Keys that transformers reads besides the fields of its class; their types.
+  # Keys that transformers reads in addition to the fields of its class, and
+  # their types.
   extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   idle: tuple[str, ...] = ()  # Keys that change nothing.
   # Keys, and the only values of them that are computed.

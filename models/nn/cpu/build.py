@@ -100,7 +100,7 @@ def compile_library(
 
   Raises:
     OSError: the compiler cannot be run or the folder not written.
-    ValueError: its arguments cannot be told apart.
+    ValueError: a quote in its arguments is not closed.
     subprocess.CalledProcessError: it does not compile.
   """
   include = pathlib.Path(jaxlib.__file__).with_name('include')
@@ -143,7 +143,7 @@ def register(library: pathlib.Path, suffix: str = '') -> None:
 
 
 def find_compiler() -> str | None:
-  """The C++ compiler to use: that of the variable `CXX`, or one of the path."""
+  """The C++ compiler to use: the variable `CXX`, or one on the path."""
   stated = os.environ.get('CXX', '').strip()
   return stated or shutil.which('g++') or shutil.which('c++')
 

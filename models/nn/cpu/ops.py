@@ -1,8 +1,8 @@
 """The functions of the C++ kernels in JAX.
 
 They lower for CPU only, and only after `build.is_available()`. The bits of a
-row depend on nothing but the row itself, and those of a query on nothing but
-the slots that it sees.
+row depend only on the row itself, and the bits of a query only on the slots
+that it sees.
 
 All shapes and dtypes are checked here, once, when a program is traced: a wrong
 operand raises a ValueError. Only words of matrices are counted in C++, which
@@ -68,8 +68,8 @@ def check(axis_sizes: Mapping[str, int], **operands: Any) -> dict[str, int]:
   """Checks operands of a kernel, which would read beyond smaller ones.
 
   Args:
-    axis_sizes: sizes of axes by their letters. Another letter has the size of the
-      first axis that it stands for; 1 is a size.
+    axis_sizes: sizes of axes by their letters. Another letter has the size of
+      its first axis; 1 is a size.
     **operands: an array or None, the letters of its axes, and its possible
       dtypes, if it is not float32.
 
@@ -109,7 +109,7 @@ def _check_product(
   if gated and outputs != 2 * outputs[:1]:
     raise ValueError(f'a gate needs two equal matrices, not outputs {outputs}')
   if activation not in (None, *ACTIVATIONS):
-    raise ValueError(f'activation={activation} is none of {ACTIVATIONS}')
+    raise ValueError(f'activation={activation} is not one of {ACTIVATIONS}')
   width = outputs[0] if gated else sum(outputs)
   rows = string.ascii_lowercase[: x.ndim - 1]
   check(
@@ -142,7 +142,7 @@ def multiply(
   Args:
     x: `[..., in]` float32.
     matrices: of `in` inputs each.
-    dtype: of their weights, to which rows are rounded; `blocks` for those of
+    dtype: of their weights; rows are rounded to it. `blocks`: weights of
       `models/nn/blocks`, of any kinds.
     norm: of the rows before.
     activation: of the products, one of `ACTIVATIONS`.
@@ -151,11 +151,11 @@ def multiply(
     residual: `[..., out]` float32 that is added.
 
   Returns:
-    `[..., out]` float32, the products beside one another.
+    `[..., out]` float32, the products next to one another.
 
   Raises:
-    ValueError: an operand or the activation is wrong, or a gate has no two
-      matrices of as many outputs.
+    ValueError: an operand or the activation is wrong, or a gate does not
+      have two matrices with equal numbers of outputs.
   """
   width = _check_product(x, matrices, dtype, norm, activation, gated, residual)
   rows = x.reshape(-1, x.shape[-1])

@@ -31,9 +31,9 @@ def _mix(
   width: int,
   **attributes: Any,
 ) -> Sequence[jax.Array]:
-  """The result `[B, L, width]` and the windows, to which a kernel writes nodes.
+  """The result `[B, L, width]` of a kernel, and the windows with the nodes.
 
-  The state of the convolution is the first.
+  The first of `state` is the state of the convolution.
   """
   before, slots = state[0].shape[1], windows[0].shape[2]
   if projected.shape[1] > slots:
@@ -71,9 +71,9 @@ def mix_convolution(
     projected: `[B, L, 3 width]` float32: gates of the inputs, gates of the
       result, and inputs.
     state: `[B, n, width]` float32, the last inputs of the text.
-    window: `[B, 1, T, width]` float32, those of the window.
+    window: `[B, 1, T, width]` float32, the inputs of the window.
     tree: see `_Tree`.
-    weight: `[n + 1, width]` float32, that of the farthest first.
+    weight: `[n + 1, width]` float32, the farthest input's first.
     bias: `[width]` float32, or None.
 
   Returns:
@@ -186,9 +186,9 @@ def mix_delta(
       convolution, the gates of the result, and per head what strengths and
       decays are made of.
     state: after the text, `conv` `[B, n, ...]` and `matrix` `[B, H, K, V]`.
-    inputs: those of the window, `conv`, `key`, `delta` and `decay`.
+    inputs: `conv`, `key`, `delta` and `decay` of the window.
     tree: see `_Tree`.
-    weight: `[n + 1, ...]` float32 of the convolution, that of the farthest
+    weight: `[n + 1, ...]` float32 of the convolution, the farthest input's
       first.
     rates: `[H]` float32 each, the rate of the decay and what is added before.
     norm: of the result of each head.
