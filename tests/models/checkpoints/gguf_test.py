@@ -354,11 +354,8 @@ def test_the_factor_of_yarn_may_be_stated(stated, factor, path):
   ('keys', 'message'),
   [
     ({'general.type': 'adapter'}, r'not a model but an adapter \(LoRA\)'),
-    ({'general.type': 'mmproj'}, r'not a model but the projector'),
-    (
-      {'general.architecture': 'clip'},
-      r'not a model but the projector',
-    ),
+    ({'general.type': 'mmproj'}, r'not a model but the projector \(mmproj\)'),
+    ({'general.architecture': 'clip'}, 'not a model but the projector'),
     ({'split.count': 3}, 'one of 3 parts of a model; merge them'),
   ],
 )
