@@ -503,7 +503,7 @@ def from_raw(
   """A matrix on the host of the rows of a file.
 
   Args:
-    blocks: indices of n rows, and those rows as in `to_words`.
+    blocks: indices of n rows, and these rows as in `to_words`.
     shape: `(out, in)`.
     kind: a key of `KINDS`.
     dtype: the format that it belongs to.

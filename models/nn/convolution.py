@@ -1,8 +1,8 @@
 """Causal convolutions over a few positions, each channel by itself.
 
 The last position of a `Convolution` is a node of the tree or a token of the
-text; those before it are its parent, the parent of that, and so on, wherever
-they lie.
+text. The positions before it are its parent, its grandparent, and so on, in
+whatever slots.
 """
 
 from flax import nnx

@@ -246,7 +246,7 @@ class DeltaNet(mixer.Mixer):
 class GatedAttention(grouped_query.Attention):
   """Attention whose heads are multiplied with gates of their own.
 
-  Behind the query of each head its matrix has the gate.
+  In its matrix the gate of each head comes after the query.
   """
 
   def __init__(

@@ -34,7 +34,7 @@ class Attention(nnx.Module):
     self.config = config
     source = config.of_layers('kv_source')[layer]
     self.writes = source is None
-    # Counted among those that have keys and values.
+    # Counted among the layers that have keys and values.
     self.layer = config.attention_layers.index(layer if self.writes else source)
     self.dtype = new['dtype']
     self.head_width = config.of_layers('head_width')[layer]

@@ -250,7 +250,7 @@ class FewOutputs(flax.struct.PyTreeNode):
   The draft vocabulary of FR-Spec (arXiv 2502.14856) and of EAGLE-3.
 
   Attributes:
-    outputs: the matrix `[N, in]` of those that are computed.
+    outputs: the matrix `[N, in]` of the outputs that are computed.
     index: see `scatter_outputs`.
     rows: the matrix `[out, in]` whose rows are looked up where the token
       embedding is the head, or None.

@@ -288,7 +288,7 @@ def rotate(heads: jax.Array, rotation: Rotation | None) -> jax.Array:
 def order_of_rows(length: int, num_heads: int | None) -> np.ndarray:
   """`[length]`, where each stored row of queries or keys goes.
 
-  With a number of heads, stored rows are in the order of those who rotate
+  With a number of heads, stored rows are in the order of programs that rotate
   neighbours `2 i` and `2 i + 1` together, such as llama.cpp for Llama.
   """
   order = np.arange(length)

@@ -59,7 +59,7 @@ class ApiError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-  """A prompt with options of its own, all of which were checked."""
+  """A prompt with options of its own, which were checked."""
 
   ids: list[int]
   max_new_tokens: int
@@ -223,7 +223,7 @@ class Engine:
     options: of `specdec.Slots`, for all requests.
 
   Raises:
-    ValueError: the target does not read as many tokens.
+    ValueError: the target's context is shorter.
   """
 
   def __init__(

@@ -118,9 +118,9 @@ def _shortest(value: Any) -> Any:
 
 
 def num_layers(header: gguf_header.Header, name: str) -> int:
-  """The number of layers, without those that predict further tokens.
+  """The number of layers, without layers that predict further tokens.
 
-  The last ones of a file may be such (MTP), and are not read.
+  The last layers of a file may be such (MTP), and are not read.
   """
   keys = f'{name}.block_count', f'{name}.{_NEXTN}'
   text_files.check_types(header.metadata, dict.fromkeys(keys, int))
@@ -158,7 +158,7 @@ def own_keys(
   Args:
     header: of the file.
     files: the architecture.
-    keys: those that are known.
+    keys: the known keys.
 
   Raises:
     ValueError: a key is not known, a value has another type, or the values of a

@@ -4,8 +4,9 @@
     DeepSpec, GGUF            all keys in one object
     speculators               the layers in `transformer_layer_config`
 
-The lists of layers differ: `target_layer_ids` counts those that write a state,
-`aux_hidden_state_layer_ids` of speculators those that read it, each one more.
+The lists of layers differ: `target_layer_ids` names the layers that write a
+state, `aux_hidden_state_layer_ids` of speculators the layers that read it, each
+one more.
 """
 
 from collections.abc import Mapping

@@ -39,7 +39,7 @@ _NO_EFFECT = re.compile(
   re.VERBOSE,
 )
 # Keys with the values that change nothing. If they are off, they change nothing
-# either, except those that may be true.
+# either, except keys that may be true.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
   '_sliding_window_pattern': (6,),
   'activation': ('swiglu',),
@@ -103,7 +103,7 @@ def select(
   Args:
     config: the class.
     keys: of the configuration.
-    read: those that are read; they may have a second name in the class.
+    read: the keys that are read; they may have a second name in the class.
 
   Raises:
     ValueError: two names of the same key contradict each other.
@@ -130,7 +130,7 @@ def refuse_unread(
 
   Args:
     keys: of a configuration.
-    read: those that were read.
+    read: the keys that were read.
     idle: further ones that change nothing in this format.
     resolved: an object with the values of the keys that were read, or their
       defaults, as attributes.

@@ -36,7 +36,7 @@ class Part(NamedTuple):
   Attributes:
     rows: its outputs.
     expert: its place in a stack of the tensors of all experts, or None.
-    experts: how many these are.
+    experts: the number of experts.
   """
 
   rows: slice = slice(None)

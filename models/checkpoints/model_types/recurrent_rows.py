@@ -35,7 +35,7 @@ def _lfm2_layers(config: Any) -> dict[str, Any]:
 
 
 def _lfm2_convolutions(keys: _Keys, _: _Keys) -> dict[str, Any]:
-  """The layers that have convolutions: those without heads."""
+  """The layers that have convolutions: the layers without heads."""
   heads = keys['num_key_value_heads']
   if not isinstance(heads, list):
     raise ValueError(
