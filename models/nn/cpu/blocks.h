@@ -85,14 +85,14 @@ inline Words Line(const uint32_t* lines, int64_t index) {
 //   kOffset           c, 0 if it has minima
 //   kMost             the largest number of `Weights`
 //
-// and is made of the words of kLanes outputs and the number of a part. It gives,
-// for constant arguments,
+// and is made of the words of kLanes outputs and the number of a part. It
+// gives, for constant arguments,
 //
 //   Weights           four q of a group, a byte each
 //   Scale             f of a group
 //
-// and, if it has minima, `Minima` of the same words and part. `Minima::Times` is
-// the sum of o times the sums of a row's values in the groups.
+// and, if it has minima, `Minima` of the same words and part. `Minima::Times`
+// is the sum of o times the sums of a row's values in the groups.
 // Weights may be larger than q by a factor; then the scale is smaller by it.
 
 struct NoMinima {
@@ -307,8 +307,8 @@ struct K32 {
 using Q4_K = K32<4>;
 using Q5_K = K32<5>;
 
-// Sixteen groups of 16 with signed scales, and a factor in float16. Inputs 64 to
-// 127 of a part are the upper halves of the bytes.
+// Sixteen groups of 16 with signed scales, and a factor in float16. Inputs 64
+// to 127 of a part are the upper halves of the bytes.
 struct Q6_K {
   static constexpr int kWords = 53, kParts = 2, kGroupWords = 4, kOffset = 32;
   static constexpr int kMost = 63;
