@@ -79,13 +79,13 @@ class Checkpoint(StoredNetwork, Protocol):
 
   @property
   def files(self) -> Sequence[pathlib.Path]:
-    """The files with shape and weights; raises ValueError if some lack."""
+    """The files with shape and weights; ValueError if some are missing."""
 
   @property
   def stored_dtypes(self) -> Sequence[str]:
     """Dtypes that the matrices can be loaded as without much loss.
 
-    `stored` is one if there are blocks of few bits that can be computed with.
+    `stored` is among them if the file has blocks of few bits that can be used.
     """
 
   @property

@@ -168,7 +168,7 @@ class HuggingFaceFolder:
     return index
 
   def _weights(self) -> list[pathlib.Path]:
-    """The files with weights; ValueError if there are none or some lack."""
+    """The files with weights; ValueError if some or all are missing."""
     if (self.path / WEIGHTS).exists():
       return [self.path / WEIGHTS]
     files = [self.path / name for name in sorted({*self._index().values()})]

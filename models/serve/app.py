@@ -25,7 +25,7 @@ from specdec.models.serve import engine as engine_lib
 from specdec.text import text_files
 
 _MOST_BYTES = 8 << 20  # The size of a body.
-_MOST_SECONDS = 30.0  # In which a body arrives.
+_MOST_SECONDS = 30.0  # The longest that a body may take to arrive.
 _PAGE = pathlib.Path(__file__).with_name('page.html')
 
 _ApiError = engine_lib.ApiError

@@ -183,7 +183,7 @@ class _Pool:
     self.tickets[slot], self._has_new = ticket, True
 
   def step(self) -> list[tuple[Ticket, Answer | ApiError]]:
-    """Goes on for a moment; the requests that have ended."""
+    """Decodes for a moment; returns the requests that have ended."""
     for slot, ticket in [*self.tickets.items()]:
       if ticket.cancelled:
         del self.tickets[slot]

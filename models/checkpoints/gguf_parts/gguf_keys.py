@@ -309,7 +309,7 @@ def _add_windows(
     if stated is not None:
       raise ValueError(
         f'{name}.{PATTERN} says which layers have a window,'
-        f' but {name}.attention.sliding_window lacks or is 0'
+        f' but {name}.attention.sliding_window is missing or 0'
       )
     return
   pattern = files.pattern if stated is None else stated

@@ -60,9 +60,9 @@ class _Folder(head_tensors.HeadFolder):
   """The MTP layers in a folder."""
 
   def named(self) -> Iterator[tuple[str, Any]]:
-    """Yields canonical names and tensors; none if weights lack.
+    """Yields canonical names and tensors; none if weights are missing.
 
-    Whoever reads the rest of the folder says so.
+    The reader of the rest of the folder raises the error.
     """
     try:
       self._weights()
@@ -163,7 +163,7 @@ class StoredMTP(head_tensors.Drafter):
 
 
 class DrawnMTP(StoredMTP):
-  """An MTP layer of random weights, for a target of which only a config is."""
+  """An MTP layer of random weights, for a target without weights."""
 
   @functools.cached_property
   def stored(self) -> head_tensors.HeadFolder:
