@@ -71,7 +71,7 @@ class StoredNetwork(Protocol):
 
   @property
   def family(self) -> model_type.Family:
-    """What loads its weights; of a model its model type."""
+    """The record that loads its weights; for a model, its model type."""
 
 
 class Checkpoint(StoredNetwork, Protocol):

@@ -64,7 +64,7 @@ class AssistantConfig(gemma_lib.Gemma4Config):
 
 
 class Source(nnx.Module):
-  """What makes keys and values in a layer of the target."""
+  """The part of a layer of the target that makes keys and values."""
 
   def __init__(self, config: AssistantConfig, index: int, **new: Any):
     layer = config.sources[index]

@@ -191,7 +191,7 @@ def to_words(raw: np.ndarray, kind: str, width: int) -> np.ndarray:
   padded[:, : -(-width // facts.file_inputs)] = raw.reshape(
     count, -1, facts.bytes
   )
-  parts, start = [], 0
+  fields, start = [], 0
   for name, size in facts.fields.items():
     part = np.ascontiguousarray(padded[..., start : start + size])
     part = part.reshape(count, blocks, -1).view(np.uint32)
@@ -199,9 +199,9 @@ def to_words(raw: np.ndarray, kind: str, width: int) -> np.ndarray:
       part = _spread_fifth_bits(part)
     if kind == 'Q8_0' and name == 'q':
       part ^= np.uint32(0x80808080)
-    parts.append(part)
+    fields.append(part)
     start += size
-  return np.concatenate(parts, axis=-1)
+  return np.concatenate(fields, axis=-1)
 
 
 # Integers, scales and minima: arrays of NumPy or JAX.

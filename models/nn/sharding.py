@@ -367,8 +367,8 @@ def sum_of_experts(
     *args: what every device has all of.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  parts = 1 if mesh.empty else mesh.shape[MODEL]
-  if parts == 1 or hidden % parts:
+  num_parts = 1 if mesh.empty else mesh.shape[MODEL]
+  if num_parts == 1 or hidden % num_parts:
     return function(experts, *args)
 
   def divided(axis: int, matrix: Any) -> Any:

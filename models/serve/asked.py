@@ -291,14 +291,14 @@ class Reader:
     most, vocab_size = self.engine.most_choices, pair.target.spec.vocab_size
     if not 0 < len(prompts) <= most:
       raise ValueError(f'prompt must have 1 to {most} prompts')
-    found = []
+    texts = []
     for prompt in prompts:
       (ids,) = pair.ids_of([prompt])
       ids = arguments_lib.to_prompt('prompt', ids, vocab_size)
-      found.append(
+      texts.append(
         (prompt if isinstance(prompt, str) else pair.decode(ids), ids)
       )
-    return found, -1
+    return texts, -1
 
   def _limit(
     self, num_tokens: int, given: Mapping[str, Any], prompt: str
