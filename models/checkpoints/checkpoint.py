@@ -71,7 +71,7 @@ class StoredNetwork(Protocol):
 
   @property
   def family(self) -> model_type.Family:
-    """What loads its weights; of a model its model type."""
+    """The record that loads its weights; for a model, its model type."""
 
 
 class Checkpoint(StoredNetwork, Protocol):
@@ -79,13 +79,13 @@ class Checkpoint(StoredNetwork, Protocol):
 
   @property
   def files(self) -> Sequence[pathlib.Path]:
-    """The files with shape and weights; raises ValueError if some lack."""
+    """The files with shape and weights; ValueError if some are missing."""
 
   @property
   def stored_dtypes(self) -> Sequence[str]:
     """Dtypes that the matrices can be loaded as without much loss.
 
-    `stored` is one if there are blocks of few bits that can be computed with.
+    `stored` is among them if the file has blocks of few bits that can be used.
     """
 
   @property
@@ -136,7 +136,7 @@ def usable_ids(
   for eos in (*stated, of_tokenizer):
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if any(type(token) is not int for token in ids):
-      raise ValueError(f'eos_token_id={eos!r} is no token id')
+      raise ValueError(f'eos_token_id={eos!r} is not a token id')
     size = checkpoint.config.vocab_size
     if usable := tuple(token for token in ids if 0 <= token < size):
       return usable
@@ -162,8 +162,8 @@ def resolve_dtype(
     packed: whether the kernels are used.
 
   Raises:
-    ValueError: there is no such format, or it is `stored` and the checkpoint
-      has no such blocks.
+    ValueError: the format is unknown, or it is `stored` and the checkpoint has
+      no blocks of few bits.
   """
   if dtype != dtypes.AUTO:
     form = matrices_lib.format_of(dtype)

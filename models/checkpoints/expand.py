@@ -74,8 +74,8 @@ def _row_of_added_tokens(params: Mapping[tuple[Any, ...], Any]) -> np.ndarray:
   constant = np.sum(bias / scale)
   if abs(constant) < 1e-3:
     raise ValueError(
-      'vocab_size: no token can be added to this model, whose last layer norm'
-      f' has biases over scales that add up to {constant}'
+      'vocab_size: no token can be added to this model: the biases over scales'
+      f' of its last layer norm add up to {constant}'
     )
   return _ADDED_LOGIT / constant / scale
 
@@ -121,9 +121,9 @@ def expand(
   Args:
     module: a GPT-2; shares no arrays with the result.
     width_factor: r, multiplies width, heads and inner width.
-    num_layers: number of layers of the result, at least that of `module`.
-    vocab_size: number of tokens of the result, at least the number of `module`,
-      which is the default; added tokens are hardly ever chosen.
+    num_layers: number of layers of the result, at least the layers of `module`.
+    vocab_size: number of tokens of the result, at least the tokens of `module`
+      (the default); added tokens are hardly ever chosen.
 
   Returns:
     A module of the dtype of `module`.

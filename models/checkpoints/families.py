@@ -255,8 +255,8 @@ def written_keys(
 ) -> dict[str, Any]:
   """The `config.json` of a shape, as the first of some types that has it.
 
-  Only those are written that are trained here: GPT-2, Llama, and the layers of
-  drafting heads, whose queries may be normalised (Qwen 3) and partly rotated
+  Only shapes that are trained here are written: GPT-2, Llama, and the layers of
+  drafting heads. Queries of heads may be normalised (Qwen 3) and partly rotated
   (Phi-3).
 
   Raises:

@@ -82,13 +82,13 @@ def _chat_template(
 def _special_tokens(
   folder: pathlib.Path, config: dict[str, Any], backend: tokenizers.Tokenizer
 ) -> dict[str, str]:
-  """The tokens with a role, of those that the vocabulary has."""
+  """The tokens of the vocabulary that have a role."""
   stated = _read_object(folder / 'special_tokens_map.json') | config
   model = _read_object(folder / 'config.json')
   tokens = {}
   for role in _ROLES:
     token = stated.get(role)
-    if isinstance(token, dict):  # Beside flags, which tokenizer.json has.
+    if isinstance(token, dict):  # With flags, which tokenizer.json has, too.
       token = token.get('content')
     token_id = model.get(f'{role}_id')
     if token is None and type(token_id) is int and token_id >= 0:

@@ -1,6 +1,6 @@
 """Models in GGUF files.
 
-Names are those that llama.cpp's converters write
+Names are as llama.cpp's converters write them
 (github.com/ggml-org/llama.cpp, convert_hf_to_gguf.py).
 """
 

@@ -110,8 +110,8 @@ def _download(name: str, revision: str | None) -> pathlib.Path:
   ) as error:
     reason = (str(error).strip() or repr(error)).splitlines()[0]
     raise ValueError(
-      f'{name!r} is no folder or file here, and could not be fetched from the'
-      f' hub ({reason}); give the path of a model, or its name on the hub'
+      f'{name!r} is not a folder or file here, and could not be fetched from'
+      f' the hub ({reason}); give the path of a model, or its name on the hub'
     ) from error
   return pathlib.Path(fetched)
 

@@ -45,7 +45,7 @@ class HuggingFaceFolder:
       files = sorted(self.path.glob('*.gguf'))
       remedy = f'; give a file of it, such as {files[0]}' if files else ''
       raise ValueError(
-        f'{self.path} is no model folder: it has no {CONFIG}{remedy}'
+        f'{self.path} is not a model folder: it has no {CONFIG}{remedy}'
       )
     return families.read(text_files.read_object(path), path)
 
@@ -168,7 +168,7 @@ class HuggingFaceFolder:
     return index
 
   def _weights(self) -> list[pathlib.Path]:
-    """The files with weights; ValueError if there are none or some lack."""
+    """The files with weights; ValueError if some or all are missing."""
     if (self.path / WEIGHTS).exists():
       return [self.path / WEIGHTS]
     files = [self.path / name for name in sorted({*self._index().values()})]

@@ -92,7 +92,7 @@ def make(
     dtype: of the matrices, one of `matrices.DTYPES`; norms are float32. `int8`
       rounds all others to eight bits, except position embeddings and routers,
       and the rest is computed in bfloat16; `int4` to four, but embedding and
-      head to eight. `stored` leaves those in blocks of few bits as they are.
+      head to eight. `stored` leaves matrices in blocks of few bits unchanged.
     options: fields of a `Placement`.
 
   Raises:

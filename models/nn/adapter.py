@@ -214,7 +214,9 @@ def network_facts(
     'vocab_size': config.vocab_size,
     'max_positions': config.num_positions,
     'cache_bytes_per_slot': per_slot * dtype.itemsize,
-    'state_bytes': sum(one.state_bytes for one in empty(1).values()),
+    'state_bytes': sum(
+      layer_state.state_bytes for layer_state in empty(1).values()
+    ),
     'place': layout.place,
     'row_shards': layout.parts('rows'),
     'slot_multiple': _FULL_ROWS if on_gpu else 1,

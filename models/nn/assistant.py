@@ -10,8 +10,8 @@ and nothing of its ancestors but the state that its parent gave:
     drafted node   the root's         h that its parent gave
 
 The keys and values are computed again from `x`, the target's hidden states
-before these layers, by the target's own matrices. Row t has those of token
-t - 1, since heads read states before tokens (`specdec.draft.head`).
+before these layers, by the target's own matrices. Row t has the keys and values
+of token t - 1, since heads read states before tokens (`specdec.draft.head`).
 
 A state is `[h, other, place]`: of text h after the final norm and all x, with
 place 0; of a node what is fed back and what the output matrix multiplies, with
@@ -43,14 +43,14 @@ from specdec.models.nn import sharding as sharding_lib
 class AssistantConfig(gemma_lib.Gemma4Config):
   """Shape of an assistant.
 
-  Its first layers are layers of the target, whose keys and values the others
-  read; `kv_source` says which.
+  Its first layers are layers of the target. The other layers read the keys and
+  values of these; `kv_source` says which.
   """
 
   target: Any = None  # The shape of the target.
   sources: tuple[int, ...] = ()  # Layers of the target.
   num_groups: int = 0  # Groups of tokens; 0: none.
-  top_groups: int = 0  # Those whose tokens get a score.
+  top_groups: int = 0  # Groups whose tokens get a score.
 
   @property
   def reads(self) -> tuple[int, ...]:
@@ -64,7 +64,7 @@ class AssistantConfig(gemma_lib.Gemma4Config):
 
 
 class Source(nnx.Module):
-  """What makes keys and values in a layer of the target."""
+  """The part of a layer of the target that makes keys and values."""
 
   def __init__(self, config: AssistantConfig, index: int, **new: Any):
     layer = config.sources[index]
@@ -107,8 +107,8 @@ class Assistant(nnx.Module):
     mixers = gemma_lib.Gemma4.mixers
     self.layers = nnx.List(
       [
-        layer(config, number, mixers=mixers, dtype=dtype, rngs=rngs)
-        for number in range(len(config.sources), config.num_layers)
+        layer(config, index, mixers=mixers, dtype=dtype, rngs=rngs)
+        for index in range(len(config.sources), config.num_layers)
       ]
     )
     self.norm = layers.RMSNorm(config.width, config.norm_epsilon)
@@ -140,11 +140,11 @@ class Assistant(nnx.Module):
     x = self.pre_projection(
       jnp.concatenate([embedded * config.target.embedding_scale, h], -1)
     )
-    for number, layer in enumerate(self.layers, len(sources)):
+    for index, layer in enumerate(self.layers, len(sources)):
       # As transformers has it, one more than the target's queries see.
-      window = windows[number] and windows[number] + 1
+      window = windows[index] and windows[index] + 1
       seen = attention.within_window(mask, window)
-      x, cache = layer(x, rotations[number], seen, cache)
+      x, cache = layer(x, rotations[index], seen, cache)
     kernels = self.pre_projection.is_packed
     x = layers.normalize(x, self.norm, kernels=kernels)
     rest = len(config.sources) * width - config.width
@@ -203,8 +203,8 @@ def _spec(
     return jnp.concatenate([*states, place], -1).astype(jnp.float32)
 
   def logits(params: dict[str, Any], states: jax.Array) -> jax.Array:
-    own = nnx.merge(module, params['head'])
-    return own.logits(states, params['lm_head'], params.get('ordering'))
+    head = nnx.merge(module, params['head'])
+    return head.logits(states, params['lm_head'], params.get('ordering'))
 
   return head_lib.HeadSpec(
     apply=apply,
@@ -242,19 +242,19 @@ def as_head(
   shapes = nnx.eval_shape(
     lambda: nnx.List([Source(config, index, **new()) for index in numbers])
   )
-  parts = ('input_layernorm', 'self_attn')
+  names = ('input_layernorm', 'self_attn')
   sources = {
-    index: {part: target['layers'][layer][part] for part in parts}
+    index: {part: target['layers'][layer][part] for part in names}
     for index, layer in enumerate(config.sources)
   }
   graph, variables = nnx.split(module)
-  own = nnx.to_pure_dict(variables)
-  params: dict[str, Any] = {'head': own, 'sources': sources}
+  head_params = nnx.to_pure_dict(variables)
+  params: dict[str, Any] = {'head': head_params, 'sources': sources}
   params |= {'embedding': embedding, 'lm_head': lm_head}
   if ordering is not None:
     params['ordering'] = jnp.asarray(ordering, jnp.int32)
   graphs = graph, nnx.split(shapes)[0]
-  amounts = eagle.amounts(own, lm_head)
+  amounts = eagle.amounts(head_params, lm_head)
   return head_lib.Head(
     params=params,
     spec=_spec(graphs, config, module.dtype, layout, amounts),

@@ -135,7 +135,7 @@ def _attend_by_sums(
 
   Products would need copies of the slots of a layer.
   """
-  query, key, value = (one.astype(jnp.float32) for one in operands[:3])
+  query, key, value = (operand.astype(jnp.float32) for operand in operands[:3])
   scores = jnp.sum(query[:, :, :, None] * key[:, :, None], axis=-1)
   scores = layers.soft_cap(scale * scores, cap)
   scores = jnp.where(operands.mask[:, None], scores, _MASKED_SCORE)

@@ -39,7 +39,7 @@ from specdec.tree import topology as topology_lib
 VANILLA, GATED, EDGES = 'vanilla', 'gated', 'edges'
 
 LOOKED_UP = ('markov_w1', 'markov_w2')
-"""Names of the matrices `[tokens, rank]` of which a few rows are read."""
+"""Names of matrices `[tokens, rank]`; a forward reads a few of their rows."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,8 +192,8 @@ class BlockDrafter(nnx.Module):
     layer: Any = _ConvolvedLayer if config.conv_size else nn_llama.Layer
     self.layers = nnx.List(
       [
-        layer(config, number, dtype=dtype, rngs=rngs)
-        for number in range(config.num_layers)
+        layer(config, index, dtype=dtype, rngs=rngs)
+        for index in range(config.num_layers)
       ]
     )
     self.norm = norm()
@@ -338,8 +338,8 @@ def _spec(
     embedded = matrices_lib.take_rows(params['embedding'], tokens)
     drafter = module(params)
     states, cache = drafter(embedded, *others)
-    found = drafter.scores(states, matrices_lib.computed(params['lm_head']))
-    return layout.gather_vocabulary(found), states, cache
+    scores = drafter.scores(states, matrices_lib.computed(params['lm_head']))
+    return layout.gather_vocabulary(scores), states, cache
 
   edges = lambda params, *args: module(params).edges(
     *args, rows=getattr(params['lm_head'], 'index', None)
@@ -378,11 +378,15 @@ def as_drafter(
   For the arguments see `eagle.as_head`.
   """
   graph, variables = nnx.split(module)
-  own = nnx.to_pure_dict(variables)
-  params = {'drafter': own, 'embedding': embedding, 'lm_head': lm_head}
+  drafter_params = nnx.to_pure_dict(variables)
+  params = {
+    'drafter': drafter_params,
+    'embedding': embedding,
+    'lm_head': lm_head,
+  }
   num_outputs = matrices_lib.computed(lm_head).shape[0]
   if isinstance(lm_head, matrices_lib.FewOutputs):
-    order = jnp.argsort(lm_head.index)  # Behind those that are no output.
+    order = jnp.argsort(lm_head.index)  # Outputs are last.
     params['ids'] = order[-num_outputs:].astype(jnp.int32)
   return block_lib.BlockDrafter(
     params=params,
@@ -391,7 +395,7 @@ def as_drafter(
       module.config,
       module.dtype,
       layout,
-      eagle.amounts(own, lm_head, LOOKED_UP),
+      eagle.amounts(drafter_params, lm_head, LOOKED_UP),
       num_outputs,
     ),
   )

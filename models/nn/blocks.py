@@ -40,9 +40,9 @@ Rows = tuple[slice | np.ndarray, np.ndarray]
 
 _HUGE_PAGE = 1 << 21  # Bytes.
 _ALIGNMENT = 64  # Bytes; JAX copies arrays on the CPU that begin elsewhere.
-_LANES = 16  # Outputs of a register, of which a group has two.
+_LANES = 16  # Outputs of a register; a group has two registers.
 _GROUP = 2 * _LANES
-_ROWS = 4096  # That are read at once.
+_ROWS = 4096  # Rows that are read at once.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +191,7 @@ def to_words(raw: np.ndarray, kind: str, width: int) -> np.ndarray:
   padded[:, : -(-width // facts.file_inputs)] = raw.reshape(
     count, -1, facts.bytes
   )
-  parts, start = [], 0
+  fields, start = [], 0
   for name, size in facts.fields.items():
     part = np.ascontiguousarray(padded[..., start : start + size])
     part = part.reshape(count, blocks, -1).view(np.uint32)
@@ -199,9 +199,9 @@ def to_words(raw: np.ndarray, kind: str, width: int) -> np.ndarray:
       part = _spread_fifth_bits(part)
     if kind == 'Q8_0' and name == 'q':
       part ^= np.uint32(0x80808080)
-    parts.append(part)
+    fields.append(part)
     start += size
-  return np.concatenate(parts, axis=-1)
+  return np.concatenate(fields, axis=-1)
 
 
 # Integers, scales and minima: arrays of NumPy or JAX.
@@ -217,8 +217,8 @@ def _shifted(words: Any, by: Sequence[int], axis: int = -1) -> Any:
 
 def _bytes_of(words: Any) -> Any:
   """The bytes of words `[..., n]`, as int32 `[..., 4 n]`."""
-  parts = _shifted(words[..., None], (0, 8, 16, 24)) & np.uint32(0xFF)
-  return parts.astype(np.int32).reshape(*words.shape[:-1], -1)
+  values = _shifted(words[..., None], (0, 8, 16, 24)) & np.uint32(0xFF)
+  return values.astype(np.int32).reshape(*words.shape[:-1], -1)
 
 
 def _halves(words: Any, xp: Any) -> Any:
@@ -278,7 +278,7 @@ def _with_six_bits(words: Any, facts: Kind, xp: Any) -> _Parts:
   first, second, third = (words[..., i : i + 1] for i in (1, 2, 3))
   nibbles, upper = np.uint32(0x0F0F0F0F), np.uint32(0x30303030)
   six, two, four = np.uint32(0x3F3F3F3F), np.uint32(2), np.uint32(4)
-  pack = lambda *parts: _bytes_of(xp.concatenate(parts, -1))
+  pack = lambda *arrays: _bytes_of(xp.concatenate(arrays, -1))
   scales = pack(first & six, third & nibbles | first >> two & upper)
   minima = pack(second & six, third >> four & nibbles | second >> two & upper)
   scale = _halves(words[..., :1], xp) * scales.astype(np.float32)
@@ -422,8 +422,8 @@ class BlockMatrix(flax.struct.PyTreeNode):
     scales, minima = list[np.ndarray](), list[np.ndarray]()
     for start in range(0, count, _ROWS):
       part = self.words[start : start + _ROWS]
-      found, scale, minimum = _read(part, self.kind, np)
-      codes[start : start + _ROWS] = found.reshape(len(part), -1)
+      part_codes, scale, minimum = _read(part, self.kind, np)
+      codes[start : start + _ROWS] = part_codes.reshape(len(part), -1)
       scales.append(scale.reshape(len(part), -1))
       if minimum is not None:
         minima.append(minimum.reshape(len(part), -1))
@@ -503,7 +503,7 @@ def from_raw(
   """A matrix on the host of the rows of a file.
 
   Args:
-    blocks: indices of n rows, and those rows as in `to_words`.
+    blocks: indices of n rows, and these rows as in `to_words`.
     shape: `(out, in)`.
     kind: a key of `KINDS`.
     dtype: the format that it belongs to.

@@ -1,8 +1,8 @@
 """Causal convolutions over a few positions, each channel by itself.
 
 The last position of a `Convolution` is a node of the tree or a token of the
-text; those before it are its parent, the parent of that, and so on, wherever
-they lie.
+text. The positions before it are its parent, its grandparent, and so on, in
+whatever slots.
 """
 
 from flax import nnx
@@ -56,23 +56,23 @@ class Convolution(nnx.Module):
   def __call__(
     self,
     x: jax.Array,
-    one: recurrent_lib.Recurrent,
+    layer_state: recurrent_lib.Recurrent,
     sees: jax.Array,
   ) -> jax.Array:
     """The convolution at every node, `[B, L, width]` float32.
 
     Args:
       x: `[B, L, width]` float32, its inputs at the nodes.
-      one: a layer whose `state` and `inputs` have those before, as `conv`.
+      layer_state: its `state` and `inputs` have the inputs before, as `conv`.
       sees: `[B, L, T]` bool, see `specdec.recurrent.ancestor`.
     """
-    state, window = one.state['conv'], one.inputs['conv']
+    state, window = layer_state.state['conv'], layer_state.inputs['conv']
     places = recurrent_lib.places_before(sees, state.shape[1])
     weight, bias = self.operands
-    known = jnp.concatenate([state, window[:, 0]], axis=1)
+    inputs = jnp.concatenate([state, window[:, 0]], axis=1)
     out = jnp.zeros_like(x)
     for place in range(state.shape[1])[::-1]:
-      values = jnp.take_along_axis(known, places[:, :, place, None], axis=1)
+      values = jnp.take_along_axis(inputs, places[:, :, place, None], axis=1)
       out += values * weight[state.shape[1] - 1 - place][None, None]
     out += x * weight[-1][None, None]
     return out if bias is None else out + bias[None, None]

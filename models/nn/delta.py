@@ -112,10 +112,10 @@ def _rule(tiled: bool) -> recurrent_lib.Step:
   """The step of a layer; cached, so that equal layers are equal."""
 
   def step(state: _Arrays, inputs: _Arrays) -> _Arrays:
-    found = {'matrix': _update(state['matrix'], inputs, tiled)}
+    new_state = {'matrix': _update(state['matrix'], inputs, tiled)}
     if 'conv' in state:
-      found['conv'] = convolution.shift(state['conv'], inputs['conv'])
-    return found
+      new_state['conv'] = convolution.shift(state['conv'], inputs['conv'])
+    return new_state
 
   return step
 
@@ -191,14 +191,14 @@ class DeltaNet(mixer.Mixer):
   def by_kernel(
     self,
     projected: jax.Array,
-    one: recurrent_lib.Recurrent,
+    layer_state: recurrent_lib.Recurrent,
     tree: tuple[jax.Array, jax.Array],
   ) -> tuple[jax.Array, _Arrays]:
     weight, _ = self.conv1d.operands
     return state_ops.mix_delta(
       projected,
-      one.state,
-      one.inputs,
+      layer_state.state,
+      layer_state.inputs,
       tree,
       weight,
       (self.rate[...], self.dt_bias[...]),
@@ -209,7 +209,7 @@ class DeltaNet(mixer.Mixer):
   def composed(
     self,
     projected: jax.Array,
-    one: recurrent_lib.Recurrent,
+    layer_state: recurrent_lib.Recurrent,
     sees: jax.Array,
     first: jax.Array,
     write: mixer.Write,
@@ -218,8 +218,8 @@ class DeltaNet(mixer.Mixer):
     width = config.value_heads * config.value_width
     ends = np.cumsum([config.mixed_width, width, config.value_heads])
     mixed, gate, strength, alpha = jnp.split(projected, ends, axis=-1)
-    one = write(one, {'conv': mixed})
-    mixed = jax.nn.silu(self.conv1d(mixed, one, sees))
+    layer_state = write(layer_state, {'conv': mixed})
+    mixed = jax.nn.silu(self.conv1d(mixed, layer_state, sees))
     keys = config.key_heads * config.key_width
     query, key, value = jnp.split(mixed, (keys, 2 * keys), axis=-1)
     split = lambda x: x.reshape(*x.shape[:2], config.key_heads, -1)
@@ -231,22 +231,22 @@ class DeltaNet(mixer.Mixer):
       'decay': jnp.exp(self.rate[...][None, None] * step),
       'strength': jax.nn.sigmoid(strength),
     }
-    parts = ('key', 'delta', 'decay')
-    matrix = one.replace(
-      state={'matrix': one.state['matrix']},
-      inputs={name: one.inputs[name] for name in parts},
+    names = ('key', 'delta', 'decay')
+    matrix = layer_state.replace(
+      state={'matrix': layer_state.state['matrix']},
+      inputs={name: layer_state.inputs[name] for name in names},
     )
     visit = functools.partial(_visit, config.tiled)
     added, out = recurrent_lib.walk(matrix, sees, first, new, visit)
     heads = out.reshape(*out.shape[:2], -1, config.value_width)
     out = self.norm(heads).reshape(out.shape) * jax.nn.silu(gate)
-    return out, write(one, added)
+    return out, write(layer_state, added)
 
 
 class GatedAttention(grouped_query.Attention):
   """Attention whose heads are multiplied with gates of their own.
 
-  Behind the query of each head its matrix has the gate.
+  In its matrix the gate of each head comes after the query.
   """
 
   def __init__(
@@ -270,20 +270,20 @@ class GatedAttention(grouped_query.Attention):
     kernels = self.o_proj.is_packed
     linears = (self.q_proj, self.k_proj, self.v_proj)
     projected = layers.project(
-      x, [one.parameters for one in linears], norm=norm
+      x, [linear.parameters for linear in linears], norm=norm
     )
     heads = projected.reshape(*x.shape[:2], -1, self.head_width)
     both, others = jnp.split(heads, [2 * self.config.num_heads], axis=2)
     query, gate = both[:, :, ::2], both[:, :, 1::2]
-    parts = [
+    products = [
       part.reshape(*x.shape[:2], -1)
       for part in (query, *jnp.split(others, 2, axis=2))
     ]
     if kernels:
-      projections = jnp.concatenate(parts, axis=-1)
+      projections = jnp.concatenate(products, axis=-1)
       out, cache = self._fused(projections, rotation, mask, cache)
     else:
-      out, cache = self._composed(parts, rotation, mask, cache)
+      out, cache = self._composed(products, rotation, mask, cache)
     gate = gate.reshape(out.shape)
     out = state_ops.gate(out, gate) if kernels else out * jax.nn.sigmoid(gate)
     return self.o_proj(out, residual=residual), cache

@@ -49,7 +49,7 @@ class HeadConfig(llama_config.LlamaConfig):
   norm_output: bool = False  # Whether a state is fed back after the norm.
   # Multi-token prediction has these.
   state_first: bool = False  # Whether the state comes before the embedding.
-  gated_attention: bool = False  # Whether it is that of `models/nn/delta`.
+  gated_attention: bool = False  # Whether it is `delta.GatedAttention`.
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -173,9 +173,9 @@ class Head(nnx.Module):
       kernels = self.fc.is_packed
       embedded = layers.normalize(embedded, self.enorm, kernels=kernels)
       states = layers.normalize(states, self.hnorm, kernels=kernels)
-    parts = [embedded, states]
+    inputs = [embedded, states]
     return self.fc(
-      jnp.concatenate(parts[::-1] if self.config.state_first else parts, -1)
+      jnp.concatenate(inputs[::-1] if self.config.state_first else inputs, -1)
     )
 
   def __call__(
@@ -202,8 +202,8 @@ class Head(nnx.Module):
     else:
       x = self._first_input(embedded, states)
       x, cache = self.layers[0](x, *seen, cache)
-    for number, seen in enumerate(others, 1):
-      x, cache = self.layers[number](x, *seen, cache)
+    for index, seen in enumerate(others, 1):
+      x, cache = self.layers[index](x, *seen, cache)
     if config.kind == MTP or config.norm_output:
       x = layers.normalize(x, self.norm, kernels=self.fc.is_packed)
     return x, cache
@@ -251,16 +251,16 @@ def _spec(
 
 
 def amounts(
-  own: dict[str, Any], lm_head: Any, looked_up: tuple[str, ...] = ()
+  head_params: dict[str, Any], lm_head: Any, looked_up: tuple[str, ...] = ()
 ) -> adapter.Amounts:
   """The amounts that a forward of a head reads, without its embedding.
 
   Args:
-    own: the parameters of the head.
+    head_params: the parameters of the head.
     lm_head: its output matrix.
-    looked_up: the names of its matrices of which a few rows are read.
+    looked_up: names of its matrices; a forward reads a few rows of each.
   """
-  by_path = traverse_util.flatten_dict(own)
+  by_path = traverse_util.flatten_dict(head_params)
   read = [by_path[path] for path in by_path if not {*path} & {*looked_up}]
   return adapter.amounts((leaf, 1.0) for leaf in [*read, lm_head])
 
@@ -282,11 +282,11 @@ def as_head(
     layout: where the module lies.
   """
   graph, variables = nnx.split(module)
-  own = nnx.to_pure_dict(variables)
-  parameters = {'head': own, 'embedding': embedding, 'lm_head': lm_head}
+  head_params = nnx.to_pure_dict(variables)
+  parameters = {'head': head_params, 'embedding': embedding, 'lm_head': lm_head}
   return head_lib.Head(
     params=parameters,
     spec=_spec(
-      graph, module.config, module.dtype, layout, amounts(own, lm_head)
+      graph, module.config, module.dtype, layout, amounts(head_params, lm_head)
     ),
   )

@@ -90,16 +90,16 @@ def _apply(
   """
   out = jnp.zeros(x.shape, jnp.float32)
   starts = jnp.cumsum(counts) - counts
-  for own, begin, count in zip(weights, starts, counts, strict=True):
+  for expert_weights, begin, count in zip(weights, starts, counts, strict=True):
 
     def compute(
       index: jax.Array,
       out: jax.Array,
-      own: Any = own,
+      expert_weights: Any = expert_weights,
       begin: jax.Array = begin,
     ) -> jax.Array:
       start = begin + index * block
-      result = expert(own, lax.dynamic_slice_in_dim(x, start, block))
+      result = expert(expert_weights, lax.dynamic_slice_in_dim(x, start, block))
       return lax.dynamic_update_slice_in_dim(out, result, start, axis=0)
 
     out = lax.fori_loop(0, (count + block - 1) // block, compute, out)

@@ -52,9 +52,9 @@ def _fit(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     error = scale * (scale * sum_qq + 2.0 * (start * sum_q - sum_qx))
     error += start * (start * sum_w - 2.0 * sum_x)
     better = usable & (error < best[0])
-    found = error, scale, start
+    fit = error, scale, start
     return tuple(
-      jnp.where(better, new, old) for new, old in zip(found, best, strict=True)
+      jnp.where(better, new, old) for new, old in zip(fit, best, strict=True)
     )
 
   first = jnp.full_like(low, jnp.inf), safe / _LARGEST, low
@@ -88,25 +88,25 @@ def _halves(values: np.ndarray) -> np.ndarray:
 def _q4_k(rows: np.ndarray) -> np.ndarray:
   """Blocks of Q4_K, `[n, 144]` uint8, of rows `[n, 256]`."""
   scale, minimum = map(np.asarray, _fitted(rows))
-  parts, exact, integers = [], [], []
+  fields, exact, integers = [], [], []
   for values in (scale, minimum):
     peak = values.max(axis=1, keepdims=True)
     inverse = _LARGEST_SCALE / np.where(peak > 0.0, peak, 1.0)
     whole = np.round(values * inverse).astype(np.uint8)
     half = (peak / _LARGEST_SCALE).astype(np.float16)
-    parts.append(_halves(half))
+    fields.append(_halves(half))
     integers.append(whole)
     exact.append(half.astype(np.float32) * whole)
   q = np.asarray(_rounded(rows, *exact)).reshape(-1, 4, 2, 32)
   scales, minima = integers
   first, last = np.split(scales, 2, axis=1), np.split(minima, 2, axis=1)
-  parts += [
+  fields += [
     first[0] | first[1] >> 4 << 6,
     last[0] | last[1] >> 4 << 6,
     first[1] & 15 | last[1] << 4,
     (q[:, :, 0] | q[:, :, 1] << 4).reshape(-1, 128),
   ]
-  return np.concatenate(parts, axis=1)
+  return np.concatenate(fields, axis=1)
 
 
 def _q4_1(rows: np.ndarray) -> np.ndarray:
@@ -142,13 +142,13 @@ def _raw_rows(rows: np.ndarray, kind: str) -> np.ndarray:
   flat = rows.reshape(-1)
   # Always as many at once, so that one program serves all matrices.
   size = _CHUNK * _SUPER
-  parts = []
+  chunks = []
   for start in range(0, len(flat), size):
     part = flat[start : start + size]
     padded = np.pad(part, (0, size - len(part))).reshape(_CHUNK, _SUPER)
     rounded = _ROUND[kind](padded)
-    parts.append(rounded[: len(part) // facts.file_inputs])
-  return np.concatenate(parts).reshape(count, -1)
+    chunks.append(rounded[: len(part) // facts.file_inputs])
+  return np.concatenate(chunks).reshape(count, -1)
 
 
 def quantize_blocks(

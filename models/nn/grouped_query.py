@@ -34,7 +34,7 @@ class Attention(nnx.Module):
     self.config = config
     source = config.of_layers('kv_source')[layer]
     self.writes = source is None
-    # Counted among those that have keys and values.
+    # Counted among the layers that have keys and values.
     self.layer = config.attention_layers.index(layer if self.writes else source)
     self.dtype = new['dtype']
     self.head_width = config.of_layers('head_width')[layer]
@@ -90,8 +90,8 @@ class Attention(nnx.Module):
       out, cache = self._fused(projections, rotation, mask, cache)
     else:
       rows = layers.normalize(x, norm, kernels=self.o_proj.is_packed)
-      parts = [linear(rows) for linear in linears]
-      out, cache = self._composed(parts, rotation, mask, cache)
+      products = [linear(rows) for linear in linears]
+      out, cache = self._composed(products, rotation, mask, cache)
     return self.o_proj(out, residual=residual), cache
 
   def _fused(
@@ -120,7 +120,7 @@ class Attention(nnx.Module):
     elif config.qk_norm:
       names = ('q_norm', 'k_norm', 'v_norm')
       modules = (getattr(self, name, None) for name in names)
-      norms = tuple(one and one.operand for one in modules)
+      norms = tuple(module and module.operand for module in modules)
     return attention.attend_projections(
       projections,
       mask,
@@ -145,13 +145,13 @@ class Attention(nnx.Module):
 
   def _composed(
     self,
-    parts: Sequence[jax.Array],
+    products: Sequence[jax.Array],
     rotation: rope_lib.Rotation | None,
     mask: jax.Array,
     cache: _Cache,
   ) -> tuple[jax.Array, _Cache]:
-    """By XLA; the parts are queries and, if it writes, keys and values."""
-    query, *entries = parts
+    """By XLA; `products`: queries and, if it writes, keys and values."""
+    query, *entries = products
     query = self._normalized_heads(query, 'q_norm')
     query = rope_lib.rotate(query, rotation)
     if rotation is not None and rotation.query_scale is not None:
@@ -169,7 +169,7 @@ class Attention(nnx.Module):
       cap=self.config.score_cap,
       sinks=self.sinks[...] if self.config.sinks else None,
     )
-    return out.swapaxes(1, 2).reshape(parts[0].shape), cache
+    return out.swapaxes(1, 2).reshape(products[0].shape), cache
 
   def _entries(
     self,

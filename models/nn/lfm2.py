@@ -56,8 +56,7 @@ def _fold(
   slots: jax.Array,
   count: jax.Array,
 ) -> dict[str, jax.Array]:
-  found = convolution.fold(state['conv'], inputs['conv'], slots, count)
-  return {'conv': found}
+  return {'conv': convolution.fold(state['conv'], inputs['conv'], slots, count)}
 
 
 class ShortConv(mixer.Mixer):
@@ -81,13 +80,13 @@ class ShortConv(mixer.Mixer):
   def by_kernel(
     self,
     projected: jax.Array,
-    one: recurrent_lib.Recurrent,
+    layer_state: recurrent_lib.Recurrent,
     tree: tuple[jax.Array, jax.Array],
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     out, window = state_ops.mix_convolution(
       projected,
-      one.state['conv'],
-      one.inputs['conv'],
+      layer_state.state['conv'],
+      layer_state.inputs['conv'],
       tree,
       *self.conv.operands,
     )
@@ -96,7 +95,7 @@ class ShortConv(mixer.Mixer):
   def composed(
     self,
     projected: jax.Array,
-    one: recurrent_lib.Recurrent,
+    layer_state: recurrent_lib.Recurrent,
     sees: jax.Array,
     first: jax.Array,
     write: mixer.Write,
@@ -104,8 +103,8 @@ class ShortConv(mixer.Mixer):
     del first
     gate, out_gate, values = jnp.split(projected, 3, axis=-1)
     gated = gate * values
-    one = write(one, {'conv': gated})
-    return out_gate * self.conv(gated, one, sees), one
+    layer_state = write(layer_state, {'conv': gated})
+    return out_gate * self.conv(gated, layer_state, sees), layer_state
 
 
 class Lfm2(nn_llama.Llama):

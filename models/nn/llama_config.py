@@ -129,8 +129,8 @@ class LlamaConfig:
   def attention_layers(self) -> tuple[int, ...]:
     """The layers that have keys and values of their own."""
     sources, states = self.of_layers('kv_source'), self.state_layers
-    own = (layer for layer, one in enumerate(sources) if one is None)
-    return tuple(layer for layer in own if layer not in states)
+    layers = (layer for layer, source in enumerate(sources) if source is None)
+    return tuple(layer for layer in layers if layer not in states)
 
   @property
   def state_layers(self) -> tuple[int, ...]:

@@ -250,7 +250,7 @@ class FewOutputs(flax.struct.PyTreeNode):
   The draft vocabulary of FR-Spec (arXiv 2502.14856) and of EAGLE-3.
 
   Attributes:
-    outputs: the matrix `[N, in]` of those that are computed.
+    outputs: the matrix `[N, in]` of the outputs that are computed.
     index: see `scatter_outputs`.
     rows: the matrix `[out, in]` whose rows are looked up where the token
       embedding is the head, or None.
@@ -357,7 +357,7 @@ Packed = PackedMatrix | blocks_lib.PackedBlocks
 
 def are_one_call(matrices: Sequence[Weight]) -> bool:
   """Whether one call of `multiply_packed` takes all of these matrices."""
-  packed = [one for one in matrices if isinstance(one, Packed)]
+  packed = [matrix for matrix in matrices if isinstance(matrix, Packed)]
   return len(packed) == len(matrices) and len({m.kernel for m in packed}) == 1
 
 
@@ -520,13 +520,13 @@ _FORMATS = (
     keeps_blocks=True,
   ),
 )
-FORMATS = {one.name: one for one in _FORMATS}
+FORMATS = {form.name: form for form in _FORMATS}
 """The formats that weights may be loaded as, by name."""
 
 DTYPES = tuple(FORMATS)
 """Their names, which are the values of `dtype`."""
 
-KERNEL_DTYPES = tuple(one.name for one in _FORMATS if one.has_kernels)
+KERNEL_DTYPES = tuple(form.name for form in _FORMATS if form.has_kernels)
 """Names of the formats that the kernels of `models/nn/cpu` multiply."""
 
 

@@ -54,7 +54,7 @@ def enter_window(
 
 def write_inputs(
   cache: cache_lib.KVCache | None,
-  one: recurrent_lib.Recurrent,
+  layer_state: recurrent_lib.Recurrent,
   new: Mapping[str, jax.Array],
   first: jax.Array,
 ) -> recurrent_lib.Recurrent:
@@ -62,23 +62,25 @@ def write_inputs(
 
   NaN and inf are written as zeros. Other inputs stay as they are.
   """
-  inputs = dict(one.inputs)
+  inputs = dict(layer_state.inputs)
   for name, array in new.items():
     array = cache_lib.finite(array)[:, None]
-    if array.shape[2] < one.num_slots:
+    if array.shape[2] < layer_state.num_slots:
       assert cache is not None
       array = cache.ops.write(inputs[name], array, first)
     inputs[name] = array
-  return one.replace(inputs=inputs)
+  return layer_state.replace(inputs=inputs)
 
 
 def with_recurrent_layer(
-  cache: cache_lib.KVCache | None, layer: int, one: recurrent_lib.Recurrent
+  cache: cache_lib.KVCache | None,
+  layer: int,
+  layer_state: recurrent_lib.Recurrent,
 ) -> cache_lib.KVCache | None:
   """The cache with another recurrent layer; None without a cache."""
   if cache is None:
     return None
-  return cache.replace(recurrent={**cache.recurrent, layer: one})
+  return cache.replace(recurrent={**cache.recurrent, layer: layer_state})
 
 
 class Mixer(nnx.Module):
@@ -96,7 +98,7 @@ class Mixer(nnx.Module):
   def by_kernel(
     self,
     projected: jax.Array,
-    one: recurrent_lib.Recurrent,
+    layer_state: recurrent_lib.Recurrent,
     tree: tuple[jax.Array, jax.Array],
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The result `[B, L, ...]` and the window, by kernels of `models/nn/cpu`.
@@ -108,7 +110,7 @@ class Mixer(nnx.Module):
   def composed(
     self,
     projected: jax.Array,
-    one: recurrent_lib.Recurrent,
+    layer_state: recurrent_lib.Recurrent,
     sees: jax.Array,
     first: jax.Array,
     write: Write,

@@ -86,7 +86,7 @@ def _divided(array: jax.Array, num_parts: int) -> jax.Array:
   return array.reshape(rows, heads, slots * num_parts, width // num_parts)
 
 
-def _read_several(apply: _Apply, number: int) -> _Apply:
+def _read_several(apply: _Apply, num_parts: int) -> _Apply:
   """`apply` of a draft that reads a token as up to R of its own."""
 
   def read(
@@ -100,35 +100,38 @@ def _read_several(apply: _Apply, number: int) -> _Apply:
     *keys, counts = cache.keys
     inputs = _Read(parts, mask, counts, cache)
     divided = cache.replace(
-      keys=tuple(_divided(array, number) for array in keys),
-      values=tuple(_divided(array, number) for array in cache.values),
-      start=cache.write_at * number,
-      num_slots=cache.num_slots * number,
+      keys=tuple(_divided(array, num_parts) for array in keys),
+      values=tuple(_divided(array, num_parts) for array in cache.values),
+      start=cache.write_at * num_parts,
+      num_slots=cache.num_slots * num_parts,
     )
     logits, divided = apply(
       params, inputs.tokens, inputs.positions, inputs.mask, divided
     )
     joined = cache.replace(
-      keys=(*(_joined(array, number) for array in divided.keys), inputs.counts),
-      values=tuple(_joined(array, number) for array in divided.values),
+      keys=(
+        *(_joined(array, num_parts) for array in divided.keys),
+        inputs.counts,
+      ),
+      values=tuple(_joined(array, num_parts) for array in divided.values),
     )
     # The last part is in the last place.
-    return logits[:, number - 1 :: number], joined
+    return logits[:, num_parts - 1 :: num_parts], joined
 
   return read
 
 
-def _init_several(init_cache: _InitCache, number: int) -> _InitCache:
+def _init_several(init_cache: _InitCache, num_parts: int) -> _InitCache:
   """`init_cache` with R slots per token, and how many of them are used."""
 
   def init(batch_size: int, num_slots: int) -> cache_lib.KVCache:
-    cache = init_cache(batch_size, num_slots * number)
-    keys = tuple(_joined(array, number) for array in cache.keys)
+    cache = init_cache(batch_size, num_slots * num_parts)
+    keys = tuple(_joined(array, num_parts) for array in cache.keys)
     like = keys[0] if keys else jnp.zeros((batch_size, 1, num_slots, 1))
     counts = cache.ops.place(jnp.zeros_like(like[..., :1]))
     return cache.replace(
       keys=(*keys, counts),
-      values=tuple(_joined(array, number) for array in cache.values),
+      values=tuple(_joined(array, num_parts) for array in cache.values),
       num_slots=num_slots,
     )
 
@@ -137,16 +140,16 @@ def _init_several(init_cache: _InitCache, number: int) -> _InitCache:
 
 @functools.cache
 def _spec(
-  spec: model_lib.ModelSpec, vocab_size: int, number: int
+  spec: model_lib.ModelSpec, vocab_size: int, num_parts: int
 ) -> model_lib.ModelSpec:
   read, init = spec.apply, spec.init_cache
-  if number > 1:
-    read = _read_several(spec.apply, number)
-    init = _init_several(spec.init_cache, number)
+  if num_parts > 1:
+    read = _read_several(spec.apply, num_parts)
+    init = _init_several(spec.init_cache, num_parts)
 
   def apply(params: Any, tokens: jax.Array, *others: Any) -> _Scores:
     parts = params['parts'][tokens]
-    parts = parts if number > 1 else parts[:, :, 0]
+    parts = parts if num_parts > 1 else parts[:, :, 0]
     logits, cache = read(params['draft'], parts, *others)
     return matrices_lib.scatter_outputs(logits, params['same']), cache
 
@@ -155,8 +158,8 @@ def _spec(
     apply=apply,
     init_cache=init,
     vocab_size=vocab_size,
-    cache_bytes_per_slot=number * spec.cache_bytes_per_slot,
-    parameters=number * spec.parameters,
+    cache_bytes_per_slot=num_parts * spec.cache_bytes_per_slot,
+    parameters=num_parts * spec.parameters,
   )
 
 

@@ -161,7 +161,7 @@ class LongRopeScaling(Scaling):
 
   def __post_init__(self) -> None:
     for name in ('short_factor', 'long_factor'):
-      if not all(one > 0 for one in getattr(self, name)):
+      if not all(factor > 0 for factor in getattr(self, name)):
         raise ValueError(f'{name} must have positive numbers only')
 
   def scale(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
@@ -288,7 +288,7 @@ def rotate(heads: jax.Array, rotation: Rotation | None) -> jax.Array:
 def order_of_rows(length: int, num_heads: int | None) -> np.ndarray:
   """`[length]`, where each stored row of queries or keys goes.
 
-  With a number of heads, stored rows are in the order of those who rotate
+  With a number of heads, stored rows are in the order of programs that rotate
   neighbours `2 i` and `2 i + 1` together, such as llama.cpp for Llama.
   """
   order = np.arange(length)

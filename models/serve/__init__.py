@@ -1,1 +1,1 @@
-"""An endpoint: a `Generator` behind a URL, for `scripts/serve.py`."""
+"""An endpoint: a `Generator` at a URL, for `scripts/serve.py`."""

@@ -45,7 +45,7 @@ class Form:
     firsts = slice(
       None, None, self._asked.n
     )  # A prompt of several counts once.
-    prompts = sum(len(one.ids) for one in self._asked.requests[firsts])
+    prompts = sum(len(request.ids) for request in self._asked.requests[firsts])
     new = sum(len(end.tokens) for end in ends)
     cached = sum(end.num_cached for end in ends[firsts])
     usage = {
@@ -98,10 +98,12 @@ class Form:
 
   def first(self) -> list[dict[str, Any]]:
     """The chunks before all others: who speaks in a chat, and the echo."""
-    number = len(self._asked.requests)
+    num_choices = len(self._asked.requests)
     return [
       self._object([self._choice(i, self._echo(i), role='assistant')])
-      for i in range(number if self._asked.is_chat or self._asked.echo else 0)
+      for i in range(
+        num_choices if self._asked.is_chat or self._asked.echo else 0
+      )
     ]
 
   def chunk(
@@ -121,8 +123,8 @@ class Form:
 
   def _logprobs(self, index: int, end: engine_lib.Answer) -> Any:
     """The log-probabilities of the tokens of a choice, if they are wanted."""
-    number = self._asked.logprobs
-    if number is None:
+    num_best = self._asked.logprobs
+    if num_best is None:
       return None
     prompt = self._asked.requests[index].ids
     ids = prompt + end.tokens
@@ -130,29 +132,33 @@ class Form:
     first = 0 if self._asked.echo else len(prompt)
     scores, ids = scores[first:], ids[first:]
     if self._asked.is_chat:
-      return {'content': [self._of_chat(one, number) for one in scores if one]}
+      return {
+        'content': [self._of_chat(score, num_best) for score in scores if score]
+      }
     texts = [self._pair.token_text(token) for token in ids]
     return {
       'tokens': texts,
-      'token_logprobs': [one and one.log_prob for one in scores],
-      'top_logprobs': [one and self._best_texts(one, number) for one in scores],
+      'token_logprobs': [score and score.log_prob for score in scores],
+      'top_logprobs': [
+        score and self._best_texts(score, num_best) for score in scores
+      ],
       'text_offset': [0, *itertools.accumulate(map(len, texts[:-1]))],
     }
 
   def _best_texts(
-    self, score: scores_lib.TokenScore, number: int
+    self, score: scores_lib.TokenScore, num_best: int
   ) -> dict[str, float]:
     """The log-probabilities of the token and of the best ones, by their text.
 
     Of several tokens with one text the likeliest counts.
     """
-    pairs = (score.token, score.log_prob), *reversed(score.best[:number])
+    pairs = (score.token, score.log_prob), *reversed(score.best[:num_best])
     return {self._pair.token_text(token): value for token, value in pairs}
 
-  def _of_chat(self, score: scores_lib.TokenScore, number: int) -> Any:
+  def _of_chat(self, score: scores_lib.TokenScore, num_best: int) -> Any:
     def described(token: int, log_prob: float) -> dict[str, Any]:
       text, data = self._pair.token_text(token), self._pair.token_bytes()[token]
       return {'token': text, 'logprob': log_prob, 'bytes': [*data]}
 
-    best = [described(*pair) for pair in score.best[:number]]
+    best = [described(*pair) for pair in score.best[:num_best]]
     return described(score.token, score.log_prob) | {'top_logprobs': best}

@@ -25,7 +25,7 @@ from specdec.models.serve import engine as engine_lib
 from specdec.text import text_files
 
 _MOST_BYTES = 8 << 20  # The size of a body.
-_MOST_SECONDS = 30.0  # In which a body arrives.
+_MOST_SECONDS = 30.0  # The longest that a body may take to arrive.
 _PAGE = pathlib.Path(__file__).with_name('page.html')
 
 _ApiError = engine_lib.ApiError
@@ -61,7 +61,7 @@ async def _refuse(_: _Request, error: Exception) -> _Response:
 
 
 def _not_json(name: str) -> Any:
-  raise ValueError(f'{name} is no JSON')
+  raise ValueError(f'{name} is not JSON')
 
 
 async def _body(request: _Request) -> dict[str, Any]:
@@ -73,14 +73,14 @@ async def _body(request: _Request) -> dict[str, Any]:
         data += part
         if len(data) > _MOST_BYTES:
           raise _ApiError(f'the body exceeds {_MOST_BYTES} bytes', status=413)
-    found = json.loads(data.decode(), parse_constant=_not_json)
+    body = json.loads(data.decode(), parse_constant=_not_json)
   except TimeoutError as error:
     raise _ApiError('the body did not arrive in time', status=408) from error
   except (ValueError, RecursionError) as error:
-    raise _ApiError(f'the body is no JSON: {error}') from error
-  if not isinstance(found, dict):
+    raise _ApiError(f'the body is not JSON: {error}') from error
+  if not isinstance(body, dict):
     raise _ApiError('the body must be a JSON object')
-  return found
+  return body
 
 
 class _Answering(_Response):

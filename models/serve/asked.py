@@ -110,8 +110,8 @@ def _typed(
   for name in given:
     with _named(f'{place}{name!s:.60}'):
       if name not in kinds:
-        known = ', '.join(kinds)
-        raise ValueError(f'{place}{name!s:.60} is not known; known: {known}')
+        names = ', '.join(kinds)
+        raise ValueError(f'{place}{name!s:.60} is not known; known: {names}')
       text_files.check_types(given, {name: kinds[name]}, place)
   return given
 
@@ -119,8 +119,8 @@ def _typed(
 def _messages(given: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
   """Messages as templates take them, with the text of contents in parts."""
   messages = []
-  for number, message in enumerate(given):
-    place = f'messages[{number}].'
+  for index, message in enumerate(given):
+    place = f'messages[{index}].'
     message = _typed(message, _OF_MESSAGE, place)
     if isinstance(parts := message.get('content'), list):
       parts = [_typed(part, _OF_PART, f'{place}content.') for part in parts]
@@ -148,18 +148,18 @@ def _schema(response_format: Mapping[str, Any] | None) -> Any:
 def _logprobs(given: Mapping[str, Any], is_chat: bool) -> int | None:
   """The alternatives to each token; None if no figures are wanted."""
   if not is_chat:
-    name, number = 'logprobs', given.get('logprobs')
+    name, count = 'logprobs', given.get('logprobs')
   else:
-    name, number = 'top_logprobs', given.get('top_logprobs', 0)
+    name, count = 'top_logprobs', given.get('top_logprobs', 0)
     if not given.get('logprobs'):
-      if number:
+      if count:
         raise engine_lib.ApiError('top_logprobs needs logprobs: true', name)
-      number = None
-  if number is not None:
+      count = None
+  if count is not None:
     with _named(name):
       most = scores_lib.MOST_ALTERNATIVES
-      arguments_lib.check_count(name, number, most, least=0)
-  return number
+      arguments_lib.check_count(name, count, most, least=0)
+  return count
 
 
 def _sampled(
@@ -180,16 +180,16 @@ def _sampled(
       values['logit_bias'] = {int(name): bias[name] for name in bias}
   for name, value in values.items():
     with _named(name):
-      one = specdec.Sampling(**{name: value})
-      arguments_lib.to_params(one, 1, vocab_size)
+      sampling = specdec.Sampling(**{name: value})
+      arguments_lib.to_params(sampling, 1, vocab_size)
   if not values['temperature']:  # Filters keep the best token.
     values |= dict.fromkeys(_FILTERS)
   for group in (_FILTERS, _ADJUSTMENTS):
-    own = {
+    chosen = {
       name: nothing if values[name] is None else values[name]
       for name, nothing in group.items()
     }
-    values |= dict.fromkeys(group) if own == group else own
+    values |= dict.fromkeys(group) if chosen == group else chosen
   return specdec.Sampling(**values)
 
 
@@ -291,14 +291,14 @@ class Reader:
     most, vocab_size = self.engine.most_choices, pair.target.spec.vocab_size
     if not 0 < len(prompts) <= most:
       raise ValueError(f'prompt must have 1 to {most} prompts')
-    found = []
+    texts = []
     for prompt in prompts:
       (ids,) = pair.ids_of([prompt])
       ids = arguments_lib.to_prompt('prompt', ids, vocab_size)
-      found.append(
+      texts.append(
         (prompt if isinstance(prompt, str) else pair.decode(ids), ids)
       )
-    return found, -1
+    return texts, -1
 
   def _limit(
     self, num_tokens: int, given: Mapping[str, Any], prompt: str
@@ -325,10 +325,14 @@ class Reader:
 
   def _options(self, given: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of every request."""
-    pair, own = self.engine.pair, self.engine.method
+    pair, default = self.engine.pair, self.engine.method
     vocab_size = pair.target.spec.vocab_size
-    methods = {own: own, engine_lib.PLAIN: engine_lib.PLAIN, 'auto': own}
-    method, seed = given.get('method', own), given.get('seed', self.seed)
+    methods = {
+      default: default,
+      engine_lib.PLAIN: engine_lib.PLAIN,
+      'auto': default,
+    }
+    method, seed = given.get('method', default), given.get('seed', self.seed)
     if seed is None:
       seed = random.getrandbits(32)
     with _named('method'):

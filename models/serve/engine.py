@@ -59,7 +59,7 @@ class ApiError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-  """A prompt with options of its own, all of which were checked."""
+  """A prompt with options of its own, which were checked."""
 
   ids: list[int]
   max_new_tokens: int
@@ -67,9 +67,9 @@ class Request:
   seed: int
   sampling: specdec.Sampling
   stops: tuple[str, ...] = ()
-  eos_ids: Sequence[int] | None = None  #: None: those of the target.
+  eos_ids: Sequence[int] | None = None  #: None: the target's.
   automaton: automaton_lib.Automaton | None = None
-  section: int = -1  #: In which the text begins, see `Pair.text_stream`.
+  section: int = -1  #: Where the text begins, see `Pair.text_stream`.
   keeps: bool = True  #: Whether what a slot has read is not read again.
 
 
@@ -149,7 +149,9 @@ class Ticket:
       'seed': self.request.seed,
       'forwards': stats.target_forwards,
       'accepted_histogram': list(stats.accepted_histogram or ()),
-      'origins': {one: self._origins.count(one) for one in generation.labels},
+      'origins': {
+        label: self._origins.count(label) for label in generation.labels
+      },
       'digest': digest(self._tokens),
     }
     is_cut = generation.finish_reasons[0] == 'length'
@@ -181,7 +183,7 @@ class _Pool:
     self.tickets[slot], self._has_new = ticket, True
 
   def step(self) -> list[tuple[Ticket, Answer | ApiError]]:
-    """Goes on for a moment; the requests that have ended."""
+    """Decodes for a moment; returns the requests that have ended."""
     for slot, ticket in [*self.tickets.items()]:
       if ticket.cancelled:
         del self.tickets[slot]
@@ -215,13 +217,13 @@ class Engine:
     generator: its drafter drafts for the method that the server has.
     method: the name of this method.
     batch_size: requests that are decoded at once, by each method.
-    context: the most tokens of a prompt and its continuation; None: as many as
-      the target reads, and at most 2,048.
+    context: the most tokens of a prompt and its continuation; None: the
+      context of the target, and at most 2,048.
     queue_size: the most requests that wait.
-    options: those of `specdec.Slots` for all requests.
+    options: of `specdec.Slots`, for all requests.
 
   Raises:
-    ValueError: the target does not read as many tokens.
+    ValueError: the target's context is shorter.
   """
 
   def __init__(
@@ -307,7 +309,7 @@ class Engine:
       decode()
 
   def stop(self) -> None:
-    """Ends all requests, whose listeners are told an error, and the thread."""
+    """Ends the thread and all requests; their listeners are told an error."""
     with self._changed:
       self._stopping = True
       self._changed.notify()
@@ -328,7 +330,9 @@ class Engine:
         self._changed.wait_for(has_work)
         if self._stopping:
           break
-        self._waiting = [one for one in self._waiting if not one.cancelled]
+        self._waiting = [
+          ticket for ticket in self._waiting if not ticket.cancelled
+        ]
         waiting = [*self._waiting]
       for ticket in waiting:
         self._begin(ticket)

@@ -282,8 +282,8 @@ _BUGS = {
   ),
   'an MTP layer reads the state before the embedding': (
     'models.nn.eagle',
-    'parts[::-1] if self.config.state_first',
-    'parts[::-1] if not self.config.state_first',
+    'inputs[::-1] if self.config.state_first',
+    'inputs[::-1] if not self.config.state_first',
     "own_heads.check_logits('qwen', 0)",
   ),
   'a drafted token of an assistant is rotated as itself': (

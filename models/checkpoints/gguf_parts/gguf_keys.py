@@ -90,7 +90,7 @@ def check_is_model(header: gguf_header.Header) -> None:
   """Refuses a file that holds something else, or a part of a model."""
   for key in ('general.type', 'general.architecture'):
     if other := _NO_MODELS.get(str(header.metadata.get(key))):
-      raise ValueError(f'it is no model, but {other}')
+      raise ValueError(f'it is not a model but {other}')
   if (num_files := header.metadata.get('split.count', 0)) > 1:  # 0: merged.
     raise ValueError(
       f'it is one of {num_files} parts of a model; merge them with'
@@ -118,9 +118,9 @@ def _shortest(value: Any) -> Any:
 
 
 def num_layers(header: gguf_header.Header, name: str) -> int:
-  """The number of layers, without those that predict further tokens.
+  """The number of layers, without layers that predict further tokens.
 
-  The last ones of a file may be such (MTP), and are not read.
+  The last layers of a file may be such (MTP), and are not read.
   """
   keys = f'{name}.block_count', f'{name}.{_NEXTN}'
   text_files.check_types(header.metadata, dict.fromkeys(keys, int))
@@ -158,7 +158,7 @@ def own_keys(
   Args:
     header: of the file.
     files: the architecture.
-    keys: those that are known.
+    keys: the known keys.
 
   Raises:
     ValueError: a key is not known, a value has another type, or the values of a
@@ -309,7 +309,7 @@ def _add_windows(
     if stated is not None:
       raise ValueError(
         f'{name}.{PATTERN} says which layers have a window,'
-        f' but {name}.attention.sliding_window lacks or is 0'
+        f' but {name}.attention.sliding_window is missing or 0'
       )
     return
   pattern = files.pattern if stated is None else stated

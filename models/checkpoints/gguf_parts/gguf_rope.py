@@ -16,7 +16,7 @@ LONGROPE = {
   'short_factor': 'rope_factors_short.weight',
   'long_factor': 'rope_factors_long.weight',
 }
-"""By which longrope divides the frequencies of pairs."""
+"""Tensors of the divisors of the frequencies of pairs, of longrope."""
 
 # Keys of each scaling, and keys of `rope_parameters`.
 _SCALINGS: dict[str, dict[str, str]] = {

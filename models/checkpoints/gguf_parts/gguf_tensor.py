@@ -1,6 +1,6 @@
 """Tensors in GGUF files.
 
-Layouts are those that llama.cpp's converters write
+Layouts are as llama.cpp's converters write them
 (github.com/ggml-org/llama.cpp, convert_hf_to_gguf.py). Matrices are stored
 `[out, in]`, in blocks of numbers of few bits along the last axis.
 """

@@ -30,7 +30,7 @@ _SPECIAL = {
 # Ids of SentencePiece vocabularies, if a file does not state them.
 _DEFAULTS = {'bos_token_id': 1, 'eos_token_id': 2, 'unknown_token_id': 0}
 # Types of tokens: the unknown one, special ones, others that are never cut into
-# pieces, and those that only fill the vocabulary up.
+# pieces, and fillers of the vocabulary.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 
 # Tokens that end a text or a turn, of whatever type: many files have only one
@@ -76,7 +76,7 @@ _END_KEYS = ('eos', 'eot', 'eom', 'fim_pad', 'fim_rep', 'fim_sep')
 
 @dataclasses.dataclass(frozen=True)
 class _Vocabulary:
-  """The tokens of a file, without those that only fill the vocabulary up."""
+  """The tokens of a file, without fillers of the vocabulary."""
 
   words: list[str]
   kinds: list[int]  # Types.

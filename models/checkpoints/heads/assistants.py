@@ -24,7 +24,7 @@ _TYPES = {
 
 
 class _Folder(head_tensors.HeadFolder):
-  """A folder with an assistant, whose embedding is its output matrix."""
+  """A folder with an assistant; its embedding is its output matrix."""
 
   def named(self) -> Iterator[tuple[str, Any]]:
     """Yields canonical names and tensors; see `HeadTensors`."""
@@ -52,7 +52,7 @@ class StoredAssistant(head_tensors.Drafter):
   def tensors(self) -> Iterator[tuple[str, Any]]:
     """Yields canonical names and tensors."""
     named = self.stored.all.items()
-    yield from (one for one in named if one[0] != _ORDERING)
+    yield from (item for item in named if item[0] != _ORDERING)
 
   @functools.cached_property
   @checkpoint_lib.named
@@ -73,12 +73,12 @@ class StoredAssistant(head_tensors.Drafter):
     )
     kinds = [window is None for window in layers.of_layers('window')]
     used = list(dict.fromkeys(kinds))
-    own = zip(
+    target_layers = zip(
       target.of_layers('window'), target.of_layers('kv_source'), strict=True
     )
     last_of_kind = {
       window is None: layer
-      for layer, (window, source) in enumerate(own)
+      for layer, (window, source) in enumerate(target_layers)
       if source is None
     }
     sources = tuple(last_of_kind[kind] for kind in used if kind in last_of_kind)

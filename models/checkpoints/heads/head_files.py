@@ -31,7 +31,7 @@ def write(
   Args:
     module: a drafter.
     folder: made if it does not exist.
-    keys: of config.json, besides the keys of the layers.
+    keys: of config.json, in addition to the keys of the layers.
     lm_head: `[D, H]`, its own output matrix, if any.
     ids: `[D]`, the tokens of a reduced vocabulary, if any.
     dtype: of the matrices and norms.

@@ -252,8 +252,8 @@ class HeadFile(HeadTensors, gguf.GGUFFile):
     name = header.metadata.get('general.architecture')
     if name not in _OWN_KEYS:
       raise ValueError(
-        f'architecture {name!r} is no drafting head ({", ".join(_OWN_KEYS)});'
-        ' a language model is a draft'
+        f'architecture {name!r} is not a drafting head'
+        f' ({", ".join(_OWN_KEYS)}); a language model is a draft'
       )
     return name
 

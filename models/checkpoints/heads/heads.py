@@ -252,7 +252,7 @@ def locate(name: str | pathlib.Path, target: Any) -> Stored:
 
 
 def _of_tensors(path: pathlib.Path, target: Any) -> Stored:
-  """What a folder or file has that is no MTP layer."""
+  """The head or block drafter of a folder or file without an MTP layer."""
   head = StoredHead(path, target)
   if 'hidden_norm.weight' in head.stored.all:
     return block_drafters.StoredBlockDrafter(path, target)

@@ -1,7 +1,7 @@
 """MTP layers: heads that models bring along, in their own folders and files.
 
-Such a layer is of the same kind as a layer of its target, whose config says all
-of its shape. Names of tensors:
+Such a layer is of the same kind as a layer of its target. The config of the
+target says its whole shape. Names of tensors:
 
     Qwen3.5    mtp.fc, mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden,
                mtp.norm, mtp.layers.0.*
@@ -60,9 +60,9 @@ class _Folder(head_tensors.HeadFolder):
   """The MTP layers in a folder."""
 
   def named(self) -> Iterator[tuple[str, Any]]:
-    """Yields canonical names and tensors; none if weights lack.
+    """Yields canonical names and tensors; none if weights are missing.
 
-    Whoever reads the rest of the folder says so.
+    The reader of the rest of the folder raises the error.
     """
     try:
       self._weights()
@@ -71,9 +71,9 @@ class _Folder(head_tensors.HeadFolder):
     for tensor in self.stored():
       if not (match := _STORED.fullmatch(tensor.name)):
         continue
-      number, stem, leaf = match.groups()
-      if number and stem not in _NAMES:
-        stem = f'layers.{number}.{stem}'
+      layer, stem, leaf = match.groups()
+      if layer and stem not in _NAMES:
+        stem = f'layers.{layer}.{stem}'
       yield f'{_NAMES.get(stem, stem)}.{leaf}', tensor
 
 
@@ -97,9 +97,9 @@ class _File(head_tensors.HeadFile):
       canonical = architecture.canonical_name(stored, names, files.layers)
       if canonical is None:
         raise ValueError(f'tensor {stored} is not part of an MTP layer')
-      _, number, rest = canonical.split('.', 2)
+      _, layer, rest = canonical.split('.', 2)
       if rest.rpartition('.')[0] not in _NAMES_IN_FILES.values():
-        rest = f'layers.{int(number) - first}.{rest}'
+        rest = f'layers.{int(layer) - first}.{rest}'
       tensors[rest] = gguf_tensor.Tensor(header.tensors[stored])
     if tensors:  # Without a norm of its own it has the target's.
       last = 'output_norm.weight'
@@ -120,7 +120,7 @@ class StoredMTP(head_tensors.Drafter):
 
   @functools.cached_property
   def stored(self) -> head_tensors.HeadFolder | head_tensors.HeadFile:
-    """The tensors; there are none if there is no such layer."""
+    """The tensors; none if the model has no MTP layer."""
     is_file = gguf.GGUFFile.holds(self.path)
     return _File(self.path) if is_file else _Folder(self.path)
 
@@ -140,7 +140,7 @@ class StoredMTP(head_tensors.Drafter):
     """The shape; raises ValueError if such layers are not supported."""
     target, names = self.target, self.stored.all
     if not isinstance(target, llama_config.LlamaConfig):
-      raise ValueError('has an MTP layer, and the target is no Llama')
+      raise ValueError('has an MTP layer, and the target is not a Llama')
     if self.stored.num_layers > 1:
       raise ValueError(
         f'has {self.stored.num_layers} MTP layers; one is supported, which'
@@ -163,7 +163,7 @@ class StoredMTP(head_tensors.Drafter):
 
 
 class DrawnMTP(StoredMTP):
-  """An MTP layer of random weights, for a target of which only a config is."""
+  """An MTP layer of random weights, for a target without weights."""
 
   @functools.cached_property
   def stored(self) -> head_tensors.HeadFolder:

@@ -4,8 +4,9 @@
     DeepSpec, GGUF            all keys in one object
     speculators               the layers in `transformer_layer_config`
 
-The lists of layers differ: `target_layer_ids` counts those that write a state,
-`aux_hidden_state_layer_ids` of speculators those that read it, each one more.
+The lists of layers differ: `target_layer_ids` names the layers that write a
+state, `aux_hidden_state_layer_ids` of speculators the layers that read it, each
+one more.
 """
 
 from collections.abc import Mapping
@@ -96,7 +97,7 @@ def merged(raw: Mapping[str, Any]) -> dict[str, Any]:
   keys = flat(raw)
   for key, supported in _SUPPORTED.items():
     if key == 'markov_head_type' and not keys.get('markov_rank'):
-      continue  # Without a rank there is no such term.
+      continue  # Without a rank the drafter has no such term.
     if keys.get(key) not in (None, *supported):
       raise ValueError(
         f'{key}={keys[key]!r} is not supported; choose a block drafter with one'

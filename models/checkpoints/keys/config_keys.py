@@ -17,7 +17,7 @@ import transformers
 # model, or how text is made from logits.
 _NO_EFFECT = re.compile(
   r"""
-  # Of transformers, for all its models.
+  # Keys of transformers, for all its models.
   _(?!sliding_window_pattern).* | .*_token_(ids?|index) | .*dropout.* | .*_pdrop
   | (torch_)?dtype | transformers[._].* | architectures | auto_map
   | chunk_size_feed_forward | finetuning_task | gradient_checkpointing
@@ -25,12 +25,12 @@ _NO_EFFECT = re.compile(
   | name_or_path | neftune_noise_alpha | num_labels | prefix | pretraining_tp
   | problem_type | return_dict | task_specific_params | tokenizer_class
   | torchscript | use_bfloat16 | (attn|experts)_implementation
-  # Of single model types.
+  # Keys of single model types.
   | is_llama_config | max_sequence_length | model_max_length | mup_denominator
   | n_special | output_past | output_router_logits | predict_special_tokens
   | reorder_and_upcast_attn | router_(aux_loss_coef|jitter_noise) | summary_.*
   | unsloth_.*
-  # Of drafting heads.
+  # Keys of drafting heads.
   | base_model_.*_plan | embed_requires_grad | enable_sp_ulysses | has_lm_head
   | has_no_defaults_at_init | speculators_.* | target_layer_count
   | target_model_type
@@ -39,7 +39,7 @@ _NO_EFFECT = re.compile(
   re.VERBOSE,
 )
 # Keys with the values that change nothing. If they are off, they change nothing
-# either, except those that may be true.
+# either, except keys that may be true.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
   '_sliding_window_pattern': (6,),
   'activation': ('swiglu',),
@@ -103,7 +103,7 @@ def select(
   Args:
     config: the class.
     keys: of the configuration.
-    read: those that are read; they may have a second name in the class.
+    read: the keys that are read; they may have a second name in the class.
 
   Raises:
     ValueError: two names of the same key contradict each other.
@@ -130,7 +130,7 @@ def refuse_unread(
 
   Args:
     keys: of a configuration.
-    read: those that were read.
+    read: the keys that were read.
     idle: further ones that change nothing in this format.
     resolved: an object with the values of the keys that were read, or their
       defaults, as attributes.

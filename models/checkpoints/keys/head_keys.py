@@ -79,7 +79,7 @@ def check_claims(keys: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
     text_files.check_types(keys, {key: type(fact) | None})
     if value not in (None, fact):
       raise ValueError(
-        f'{key}={value!r} contradicts the tensors or the target, by which it is'
+        f'{key}={value!r} contradicts the tensors or the target, which say'
         f' {fact!r}'
       )
 

@@ -16,7 +16,7 @@ from specdec.models.nn import blocks as blocks_lib
 from specdec.models.nn import rope as rope_lib
 from specdec.text import text_files
 
-# Folders store a matrix in MXFP4 as two tensors, whose names end so.
+# Folders store a matrix in MXFP4 as two tensors with these endings.
 BLOCKS, SCALES = '_blocks', '_scales'
 _ROWS = 1 << 12  # Rows in blocks of few bits that are expanded at once.
 _BLOCK_BYTES = 1 << 24  # Bytes of a tensor, as float32, that are read at once.
@@ -36,7 +36,7 @@ class Part(NamedTuple):
   Attributes:
     rows: its outputs.
     expert: its place in a stack of the tensors of all experts, or None.
-    experts: how many these are.
+    experts: the number of experts.
   """
 
   rows: slice = slice(None)

@@ -1,6 +1,6 @@
 """The GGUF files of a model type: keys of the metadata, names of tensors.
 
-Both are those that llama.cpp's converters write
+Both are as llama.cpp's converters write them
 (github.com/ggml-org/llama.cpp, convert_hf_to_gguf.py).
 """
 

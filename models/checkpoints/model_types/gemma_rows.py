@@ -104,7 +104,7 @@ def _of_layers(config: Any) -> dict[str, Any]:
 
 
 def _gemma4_layers(keys: _Keys, _: _Keys) -> dict[str, Any]:
-  """What differs between the layers of a Gemma 4.
+  """The fields that differ between the layers of a Gemma 4.
 
   Raises:
     ValueError: a Gemma 4 has no layers of these sizes, or the rotation is

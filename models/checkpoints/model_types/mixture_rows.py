@@ -113,7 +113,7 @@ ROWS = (
     gguf=architecture.Architecture('qwen3moe', experts='qwen3_moe'),
   ),
   _QwenMixture('qwen2_moe', transformers.Qwen2MoeConfig),
-  # A Granite 4, whose layers of experts are optional.
+  # A Granite 4; its layers of experts are optional.
   model_type.ModelType(
     'granitemoehybrid',
     transformers.GraniteMoeHybridConfig,

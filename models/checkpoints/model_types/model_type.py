@@ -87,7 +87,7 @@ _SOMETIMES = (
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-  """What loads the weights of a network, whatever file has them."""
+  """How the weights of a network are loaded, whatever file has them."""
 
   name: str  # In messages.
   _: dataclasses.KW_ONLY
@@ -126,7 +126,8 @@ class ModelType(Family):
   # queries grow with the position.
   ropes: str = 'one'
   is_partial: bool = False  # Whether partial_rotary_factor may be below 1.
-  # Keys that transformers reads besides the fields of its class; their types.
+  # Keys that transformers reads in addition to the fields of its class, and
+  # their types.
   extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   idle: tuple[str, ...] = ()  # Keys that change nothing.
   # Keys, and the only values of them that are computed.
@@ -134,7 +135,7 @@ class ModelType(Family):
   rounded: tuple[str, ...] = ()  # Values of quant_method that are read.
   # Keys that the class needs, for parts that no model here has.
   given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  # What mixes positions in a layer, by its entry in `layer_types`.
+  # The mixer of positions in a layer, by its entry in `layer_types`.
   mixers: Mapping[str, str] = dataclasses.field(default_factory=dict)
   # Makes keys that the class knows of the keys of config.json; makes further
   # fields of the shape of a config of the class.

@@ -35,7 +35,7 @@ def _lfm2_layers(config: Any) -> dict[str, Any]:
 
 
 def _lfm2_convolutions(keys: _Keys, _: _Keys) -> dict[str, Any]:
-  """The layers that have convolutions: those without heads."""
+  """The layers that have convolutions: the layers without heads."""
   heads = keys['num_key_value_heads']
   if not isinstance(heads, list):
     raise ValueError(
@@ -47,7 +47,7 @@ def _lfm2_convolutions(keys: _Keys, _: _Keys) -> dict[str, Any]:
 
 
 def _delta_values(name: str, rows: np.ndarray) -> np.ndarray:
-  """Rates, of which folders have logarithms, and the scales of most norms."""
+  """Rates (folders have their logarithms), and the scales of most norms."""
   if name.endswith('linear_attn.rate'):
     return -np.exp(rows.astype(np.float32))
   if name.endswith('linear_attn.norm.weight'):
@@ -56,7 +56,7 @@ def _delta_values(name: str, rows: np.ndarray) -> np.ndarray:
 
 
 def _delta_width(keys: _Keys, metadata: _Keys) -> dict[str, Any]:
-  """The width of a head of values, of which files have the sum."""
+  """The width of a head of values; files have the sum over all heads."""
   heads = max(keys['linear_num_value_heads'], 1)
   return {'linear_value_head_dim': metadata.get('ssm.inner_size', 0) // heads}
 

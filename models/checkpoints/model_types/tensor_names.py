@@ -73,7 +73,7 @@ def parts(
     shape: of the model.
   """
   *parents, stem, leaf = name.split('.')
-  is_stack = parents[-1:] == ['experts']  # Of the tensors of all experts.
+  is_stack = parents[-1:] == ['experts']  # Tensors of all experts.
   if not is_stack and stem not in _FUSED:
     return {name: tensor_parts.Part()}
   experts = range(shape.num_experts) if is_stack else (None,)

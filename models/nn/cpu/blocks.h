@@ -1,7 +1,7 @@
 // Weights in blocks of few bits, as GGUF files have them, and their products.
 //
-// An output has its inputs in blocks of 128 or 256, each of some words of 32
-// bits: those of the file, with what has fewer bits put together. A packed
+// An output has its inputs in blocks of 128 or 256. A block is some words of 32
+// bits: the fields of the file, where smaller fields share a word. A packed
 // matrix [out, in] has groups of 32 outputs, each one stream of memory:
 //
 //   words [out / 32, in / block, 2, words of a block, 16]
@@ -85,21 +85,21 @@ inline Words Line(const uint32_t* lines, int64_t index) {
 //   kOffset           c, 0 if it has minima
 //   kMost             the largest number of `Weights`
 //
-// and is made of the words of kLanes outputs and the number of a part, of which
-// it has, with constant arguments,
+// and is made of the words of kLanes outputs and the number of a part. It
+// gives, for constant arguments,
 //
 //   Weights           four q of a group, a byte each
 //   Scale             f of a group
 //
-// and, if it has minima, `Minima` of the same words and part, whose `Times` is the
-// sum of o times the sums of a row's values in the groups.
-// Weights may be larger than q by a factor, by which the scale is smaller.
+// and, if it has minima, `Minima` of the same words and part. `Minima::Times`
+// is the sum of o times the sums of a row's values in the groups.
+// Weights may be larger than q by a factor; then the scale is smaller by it.
 
 struct NoMinima {
   NoMinima(const uint32_t*, int) {}
 };
 
-// Four groups of 32, each with a scale in float16; those of two in a word.
+// Four groups of 32 with scales in float16; a word has two scales.
 template <int kOffsetOfKind, int kWordsOfKind>
 struct Halves32 {
   static constexpr int kWords = kWordsOfKind, kParts = 1, kGroupWords = 8;
@@ -164,12 +164,13 @@ inline Words Nibbles(const uint32_t* lines, int group, int word) {
   return Line(lines, 4 * group + word % 4) >> 4 * (word / 4) & 0x0f0f0f0f;
 }
 
-// A word has the upper bits of a group: of byte b bit j is that of word j.
+// A word has the upper bits of a group: bit j of byte b belongs to byte b of
+// word j.
 inline Words FifthBits(const uint32_t* lines, int group, int word) {
   return Shift(Line(lines, group), 4 - word) & 0x10101010;
 }
 
-// The kinds of four bits, and of five, whose fifth bits are behind the factors.
+// The kinds of four and of five bits; the fifth bits come after the factors.
 template <typename Factors>
 struct WithNibbles : Factors {
   using Factors::Factors;
@@ -218,7 +219,7 @@ inline Words Float4(const Words& numbers) {
 #endif
 }
 
-// Four groups of 32, each with the exponent of its scale, those of all in a word.
+// Four groups of 32; one word has the exponents of the four scales.
 struct MXFP4 {
   static constexpr int kWords = 17, kParts = 1, kGroupWords = 8, kOffset = 16;
   static constexpr int kMost = 28;
@@ -306,8 +307,8 @@ struct K32 {
 using Q4_K = K32<4>;
 using Q5_K = K32<5>;
 
-// Sixteen groups of 16 with signed scales, and a factor in float16. Of a part,
-// inputs 64 to 127 are the upper halves of the bytes.
+// Sixteen groups of 16 with signed scales, and a factor in float16. Inputs 64
+// to 127 of a part are the upper halves of the bytes.
 struct Q6_K {
   static constexpr int kWords = 53, kParts = 2, kGroupWords = 4, kOffset = 32;
   static constexpr int kMost = 63;
@@ -338,7 +339,7 @@ struct Q6_K {
   }
 };
 
-// Rows of a tile, whose sums are in registers at once.
+// Rows of a tile; their sums are in registers at once.
 constexpr int kBlockRows = 8;
 // Rows for which weights are unpacked in registers; for more, in memory. AVX-512
 // has registers for the sums of eight.
@@ -365,7 +366,7 @@ constexpr int kAhead = [] {
   return (Kind::kWords + kSets - 1) / kSets;
 }();
 
-// A part of a block of kLanes outputs as it lies in memory.
+// A part of a block of kLanes outputs as it is in memory.
 template <typename Kind>
 struct Packed : Kind {
   typename Kind::Minima minima;
@@ -574,7 +575,7 @@ struct Blocks {
     }
   }
 
-  // The words of an output; 0 if there is no such kind.
+  // The words of an output; 0 if the kind is unknown.
   static int64_t NumWords(int kind, int64_t width) {
     int64_t words = 0;
     Of(kind, [&](auto* kind) {

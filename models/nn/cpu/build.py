@@ -79,8 +79,8 @@ def _command(compiler: str) -> list[str]:
   return [compiler] if shutil.which(compiler) else shlex.split(compiler)
 
 
-def _digest(*parts: bytes) -> str:
-  return whole_files.digest(b'\0'.join(parts)).hex()
+def _digest(*contents: bytes) -> str:
+  return whole_files.digest(b'\0'.join(contents)).hex()
 
 
 def compile_library(
@@ -100,7 +100,7 @@ def compile_library(
 
   Raises:
     OSError: the compiler cannot be run or the folder not written.
-    ValueError: its arguments cannot be told apart.
+    ValueError: a quote in its arguments is not closed.
     subprocess.CalledProcessError: it does not compile.
   """
   include = pathlib.Path(jaxlib.__file__).with_name('include')
@@ -109,14 +109,14 @@ def compile_library(
   version = subprocess.run(
     [program, *arguments, '--version'], capture_output=True, check=True
   ).stdout
-  parts = (
+  contents = (
     *(source.read_bytes() for source in _SOURCES),
     version,
     ' '.join(flags).encode(),
     _processor().encode(),
     jaxlib.__version__.encode(),
   )
-  name = f'kernels-{_digest(*parts)}'
+  name = f'kernels-{_digest(*contents)}'
   # Loading a file that was cut would end the process with a bus error.
   for library in folder.glob(f'{name}-*.so'):
     if library.stem == f'{name}-{_digest(library.read_bytes())}':
@@ -143,7 +143,7 @@ def register(library: pathlib.Path, suffix: str = '') -> None:
 
 
 def find_compiler() -> str | None:
-  """The C++ compiler to use: that of the variable `CXX`, or one of the path."""
+  """The C++ compiler to use: the variable `CXX`, or one on the path."""
   stated = os.environ.get('CXX', '').strip()
   return stated or shutil.which('g++') or shutil.which('c++')
 

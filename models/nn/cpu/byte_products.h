@@ -81,7 +81,7 @@ struct ByteProducts {
   static Ints Finish(const Ints&, const Sums& sums, int) { return sums; }
 };
 
-// Adds the products of both halves of words, 0 or larger, and those of x.
+// Adds the products of both halves of words, 0 or larger, and both halves of x.
 inline Ints AddPairs(const Ints& sums, const Words& pairs, uint32_t x) {
 #if defined(__AVX512VNNI__)
   return (Ints)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)pairs,
@@ -95,7 +95,7 @@ inline Ints AddPairs(const Ints& sums, const Words& pairs, uint32_t x) {
 #elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
 #define SPECDEC_HAS_PAIRS 1
 
-// The products of both halves of words and those of x, added up.
+// The products of both halves of words and both halves of x, added up.
 inline Ints MultiplyPairs(const Words& pairs, uint32_t x) {
 #if defined(__AVX512BW__)
   return (Ints)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi32(x));

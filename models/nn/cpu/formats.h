@@ -52,11 +52,11 @@ constexpr int kRows = kLanes == 16 ? 8 : kLanes == 4 ? 4 : 3;
 // Rows of a tile that takes a whole group at once; with more it takes halves.
 constexpr int kRowsOfGroup = kLanes == 4 ? 2 : kRows;
 // Words that tiles of rows take in turn, so that the processor computes with
-// those in its cache while it reads the next ones.
+// words in its cache while it reads the next ones.
 constexpr int64_t kWords = 128;
-// Bytes to what one tile prefetches into the second cache and then into the
-// first one, whose few open reads alone would not keep up with the memory. Those
-// of Zen 5 do, so it prefetches into the first one at once.
+// Prefetch distances in bytes: far goes into the second cache, near into the
+// first one. The first cache alone has too few open reads to keep up with the
+// memory. On Zen 5 it has enough, so all goes into the first one at once.
 constexpr int64_t kFar = 8192, kNear = kIsZen5 ? 8192 : 2048;
 
 // Words `begin` to `end` of a group, and what is prefetched meanwhile.
@@ -128,7 +128,7 @@ void AddProductsOf(int64_t count, const Rows& rows, int64_t first,
   }
 }
 
-// A format whose products are those of vectors, for any number of rows.
+// A format that is multiplied by vectors, for any number of rows.
 struct Vectors {
   static constexpr int64_t kFewRows = 0;
 
@@ -229,7 +229,7 @@ struct Int8 : Vectors {
   static Words Weights(const Words& words) { return WithExcess(words); }
 
 #if defined(SPECDEC_HAS_PAIRS)
-  // Pairs of 16 bits: the weights at even places, then those at odd ones.
+  // Pairs of 16 bits: the weights at even places, then at odd ones.
   static constexpr int kFactors = 2;
 
   static void Spread(const int8_t* values, uint32_t* words) {

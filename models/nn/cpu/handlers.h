@@ -22,7 +22,7 @@ using FloatBuffer = ffi::Buffer<ffi::F32>;
 using FloatResult = ffi::ResultBuffer<ffi::F32>;
 using IntBuffer = ffi::Buffer<ffi::S32>;
 
-// Attributes, whose names are part of their types.
+// Attributes; their names are part of their types.
 namespace attr {
 inline constexpr char kEpsilon[] = "epsilon", kScale[] = "scale",
                       kWrites[] = "writes", kCenter[] = "center",

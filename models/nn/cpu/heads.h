@@ -23,8 +23,8 @@ namespace specdec {
 // and values. Each head gets the norm, if there is one, and one of queries or
 // keys then the rotation, if there is one. Keys and values are written to the
 // caches, which have them already if projections are of queries only, and the
-// queries attend to the slots that they see. The queries of a head of keys
-// are those of Hq / H query heads, one after another.
+// queries attend to the slots that they see. A head of keys has the
+// queries of Hq / H query heads, one after another.
 struct Attention {
   const float* projections;
   int64_t batch, length, query_heads, heads, width, slots;
@@ -152,8 +152,8 @@ void Transpose(const Value* keys, int64_t count, int64_t width, uint32_t* to) {
   }
 }
 
-// Scores of R queries from `first` on at kLanes slots from `slot` on, whose
-// keys are transposed; minus infinity where they are masked.
+// Scores of R queries from `first` on at kLanes slots from `slot` on; minus
+// infinity where slots are masked. The keys are transposed.
 template <typename Value, int R>
 void Score(Queries& queries, int64_t first, const uint32_t* keys, int64_t slot,
            float scale) {
@@ -178,7 +178,7 @@ void Score(Queries& queries, int64_t first, const uint32_t* keys, int64_t slot,
   }
 }
 
-// Words of a value at `from`, or of two, whose second one is `distance` away.
+// Words of a value at `from`, or of two; the second one is `distance` away.
 inline Words LoadWords(const float* from, int64_t, int64_t count) {
   return LoadFirst<Words>(from, count);
 }
@@ -255,7 +255,7 @@ inline int64_t EndOfSeen(const bool* mask, int64_t slots) {
   return slots;
 }
 
-// Attention of queries to the slots of one head, of which some are masked.
+// Attention of queries to the slots of one head; some slots are masked.
 template <typename Value>
 void AttendHead(Queries& queries, const Value* keys, const Value* values,
                 float scale) {
@@ -289,7 +289,7 @@ void AttendHead(Queries& queries, const Value* keys, const Value* values,
     }
     for (int64_t i = start; i < end; i += kLanes) {
       const Floats weight = Exp(Load<Floats>(weights + i) - peak);
-      // Rounded here, too, so that the totals are those of the factors.
+      // Rounded here, too, so that the totals add up the same factors.
       const bool is_exact = sizeof(Value) == sizeof(float);
       Store(weights + i,
             is_exact ? weight : BitCast<Floats>(RoundToBFloat16(weight)));

@@ -25,7 +25,7 @@ inline Activation ActivationOf(std::string_view name) {
 // Products of x [rows, in] with matrices of `outputs` outputs each, see
 // `Products`. After the named arguments each matrix has three: words
 // (formats.h, blocks.h), scale [out] of int8 or [0], bias [out] or [0]. `kinds`
-// are those of Blocks.
+// are kinds of Blocks.
 //
 // `Tiles` is the format for the processor's matrix unit, if it has one, and more
 // than its `kFewRows` rows.

@@ -1,8 +1,8 @@
 """The functions of the C++ kernels in JAX.
 
 They lower for CPU only, and only after `build.is_available()`. The bits of a
-row depend on nothing but the row itself, and those of a query on nothing but
-the slots that it sees.
+row depend only on the row itself, and the bits of a query only on the slots
+that it sees.
 
 All shapes and dtypes are checked here, once, when a program is traced: a wrong
 operand raises a ValueError. Only words of matrices are counted in C++, which
@@ -64,12 +64,12 @@ def or_empty(array: jax.Array | None) -> Any:
   return np.zeros(0, np.float32) if array is None else array
 
 
-def check(known: Mapping[str, int], **operands: Any) -> dict[str, int]:
+def check(axis_sizes: Mapping[str, int], **operands: Any) -> dict[str, int]:
   """Checks operands of a kernel, which would read beyond smaller ones.
 
   Args:
-    known: sizes of axes by their letters. Another letter has the size of the
-      first axis that it stands for; 1 is a size.
+    axis_sizes: sizes of axes by their letters. Another letter has the size of
+      its first axis; 1 is a size.
     **operands: an array or None, the letters of its axes, and its possible
       dtypes, if it is not float32.
 
@@ -79,7 +79,7 @@ def check(known: Mapping[str, int], **operands: Any) -> dict[str, int]:
   Raises:
     ValueError: an operand has another shape or dtype.
   """
-  sizes = {'1': 1, **known}
+  sizes = {'1': 1, **axis_sizes}
   for name, (array, axes, *dtypes) in operands.items():
     if array is None:
       continue
@@ -109,7 +109,7 @@ def _check_product(
   if gated and outputs != 2 * outputs[:1]:
     raise ValueError(f'a gate needs two equal matrices, not outputs {outputs}')
   if activation not in (None, *ACTIVATIONS):
-    raise ValueError(f'activation={activation} is none of {ACTIVATIONS}')
+    raise ValueError(f'activation={activation} is not one of {ACTIVATIONS}')
   width = outputs[0] if gated else sum(outputs)
   rows = string.ascii_lowercase[: x.ndim - 1]
   check(
@@ -119,10 +119,10 @@ def _check_product(
     norm_scale=(norm and norm.scale, 'I'),
     norm_bias=(norm and norm.bias, 'I'),
   )
-  for number, matrix in enumerate(matrices):
+  for index, matrix in enumerate(matrices):
     scale = or_empty(matrix.scale) if dtype == 'int8' else None
-    parts = {'scale': (scale, 'O'), 'bias': (matrix.bias, 'O', *_FLOATS)}
-    operands = {f'{part}_{number}': parts[part] for part in parts}
+    fields = {'scale': (scale, 'O'), 'bias': (matrix.bias, 'O', *_FLOATS)}
+    operands = {f'{name}_{index}': field for name, field in fields.items()}
     check({'O': matrix.outputs}, **operands)
   return width
 
@@ -142,7 +142,7 @@ def multiply(
   Args:
     x: `[..., in]` float32.
     matrices: of `in` inputs each.
-    dtype: of their weights, to which rows are rounded; `blocks` for those of
+    dtype: of their weights; rows are rounded to it. `blocks`: weights of
       `models/nn/blocks`, of any kinds.
     norm: of the rows before.
     activation: of the products, one of `ACTIVATIONS`.
@@ -151,11 +151,11 @@ def multiply(
     residual: `[..., out]` float32 that is added.
 
   Returns:
-    `[..., out]` float32, the products beside one another.
+    `[..., out]` float32, the products next to one another.
 
   Raises:
-    ValueError: an operand or the activation is wrong, or a gate has no two
-      matrices of as many outputs.
+    ValueError: an operand or the activation is wrong, or a gate does not
+      have two matrices with equal numbers of outputs.
   """
   width = _check_product(x, matrices, dtype, norm, activation, gated, residual)
   rows = x.reshape(-1, x.shape[-1])

@@ -69,7 +69,7 @@ inline Floats Activate(Activation activation, const Floats& x) {
 // Products: for each matrix m the product y_m = norm(x) m + bias, and from
 // these [rows, outputs]
 //
-//   activation(y_0), activation(y_1), ... beside one another, plus residual
+//   activation(y_0), activation(y_1), ... next to one another, plus residual
 //   activation(y_0) * y_1 if `gated`
 struct Products {
   const float* x;  // [rows, width]
@@ -83,7 +83,7 @@ struct Products {
   int64_t outputs;  // In a row of `out`.
 };
 
-// The words of a row of so many inputs.
+// The words of a row of `width` inputs.
 template <typename Format>
 int64_t RowWords(int64_t width) {
   if constexpr (std::is_same_v<Format, Blocks>) return Blocks::RowWords(width);
@@ -91,7 +91,7 @@ int64_t RowWords(int64_t width) {
   return (width + size - 1) / size * 16 * Format::kFactors;
 }
 
-// The words of an output of so many inputs, see `Matrix`.
+// The words of an output of `width` inputs, see `Matrix`.
 template <typename Format>
 int64_t NumWords(int kind, int64_t width) {
   if constexpr (std::is_same_v<Format, Blocks>) {

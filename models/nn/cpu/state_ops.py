@@ -27,13 +27,13 @@ def _mix(
   projected: jax.Array,
   state: Sequence[jax.Array],
   windows: Sequence[jax.Array],
-  behind: Sequence[Any],
+  others: Sequence[Any],
   width: int,
   **attributes: Any,
 ) -> Sequence[jax.Array]:
-  """The result `[B, L, width]` and the windows, to which a kernel writes nodes.
+  """The result `[B, L, width]` of a kernel, and the windows with the nodes.
 
-  The state of the convolution is the first.
+  The first of `state` is the state of the convolution.
   """
   before, slots = state[0].shape[1], windows[0].shape[2]
   if projected.shape[1] > slots:
@@ -45,13 +45,16 @@ def _mix(
     )
   # A window that is written as a whole is not written in place.
   some = len(windows) if projected.shape[1] < slots else 0
-  shapes = [(*projected.shape[:2], width), *(one.shape for one in windows)]
+  shapes = [
+    (*projected.shape[:2], width),
+    *(window.shape for window in windows),
+  ]
   call = jax.ffi.ffi_call(
     name,
     [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
     input_output_aliases={1 + len(state) + i: 1 + i for i in range(some)},
   )
-  return call(projected, *state, *windows, *behind, **attributes)
+  return call(projected, *state, *windows, *others, **attributes)
 
 
 def mix_convolution(
@@ -68,9 +71,9 @@ def mix_convolution(
     projected: `[B, L, 3 width]` float32: gates of the inputs, gates of the
       result, and inputs.
     state: `[B, n, width]` float32, the last inputs of the text.
-    window: `[B, 1, T, width]` float32, those of the window.
+    window: `[B, 1, T, width]` float32, the inputs of the window.
     tree: see `_Tree`.
-    weight: `[n + 1, width]` float32, that of the farthest first.
+    weight: `[n + 1, width]` float32, the farthest input's first.
     bias: `[width]` float32, or None.
 
   Returns:
@@ -90,9 +93,9 @@ def mix_convolution(
     weight=(weight, 'PD'),
     bias=(bias, 'D'),
   )
-  behind = *tree, weight, ops.or_empty(bias)
+  others = *tree, weight, ops.or_empty(bias)
   out, window = _mix(
-    'specdec_mix_convolution', projected, [state], [window], behind, width
+    'specdec_mix_convolution', projected, [state], [window], others, width
   )
   return out, window
 
@@ -112,7 +115,7 @@ def gate(x: jax.Array, gates: jax.Array) -> jax.Array:
 
 
 def _check_window(
-  state: jax.Array, inputs: Any, known: Mapping[str, int], **others: Any
+  state: jax.Array, inputs: Any, axis_sizes: Mapping[str, int], **others: Any
 ) -> None:
   key = inputs['key']
   sizes = ops.check({}, state=(state, 'BHIJ'), key=(key, 'B1TK'))
@@ -124,7 +127,7 @@ def _check_window(
     )
   keys, values = key_heads * key_width, heads * width
   ops.check(
-    {'K': keys, 'V': values, 'M': 2 * keys + values, 'H': heads, **known},
+    {'K': keys, 'V': values, 'M': 2 * keys + values, 'H': heads, **axis_sizes},
     state=(state, 'BHIJ'),
     key=(key, 'B1TK'),
     delta=(inputs['delta'], 'B1TV'),
@@ -183,9 +186,9 @@ def mix_delta(
       convolution, the gates of the result, and per head what strengths and
       decays are made of.
     state: after the text, `conv` `[B, n, ...]` and `matrix` `[B, H, K, V]`.
-    inputs: those of the window, `conv`, `key`, `delta` and `decay`.
+    inputs: `conv`, `key`, `delta` and `decay` of the window.
     tree: see `_Tree`.
-    weight: `[n + 1, ...]` float32 of the convolution, that of the farthest
+    weight: `[n + 1, ...]` float32 of the convolution, the farthest input's
       first.
     rates: `[H]` float32 each, the rate of the decay and what is added before.
     norm: of the result of each head.
@@ -211,7 +214,7 @@ def mix_delta(
     conv_state=(state['conv'], 'BNM'),
     norm_scale=(norm.scale, 'J'),
     weight=(weight, 'PM'),
-    **{f'rate_{i}': (one, 'H') for i, one in enumerate(rates)},
+    **{f'rate_{i}': (rate, 'H') for i, rate in enumerate(rates)},
   )
   names = 'conv', 'key', 'delta', 'decay'
   out, *windows = _mix(

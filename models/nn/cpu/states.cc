@@ -17,7 +17,7 @@
 namespace specdec {
 namespace {
 
-// Nodes of token trees in windows of slots, whose parents come first.
+// Nodes of token trees in windows of slots; parents come first.
 struct Nodes {
   int64_t slots, length;  // T, and L of this forward.
   const int32_t *parents, *first;  // [B, T], see `Parent`; [B] slots.
@@ -71,7 +71,7 @@ struct Convolution {
   int64_t stride;
 
   // Computes `count` channels of a node, from `channel` on. `to` may be `x`, if
-  // the nodes behind this one are done.
+  // the nodes after this one are done.
   void Compute(int64_t row, int64_t node, int64_t channel, int64_t count,
                bool silu, float* to) const {
     constexpr int64_t kMost = 16;  // Checked in `state_ops`.
@@ -163,7 +163,7 @@ ffi::Error Gate(FloatBuffer x, FloatBuffer gate, FloatResult out) {
 }
 
 // Columns of a state that are computed at once. Columns do not depend on one
-// another, and those of all rows of a state fit into the first cache.
+// another, and these columns of all rows fit into the first cache.
 constexpr int kParts = 4, kColumns = kParts * kLanes;
 
 // Some columns of a row of a state. Vectors have them in whole cache lines.
@@ -301,7 +301,7 @@ struct Scratch {
   // Query, key and value of each node, after convolution and norms.
   std::vector<float> vectors;
   std::vector<float> both, strength;  // Query times key; the step size.
-  // The first child of each slot, behind it that of the text; and its siblings.
+  // The first child of each slot and, last, of the text; the next siblings.
   std::vector<int64_t> child, next;
   std::vector<Columns> text;  // The state of the text, see `Split`.
   std::vector<Columns> stack;  // States of the open path, some columns of each.
@@ -414,8 +414,8 @@ struct HeadWalk {
     }
   }
 
-  // Goes through the tree depth first. A state is written over that of the
-  // parent, unless a sibling still needs it.
+  // Goes through the tree depth first. A state is written over the parent's
+  // state, unless a sibling still needs the latter.
   void WalkColumns(int64_t column) const {
     const std::vector<int64_t>&child = scratch.child, &next = scratch.next;
     const int64_t size = walk.heads.key_width;

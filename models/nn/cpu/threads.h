@@ -15,11 +15,11 @@
 
 namespace specdec {
 
-// The calling thread and, if there is much to do, those of a pool, for a few
+// The calling thread and, if there is much to do, threads of a pool, for a few
 // loops after one another. A pool has `num_threads()` and `Schedule(task)`.
 //
-// Each thread takes the indices of a part of its own, which lie beside one
-// another, and then those that are left of the others' parts. The calling
+// Each thread takes the indices of a part of its own, which are next to one
+// another, and then indices that are left of the others' parts. The calling
 // thread waits only for indices that another thread has begun, so a pool that
 // is busy or blocked delays nothing. Between two loops the others wait without
 // sleeping. They are released when the team goes out of scope, and wait a little
@@ -93,7 +93,7 @@ class Team {
       for (Loop& loop : loops) loop.parts = std::vector<Part>(size);
     }
 
-    // Takes indices of the part `own`, then of those that follow it. What is done
+    // Takes indices of the part `own`, then of the parts after it. What is done
     // is counted in the end, as threads disturb one another there.
     void Work(Loop& loop, int64_t own) {
       const int64_t size = loop.parts.size();

@@ -28,7 +28,7 @@ inline bool CanUseTiles() {
 }
 
 // The tiles: 0 to 3 are sums of 16 rows, then of 16 more, and two
-// blocks each; 4 and 5 those rows; 6 and 7 words of the two blocks.
+// blocks each; 4 and 5 are these rows; 6 and 7 are words of the two blocks.
 struct alignas(64) TileShapes {
   uint8_t palette = 1;
   uint8_t start_row = 0;

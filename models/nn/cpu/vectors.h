@@ -101,7 +101,7 @@ inline Words RoundToBFloat16(const Floats& values) {
   return (is_nan ? bits | 0x400000 : rounded) & 0xffff0000;
 }
 
-// Stores values as those of a cache.
+// Stores values as a cache has them.
 inline void StoreFloats(float* to, const Floats& values, int64_t count) {
   StoreFirst(to, values, count);
 }
@@ -111,7 +111,7 @@ inline void StoreFloats(uint16_t* to, const Floats& values, int64_t count) {
   StoreFirst(to, __builtin_convertvector(rounded, Halves), count);
 }
 
-// Stores finite values as those of a cache, and others as zeros: a masked NaN
+// Stores finite values as a cache has them, and others as zeros: a masked NaN
 // would still spread, since 0 x NaN is NaN.
 template <typename Value>
 void StoreFinite(Value* to, const Floats& values, int64_t count) {

@@ -353,12 +353,9 @@ def test_the_factor_of_yarn_may_be_stated(stated, factor, path):
 @pytest.mark.parametrize(
   ('keys', 'message'),
   [
-    ({'general.type': 'adapter'}, r'no model, but an adapter \(LoRA\)'),
-    ({'general.type': 'mmproj'}, r'no model, but the projector \(mmproj\) of'),
-    (
-      {'general.architecture': 'clip'},
-      r'no model, but the projector \(mmproj\) of',
-    ),
+    ({'general.type': 'adapter'}, r'not a model but an adapter \(LoRA\)'),
+    ({'general.type': 'mmproj'}, r'not a model but the projector \(mmproj\)'),
+    ({'general.architecture': 'clip'}, 'not a model but the projector'),
     ({'split.count': 3}, 'one of 3 parts of a model; merge them'),
   ],
 )

@@ -338,7 +338,7 @@ def test_name_that_is_neither_folder_nor_model(monkeypatch, tmp_path):
   monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_CACHE', str(tmp_path))
   monkeypatch.chdir(tmp_path)
   for name in ('nobody/nothing-of-this-name', 'a b'):
-    message = rf"^'{name}' is no folder or file here, and could not.*\Z"
+    message = rf"^'{name}' is not a folder or file here, and could not.*\Z"
     with pytest.raises(ValueError, match=message):  # one line
       hub.load_module(name)
 

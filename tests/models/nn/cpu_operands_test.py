@@ -135,7 +135,7 @@ _norms = lambda **changed: {'norms': [_norm(8), _norm(8)._replace(**changed)]}
 _MISFITS = [
   (_multiply, _with(scale=None), r'scale_0 must be float32 of shape \(40,\)'),
   (_multiply, {'residual': _floats((3, 2, 80))}, 'residual must be'),
-  (_multiply, {'activation': 'tanh'}, 'activation=tanh is none of'),
+  (_multiply, {'activation': 'tanh'}, 'activation=tanh is not one of'),
   # More entries than slots, no queries, more pairs than a head has.
   (_attend, _MORE, 'projections .* does not fit a cache'),
   (_attend, {'projections': _floats((2, 4, 48))}, 'projections .* not fit'),

@@ -287,7 +287,7 @@ def test_a_gguf_file_is_the_same_head(tmp_path):
   config = heads.locate(tmp_path / 'more.gguf', tiny_heads.TARGET).config
   assert config.rope == rope_lib.Rope(theta=30.0)
   tiny_heads.write_gguf(tmp_path / 'other.gguf', values, arch='llama')
-  with pytest.raises(ValueError, match="'llama' is no drafting head"):
+  with pytest.raises(ValueError, match="'llama' is not a drafting head"):
     tiny_heads.load(tmp_path / 'other.gguf')
 
 
