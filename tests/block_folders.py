@@ -59,29 +59,29 @@ _CONVOLUTIONS = {'conv_kernel_size': 2, 'conv_group_size': 8}
 _SELECTOR = {'selector_rank': RANK, 'selector_top_k': 6}
 
 
-def _z_lab(keys=None, **own):
-  """Keys as z-lab writes them; `own` are those of its object."""
-  own = {'mask_token_id': MASK, 'target_layer_ids': [0, 2]} | own
-  found = _LAYERS | {'block_size': BLOCK, 'num_target_layers': LAYERS}
-  found |= {'architectures': ['DFlashDraftModel'], 'dflash_config': own}
-  return found | (keys or {})
+def _z_lab(keys=None, **method):
+  """Keys as z-lab writes them; `method` are keys of `dflash_config`."""
+  method = {'mask_token_id': MASK, 'target_layer_ids': [0, 2]} | method
+  config = _LAYERS | {'block_size': BLOCK, 'num_target_layers': LAYERS}
+  config |= {'architectures': ['DFlashDraftModel'], 'dflash_config': method}
+  return config | (keys or {})
 
 
 def _speculators(kind, layers=None, **own):
   """Keys as speculators writes them."""
-  found = {'speculators_model_type': kind, 'block_size': BLOCK}
-  found |= {'mask_token_id': MASK, 'draft_vocab_size': VOCAB}
-  found |= {'aux_hidden_state_layer_ids': [1, 3]}
+  config = {'speculators_model_type': kind, 'block_size': BLOCK}
+  config |= {'mask_token_id': MASK, 'draft_vocab_size': VOCAB}
+  config |= {'aux_hidden_state_layer_ids': [1, 3]}
   verifier = {'architectures': ['Qwen3ForCausalLM'], 'name_or_path': None}
   method = {'proposal_type': 'greedy', 'speculative_tokens': BLOCK - 1}
-  found['speculators_config'] = {
+  config['speculators_config'] = {
     'algorithm': kind,
     'default_proposal_method': 'greedy',
     'proposal_methods': [method],
     'verifier': verifier,
   }
   layers = _LAYERS | (layers or {})
-  return found | {'transformer_layer_config': layers} | own
+  return config | {'transformer_layer_config': layers} | own
 
 
 _DSPARK = {'markov_rank': RANK, 'markov_head_type': 'vanilla'}
@@ -176,10 +176,10 @@ def _layer(prefix, *, biased=False):
 
 def _all_keys(config):
   nested = ('dflash_config', 'transformer_layer_config')
-  found = dict(config)
+  keys = dict(config)
   for name in nested:
-    found |= config.get(name) or {}
-  return found
+    keys |= config.get(name) or {}
+  return keys
 
 
 def tensors(case):
@@ -207,22 +207,22 @@ def tensors(case):
     shapes['confidence_head.proj.weight'] = (1, inputs)
     shapes['confidence_head.proj.bias'] = (1,)
   if rank := keys.get('selector_rank'):
-    for one in ('predecessor', 'successor'):
-      shapes[f'candidate_selector.{one}_codebook'] = (VOCAB, rank)
+    for side in ('predecessor', 'successor'):
+      shapes[f'candidate_selector.{side}_codebook'] = (VOCAB, rank)
     shapes['candidate_selector.hidden_projection.weight'] = (rank, WIDTH)
   # With these the target accepts some of what each drafter proposes.
-  found = {name: draw(f'5.{name}', shape) for name, shape in shapes.items()}
+  arrays = {name: draw(f'5.{name}', shape) for name, shape in shapes.items()}
   if outputs != VOCAB:
-    found['embed_tokens.weight'] = draw('own embed_tokens', (VOCAB, WIDTH))
-    found['lm_head.weight'] = draw('own lm_head', (outputs, WIDTH))
-    found['d2t'] = KEPT - np.arange(len(KEPT))
+    arrays['embed_tokens.weight'] = draw('own embed_tokens', (VOCAB, WIDTH))
+    arrays['lm_head.weight'] = draw('own lm_head', (outputs, WIDTH))
+    arrays['d2t'] = KEPT - np.arange(len(KEPT))
   if case == 'liquid':
-    found |= {
+    arrays |= {
       name: neighbours(array)
-      for name, array in found.items()
+      for name, array in arrays.items()
       if '.q_' in name or '.k_' in name
     }
-  return found
+  return arrays
 
 
 def neighbours(array):
@@ -250,8 +250,8 @@ def target_tensors():
   shapes = {'embed_tokens.weight': (VOCAB, WIDTH), 'norm.weight': (WIDTH,)}
   for layer in range(LAYERS):
     shapes |= _layer(f'layers.{layer}.')
-  found = {f'model.{name}': draw(f't.{name}', shapes[name]) for name in shapes}
-  return found | {'lm_head.weight': draw('t.lm_head', (VOCAB, WIDTH))}
+  arrays = {f'model.{name}': draw(f't.{name}', shapes[name]) for name in shapes}
+  return arrays | {'lm_head.weight': draw('t.lm_head', (VOCAB, WIDTH))}
 
 
 def write_target(folder):

@@ -155,13 +155,13 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
       if item.get_closest_marker('long'):
         item.add_marker(pytest.mark.skip(reason='takes minutes; --long'))
-  known = json.loads(_BUDGETS.read_text())
-  seconds = lambda item: known.get(_file_of(item), {}).get('seconds', 0)
+  budgets = json.loads(_BUDGETS.read_text())
+  seconds = lambda item: budgets.get(_file_of(item), {}).get('seconds', 0)
   if config.getoption('--fast'):
     _deselect(config, items, lambda item: seconds(item) > _SLOW)
   if config.getoption('--shard'):
     index, number = map(int, config.getoption('--shard').split('/'))
-    took = lambda file: known.get(file, {}).get('seconds', 0)
+    took = lambda file: budgets.get(file, {}).get('seconds', 0)
     files = shard_of({*map(_file_of, items)}, took, index, number)
     _deselect(config, items, lambda item: _file_of(item) not in files)
   # Two workers end at about the same time only if long files come first.

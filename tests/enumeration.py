@@ -362,13 +362,13 @@ def distance(law: np.ndarray, expected: np.ndarray) -> np.ndarray:
 def _in_chunks(function, *arrays):
   """`function` of arrays with equally many rows, some rows at a time."""
   number = len(arrays[0])
-  found = []
+  results = []
   for start in range(0, max(number, 1), _CHUNK):
     some = [array[start : start + _CHUNK] for array in arrays]
     missing = (0, _CHUNK - len(some[0]))
     pad = lambda one, of=missing: np.pad(one, (of, *[(0, 0)] * (one.ndim - 1)))
-    found.append([*map(np.asarray, function(*map(pad, some)))])
-  return [np.concatenate(one)[:number] for one in zip(*found, strict=True)]
+    results.append([*map(np.asarray, function(*map(pad, some)))])
+  return [np.concatenate(one)[:number] for one in zip(*results, strict=True)]
 
 
 @functools.partial(quick_jit, static_argnames='rule')
@@ -401,7 +401,7 @@ def step(worlds: Worlds, states, mass, topology, rule, guesses=None):
   each world, `[W]`. There must be contexts for all that it may emit.
   """
   children = rule.children
-  found = np.zeros(len(worlds.length))
+  masses = np.zeros(len(worlds.length))
   accepted = np.zeros(len(worlds.names))
 
   def visit(path, states, mass, weight):
@@ -442,14 +442,14 @@ def step(worlds: Worlds, states, mass, topology, rule, guesses=None):
         )
       )
     stays = mass * weight
-    spread(found, worlds.following(states), stays[:, None] * target)
+    spread(masses, worlds.following(states), stays[:, None] * target)
     spread(accepted, states // len(worlds.contexts), len(path) * stays)
     return np.bincount(rows, mass - stays, minlength=size)
 
   ones = np.ones(len(states), worlds.target.dtype)
   left = visit((), states, np.float64(mass), ones)
   np.testing.assert_allclose(left, 0, atol=1e-6)
-  return found, accepted
+  return masses, accepted
 
 
 def several_steps(worlds: Worlds, topology, rule, length: int) -> np.ndarray:

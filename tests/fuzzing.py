@@ -370,9 +370,9 @@ def _check_ends(result, options, where):
     assert 0 not in tokens[:-1], where
     assert (reason == 'eos') == (tokens[-1:] == [0]), where
     whole = b''.join(models.token_bytes()[token] for token in tokens)
-    found = [stop for stop in stops[row] if stop.encode() in whole]
+    completed = [stop for stop in stops[row] if stop.encode() in whole]
     assert not any(stop in text for stop in stops[row]), where
-    assert bool(found) == (reason == 'stop'), where
+    assert bool(completed) == (reason == 'stop'), where
     # And with the token that completes it, the row ends.
     shorter = b''.join(models.token_bytes()[token] for token in tokens[:-1])
     assert not any(stop.encode() in shorter for stop in stops[row]), where

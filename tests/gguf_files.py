@@ -194,17 +194,17 @@ def _stored_name(name: str, arch: str, num_layers: int) -> tuple[str, bool]:
   if last in _VECTORS:
     return f'blk.{layer[0]}.{_VECTORS[last]}', False
   prefix = 'transformer' if arch == 'gpt2' else 'model'
-  own = name if name == 'lm_head.weight' else f'{prefix}.{name}'
+  stored = name if name == 'lm_head.weight' else f'{prefix}.{name}'
   for ours, theirs in _RENAMES.get(arch, {}).items():
-    own = re.sub(ours, theirs, own)
-  own += '.weight' * own.endswith(('sinks', 'layer_scalar'))
-  stem, leaf = own.rsplit('.', 1)
+    stored = re.sub(ours, theirs, stored)
+  stored += '.weight' * stored.endswith(('sinks', 'layer_scalar'))
+  stem, leaf = stored.rsplit('.', 1)
   stem, is_expert = re.subn(r'experts\.\d+', 'experts', stem)
   architectures = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
   table = gguf.get_tensor_name_map(architectures[arch], num_layers)
-  known = table.get_name(stem)
-  assert known, stem
-  return f'{known}.{leaf}', bool(is_expert)
+  base = table.get_name(stem)
+  assert base, stem
+  return f'{base}.{leaf}', bool(is_expert)
 
 
 _NEXTN = {'fc': 'eh_proj', 'norm': 'shared_head_norm'}
@@ -213,8 +213,8 @@ _NEXTN = {'fc': 'eh_proj', 'norm': 'shared_head_norm'}
 def nextn_name(name: str, arch: str, num_layers: int) -> str:
   """The name that a tensor of an MTP layer has, after so many layers."""
   if name.startswith('layers.0.'):
-    own = name.replace('layers.0.', f'layers.{num_layers}.')
-    return _stored_name(own, arch, num_layers + 1)[0]
+    renamed = name.replace('layers.0.', f'layers.{num_layers}.')
+    return _stored_name(renamed, arch, num_layers + 1)[0]
   first, _, rest = name.partition('.')
   return f'blk.{num_layers}.nextn.{_NEXTN.get(first, first)}.{rest}'
 
@@ -282,13 +282,13 @@ def write(
   tensors, expected, rng = {}, {}, np.random.default_rng(0)
   arrays = dict(tensors_of(module, arch)) | _rope_factors(config)
   for name, array in arrays.items():
-    own = kind if array.ndim > 1 else Kind.F32
-    if own == Kind.Q4_K:  # gguf does not write it.
-      data = tiny_blocks.raw_rows(rng, own.name, *array.shape)
+    type_ = kind if array.ndim > 1 else Kind.F32
+    if type_ == Kind.Q4_K:  # gguf does not write it.
+      data = tiny_blocks.raw_rows(rng, type_.name, *array.shape)
     else:
-      data = gguf.quantize(array, own)
-    tensors[name], expected[name] = (data, own), gguf.dequantize(data, own)
-  for name, (data, own) in change(tensors).items():
-    writer.add_tensor(name, data, raw_dtype=own)
+      data = gguf.quantize(array, type_)
+    tensors[name], expected[name] = (data, type_), gguf.dequantize(data, type_)
+  for name, (data, type_) in change(tensors).items():
+    writer.add_tensor(name, data, raw_dtype=type_)
   tiny_blocks.finish(writer)
   return expected

@@ -221,8 +221,8 @@ def test_tensors_lie_where_the_table_says(mesh, family, dtype, expected):
     for layout in (_layout(mesh), sharding_lib.Layout())
   )
   for name, shapes in expected.items():
-    found = [_part(leaf) for path, leaf in ours.items() if name in path]
-    assert {*found} == {*shapes}, name
+    parts = [_part(leaf) for path, leaf in ours.items() if name in path]
+    assert {*parts} == {*shapes}, name
   for path, leaf in ours.items():
     np.testing.assert_array_equal(leaf, alone[path])
 
@@ -291,18 +291,18 @@ def test_prompts_take_turns_on_several_devices():
   )
   arguments = _arguments('llama', 5, 0.9)
   expected = _decode(None, 'llama', 5, 'plain', 0.9)
-  found, under_way = {}, {}
+  results, under_way = {}, {}
   for row in (0, 2, 4):  # Those that are not greedy.
     if not slots.free:
       ended = slots.advance()
-      found |= {under_way.pop(slot): one for slot, one in ended.items()}
+      results |= {under_way.pop(slot): result for slot, result in ended.items()}
     prompt, key = (arguments[name][row] for name in ('prompts', 'rng_key'))
     under_way[slots.insert(prompt, key, max_new_tokens=_NEW_TOKENS)] = row
   while under_way:
     ended = slots.advance()
-    found |= {under_way.pop(slot): one for slot, one in ended.items()}
-  for row, one in found.items():
-    assert one.tokens == [expected.tokens[row]]
+    results |= {under_way.pop(slot): result for slot, result in ended.items()}
+  for row, result in results.items():
+    assert result.tokens == [expected.tokens[row]]
 
 
 def test_a_head_drafts_on_several_devices():

@@ -53,13 +53,13 @@ class SlowHead:
     value = (at('v_proj') @ x).reshape(-1, self.head_width)
     self.values[layer].append(value)
     group, out = self.heads // len(key), []
-    for head, one in enumerate(query):
+    for head, row in enumerate(query):
       seen = slice(-self.window, None)
       keys = np.array([rows[head // group] for rows in self.keys[layer][seen]])
       values = np.array(
         [rows[head // group] for rows in self.values[layer][seen]]
       )
-      scores = keys @ one / np.sqrt(self.head_width)
+      scores = keys @ row / np.sqrt(self.head_width)
       weights = np.exp(scores - scores.max())
       out.append(weights @ values / weights.sum())
     return at('o_proj') @ np.concatenate(out)

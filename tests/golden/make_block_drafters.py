@@ -57,9 +57,11 @@ def _import(name: str) -> Any:
 def _load(model: torch.nn.Module, folder: pathlib.Path, ours: set[str]) -> Any:
   """Loads the tensors; those of the target alone may lack."""
   stored = safetensors.torch.load_file(folder / 'model.safetensors')
-  known = model.state_dict()
+  parameters = model.state_dict()
   # z-lab loads it under another name.
-  stored = {n if n in known else f'{n}.weight': t for n, t in stored.items()}
+  stored = {
+    n if n in parameters else f'{n}.weight': t for n, t in stored.items()
+  }
   missing, left = model.load_state_dict(stored, strict=False)
   assert not left, left
   assert {*missing} <= ours, missing
@@ -91,13 +93,13 @@ def _z_lab(case: str, folder: pathlib.Path, target: Any) -> dict[str, Any]:
     use_cache=True,
   )[:, 1:]
   scores = model.compute_logits(hidden, target.lm_head)
-  found = {'scores': scores}
+  results = {'scores': scores}
   if '2' in case:
     selector = model.candidate_selector
     projected = selector.hidden_projection(hidden)
     before = selector.predecessor_codebook(torch.tensor([[3, 7, 2]]))
     after = selector.successor_codebook.weight
-    found['edges'] = torch.einsum('bdr,vr->bdv', before * projected, after)
+    results['edges'] = torch.einsum('bdr,vr->bdv', before * projected, after)
   fed: list[torch.Tensor] = []
   target.register_forward_pre_hook(lambda _, args: fed.append(args[0]))
   text = dflash.dflash_generate(
@@ -105,7 +107,7 @@ def _z_lab(case: str, folder: pathlib.Path, target: Any) -> dict[str, Any]:
   )
   whole = [one for one in fed[1:] if one.shape[1] == block]
   target._forward_pre_hooks.clear()
-  return found | {'text': text[0, len(_PROMPT) :], 'fed': torch.cat(whole)}
+  return results | {'text': text[0, len(_PROMPT) :], 'fed': torch.cat(whole)}
 
 
 def _speculators(case: str, folder: pathlib.Path, target: Any) -> Any:
@@ -142,25 +144,25 @@ def _speculators(case: str, folder: pathlib.Path, target: Any) -> Any:
     max_anchors=1,
   )
   first = not config.sample_from_anchor
-  found = {'scores': scores[:, first:]}
+  results = {'scores': scores[:, first:]}
   before = torch.tensor([[3, 7, 2, 5][: block - first]])
   hidden = hidden[:, first:]
   if getattr(model, 'markov_head', None) is not None:
-    found['edges'] = model.markov_head.block_bias(
+    results['edges'] = model.markov_head.block_bias(
       prev_token_ids=before, hidden_states=hidden
     )
     rows = [hidden]
     if config.confidence_head_with_markov:
       rows.append(model.markov_head.prev_embeddings(before))
-    found['confidence'] = torch.sigmoid(
+    results['confidence'] = torch.sigmoid(
       model.confidence_head(torch.cat(rows, -1))
     )
   if name == 'dflash2':
     all_tokens = torch.arange(block_folders.VOCAB).expand(*hidden.shape[:2], -1)
-    found['edges'] = model.candidate_selector.transition_scores(
+    results['edges'] = model.candidate_selector.transition_scores(
       hidden, before, all_tokens
     )
-  return found
+  return results
 
 
 @torch.no_grad()

@@ -125,9 +125,9 @@ def _of_assistant(parent, number):
   folder = variants.write(described, parent / 'target')
   options = {'dtype': torch.float32, 'attn_implementation': 'eager'}
   target = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
-  own = own_heads.write_assistant(parent / 'assistant', number)
+  path = own_heads.write_assistant(parent / 'assistant', number)
   assistant = transformers.Gemma4AssistantForCausalLM.from_pretrained(
-    own, **options
+    path, **options
   )
   text = torch.tensor(own_heads.TEXT)[None]
   read = target.model(text, use_cache=False, return_shared_kv_states=True)
@@ -139,16 +139,16 @@ def _of_assistant(parent, number):
       kind: tuple(part[:, :, :root] for part in both)
       for kind, both in entries.items()
     }
-    found = assistant(
+    outputs = assistant(
       inputs_embeds=torch.cat([embedded, state], -1),
       attention_mask=torch.ones(1, root + 1),
       position_ids=torch.tensor([[root]]),
       shared_kv_states=kept,
     )
-    row = found.logits[0, 0]
+    row = outputs.logits[0, 0]
     if assistant.config.use_ordered_embeddings:  # The others have no mass.
       row = row.masked_fill(row == row.min(), -torch.inf)
-    return row, found.last_hidden_state
+    return row, outputs.last_hidden_state
 
   rows, drafted, last = [], [], text.shape[1] - 1
   for root in range(1, last + 1):
@@ -168,8 +168,8 @@ def main():
   for number in range(own_heads.NUM_SHAPES):
     with tempfile.TemporaryDirectory() as made:
       rows, drafted = _of_assistant(pathlib.Path(made), number)
-    name, found = f'gemma_{number}', rows[:, own_heads.WORDS]
-    results[name] = found.numpy().astype(np.float32)
+    name, of_words = f'gemma_{number}', rows[:, own_heads.WORDS]
+    results[name] = of_words.numpy().astype(np.float32)
     results[f'{name}_drafted'] = np.uint8(drafted)
   for family in ('qwen', 'mimo'):
     for number in range(own_heads.NUM_SHAPES):
@@ -187,8 +187,8 @@ def main():
         states = torch.cat([states, given[-1:]])
         logits, given = layer(torch.tensor(tokens), states)
         rows.append(logits[-1])
-      found = torch.stack(rows)[:, own_heads.WORDS].numpy()
-      results[f'{family}_{number}'] = found.astype(np.float32)
+      of_words = torch.stack(rows)[:, own_heads.WORDS].numpy()
+      results[f'{family}_{number}'] = of_words.astype(np.float32)
       drafted = tokens[len(own_heads.TEXT) :]
       results[f'{family}_{number}_drafted'] = np.uint8(drafted)
   np.savez_compressed(own_heads.GOLDEN, **results)

@@ -94,13 +94,13 @@ def main() -> None:
       np.savez_compressed,
     ),
   ):
-    found: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     for name, variant in described.items():
       config = _known(variant['config'])
       if 'tensors' not in variant:
         variant['tensors'] = _shapes(config)
-      found |= compute(name, variant | {'config': config})
-    save(results, **found)
+      arrays |= compute(name, variant | {'config': config})
+    save(results, **arrays)
     lines = [f'{json.dumps(n)}: {json.dumps(v)}' for n, v in described.items()]
     path.write_text('{\n' + ',\n'.join(lines) + '\n}\n')
 

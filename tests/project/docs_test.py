@@ -57,8 +57,8 @@ _MOST_WORDS = 1_200
 def _headless(text):
   """Fragments such as `Of each row.`, with their lines."""
   return [
-    f'{text.count(chr(10), 0, found.end()) + 1}: {found[0].splitlines()[-1]}'
-    for found in _START.finditer(text)
+    f'{text.count(chr(10), 0, match.end()) + 1}: {match[0].splitlines()[-1]}'
+    for match in _START.finditer(text)
   ]
 
 
@@ -67,13 +67,13 @@ def test_comments_begin_with_a_subject():
     ['git', 'ls-files', '*.py', '*.cc', '*.h'],
     **{'cwd': _ROOT, 'capture_output': True, 'text': True, 'check': True},
   )
-  found = [
+  fragments = [
     f'{name}:{fragment}'
     for name in listed.stdout.split()
     if name != 'tests/project/docs_test.py'
     for fragment in _headless((_ROOT / name).read_text('utf-8'))
   ]
-  assert not found, '\n'.join(['give these a subject:', *found])
+  assert not fragments, '\n'.join(['give these a subject:', *fragments])
 
 
 def test_fragments_are_found():

@@ -27,8 +27,10 @@ _OTHER_ARM = re.compile(r', [\d.]+x of \w+')
 
 def _numbers(text):
   """Values, and the number of their decimal places."""
-  found = _NUMBER.findall(text.replace('-', ' '))
-  return [(float(one), len(one.partition('.')[2])) for one in found]
+  numerals = _NUMBER.findall(text.replace('-', ' '))
+  return [
+    (float(numeral), len(numeral.partition('.')[2])) for numeral in numerals
+  ]
 
 
 def _is_rounded(value, places, exact, own_places):
@@ -91,8 +93,8 @@ def _rows(page):
         cited = links
       if any(map(_LINK.search, cells)):  # Each cell is of a file of its own.
         for cell, text in zip(cells, texts, strict=True):
-          if found := _numbers(text):
-            yield name.strip(), found, _LINK.findall(cell)
+          if numbers := _numbers(text):
+            yield name.strip(), numbers, _LINK.findall(cell)
       elif figures:
         yield name.strip(), figures, links or cited
 

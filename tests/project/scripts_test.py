@@ -442,18 +442,20 @@ def test_turns_are_decoded_and_counted_by_category(
   categories = report['categories']
   assert list(categories) == ['code', 'talk']
   for arm, pooled in report['arms'].items():
-    own = [arms[arm] for arms in categories.values()]
-    assert [one['new_tokens'] for one in own] == [18, 9]
-    assert [one['flips'] for one in own] == [[], []]
+    by_category = [arms[arm] for arms in categories.values()]
+    assert [one['new_tokens'] for one in by_category] == [18, 9]
+    assert [one['flips'] for one in by_category] == [[], []]
     for name in ('new_tokens', 'target_forwards'):
-      assert sum(one[name] for one in own) == pooled[name]
-    histograms = [one['accepted_histogram'] for one in own]
+      assert sum(one[name] for one in by_category) == pooled[name]
+    histograms = [one['accepted_histogram'] for one in by_category]
     assert np.sum(histograms, axis=0).tolist() == pooled['accepted_histogram']
     accepted = [0, 0, 3] if arm.startswith('chain') else [9]
     assert categories['talk'][arm]['accepted_histogram'] == accepted
     means = report['mean_over_categories'][arm]
     for name in ('speed', 'block_efficiency'):
-      assert means[name] == pytest.approx(np.mean([one[name] for one in own]))
+      assert means[name] == pytest.approx(
+        np.mean([one[name] for one in by_category])
+      )
   for table in (printed, output.with_suffix('.md').read_text()):
     for name in (*categories, 'all, pooled', 'mean of categories'):
       assert len(re.findall(rf'^\| {name} ', table, re.M)) == 1 + 2

@@ -17,10 +17,10 @@ from specdec import model as model_lib
 
 def _assert_masks(masks, drawn):
   """`drawn` are the rows of a batch, the slots of each query as digits."""
-  found = np.asarray(masks).astype(int)
+  digits = np.asarray(masks).astype(int)
   assert [
     ' '.join(''.join(map(str, query)) for query in row)
-    for row in found.tolist()
+    for row in digits.tolist()
   ] == drawn
 
 
@@ -34,8 +34,8 @@ def test_window_mask_by_hand(how):
     ['111000 111100 111010', '100000 110000 101000', '111100 111110 111101'],
   )
   # Fewer queries than slots of the window.
-  one = jnp.asarray(window[None, 2:])
-  _assert_masks(make(jnp.array([1]), one, num_slots=5), ['11010'])
+  part = jnp.asarray(window[None, 2:])
+  _assert_masks(make(jnp.array([1]), part, num_slots=5), ['11010'])
 
 
 def _lettered(rows, length):

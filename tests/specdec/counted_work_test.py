@@ -54,10 +54,10 @@ def _versions():
   """Versions that the counts depend on, as far as they can be known."""
   cpuinfo, libtpu = pathlib.Path('/proc/cpuinfo'), programs.LIBTPU
   flags = cpuinfo.read_text().split() if cpuinfo.exists() else []
-  found = [*libtpu.parents[1].glob('libtpu-*.dist-info')]
+  folders = [*libtpu.parents[1].glob('libtpu-*.dist-info')]
   return {
     'jaxlib': importlib.metadata.version('jaxlib'),
-    'libtpu': found[0].name.removesuffix('.dist-info') if found else None,
+    'libtpu': folders[0].name.removesuffix('.dist-info') if folders else None,
     'cpu': ' '.join(one for one in _INSTRUCTIONS if one in flags),
   }
 
@@ -119,8 +119,8 @@ def update(request):
 def test_the_compiled_loops_of_the_demo_pair(device, method, update):
   compiled = _compiled(device, method)
   # As XLA would where only a part of a top-k is used.
-  for one in hlo.parse(compiled.text).computations.values():
-    for instruction in one.values() if device == 'cpu' else ():
+  for instructions in hlo.parse(compiled.text).computations.values():
+    for instruction in instructions.values() if device == 'cpu' else ():
       sorts = instruction.opcode == 'sort' and instruction.arrays[0].dims
       assert max(sorts or (0,)) < _TASK.target.vocab_size
   counted = {
@@ -240,7 +240,7 @@ _RIGHT_SUMS = 32_768
 
 def _large_sums_of_products(program):
   """The computations that have more sums than that, and a product."""
-  found = []
+  names = []
   for name, instructions in program.computations.items():
     sums = [
       math.prod(one.arrays[0].dims)
@@ -248,8 +248,8 @@ def _large_sums_of_products(program):
       if one.opcode == 'reduce'
     ]
     if any(one.opcode == 'dot' for one in instructions.values()):
-      found += [name] if max(sums, default=0) > _RIGHT_SUMS else []
-  return found
+      names += [name] if max(sums, default=0) > _RIGHT_SUMS else []
+  return names
 
 
 def test_no_program_has_what_a_release_of_jaxlib_compiles_wrongly():
@@ -304,8 +304,8 @@ def test_no_program_has_updates_that_a_release_of_jaxlib_makes_slow():
     assert not _small_updates(hlo.parse(_compiled('cpu', method).text))
   write = lambda at, buffer: buffer.at[at].set(at)
   loop = jax.jit(lambda buffer: jax.lax.fori_loop(0, 9, write, buffer))
-  own = loop.lower(np.zeros(_SMALL_BUFFER, np.int32)).compile().as_text()
-  assert _small_updates(hlo.parse(own)) == ['s32[1] in s32[65536]']
+  program = loop.lower(np.zeros(_SMALL_BUFFER, np.int32)).compile().as_text()
+  assert _small_updates(hlo.parse(program)) == ['s32[1] in s32[65536]']
 
 
 def test_forwards_of_a_decode(update):

@@ -101,11 +101,11 @@ def test_two_hosts_give_the_tokens_of_one(pair):
   arguments = [*pair, '--json', '--mesh=model:4', '--batch_size=2']
   arguments.append('--max_new_tokens=12')
   script = 'generate.py'
-  found, expected = (
+  tokens, expected = (
     json.loads(run(script, arguments))['tokens'] for run in (_together, _alone)
   )
-  assert found == expected
-  assert [*map(len, found)] == [12, 12]
+  assert tokens == expected
+  assert [*map(len, tokens)] == [12, 12]
 
 
 @pytest.mark.long
@@ -117,9 +117,9 @@ def test_rows_of_two_hosts_and_one_output(pair, tmp_path):
     arguments += ['--max_new_tokens=9', '--context=64']
     file = tmp_path / name
     assert run('generate_many.py', [*arguments, f'--output={file}']) == ''
-    found = [json.loads(line) for line in file.read_text().splitlines()]
-    rows.append({row['index']: row['tokens'] for row in found})
-    assert len(found) == len(_PROMPTS)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    rows.append({row['index']: row['tokens'] for row in lines})
+    assert len(lines) == len(_PROMPTS)
   assert rows[0] == rows[1]
 
 

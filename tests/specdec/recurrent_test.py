@@ -66,10 +66,10 @@ def test_logits_are_those_of_transformers_however_a_text_is_read(
 
 def _check_path(model, tree, logits, cache, row, leaf, atol):
   """The logits along a path are those of decoding it token by token."""
-  own = _row(cache, row)
+  state = _row(cache, row)
   for node in tree.path(row, leaf):
     token = tree.tokens[row, node][None, None]
-    alone, own = tiny_recurrent.chunk(model, token, own)
+    alone, state = tiny_recurrent.chunk(model, token, state)
     np.testing.assert_allclose(
       logits[row, node], np.asarray(alone)[0, 0], rtol=0, atol=atol
     )

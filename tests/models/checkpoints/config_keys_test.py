@@ -64,11 +64,11 @@ def _read(config):
 
 
 def _keys(kind):
-  found = transformers.AutoConfig.for_model(kind)
+  config = transformers.AutoConfig.for_model(kind)
   base = {one.name for one in dataclasses.fields(transformers.PreTrainedConfig)}
-  own = {one.name for one in dataclasses.fields(found)}
+  names = {one.name for one in dataclasses.fields(config)}
   gemma = {'sliding_window_pattern'} if kind == 'gemma3_text' else set()
-  return sorted((own - base) | (_OLDER if kind != 'gpt2' else set()) | gemma)
+  return sorted((names - base) | (_OLDER if kind != 'gpt2' else set()) | gemma)
 
 
 def _tried(config, key, value):
@@ -94,11 +94,11 @@ def test_every_key_changes_the_shape_or_is_refused_or_idle(kind):
   idle = {*_IDLE.split()} | _IDLE_OF_TYPE.get(kind, set())
   idle |= {key for key in keys if key.startswith('mamba_')}
   for key in keys:
-    found = {_tried(config, key, value) for value in _VALUES}
+    outcomes = {_tried(config, key, value) for value in _VALUES}
     # Sizes that do not fit are called by the names of fields.
-    assert found & {'other', 'refused'} or (key in idle), (key, found)
-    assert 'other' not in found or key not in idle, key
-    assert 'wrong type' in found, key
+    assert outcomes & {'other', 'refused'} or (key in idle), (key, outcomes)
+    assert 'other' not in outcomes or key not in idle, key
+    assert 'wrong type' in outcomes, key
 
 
 @pytest.mark.parametrize('kind', _OF_TYPE)

@@ -164,9 +164,9 @@ def test_parameters_and_shape_are_those_that_were_written(name, kind, path):
   module = hub.load_module(path)
   assert module.config == _CONFIGS[name]
   expected = {k: v for k, v in expected.items() if not k.startswith('rope_')}
-  found = dict(gguf_files.tensors_of(module, name.partition(',')[0]))
-  assert found.keys() == expected.keys()
-  for key, array in found.items():
+  tensors = dict(gguf_files.tensors_of(module, name.partition(',')[0]))
+  assert tensors.keys() == expected.keys()
+  for key, array in tensors.items():
     np.testing.assert_array_equal(array, expected[key], err_msg=key)
 
 
@@ -189,9 +189,9 @@ _VARIANTS = {
 def test_a_file_of_a_folder_is_the_same_model(name, path, tmp_path):
   module = hub.load_module(variants.write(name, tmp_path / name))
   gguf_files.write(path, module, _VARIANTS[name])
-  found = hub.load_module(path)
-  assert found.config == module.config
-  both = map(tiny.parameters, (module, found))
+  loaded = hub.load_module(path)
+  assert loaded.config == module.config
+  both = map(tiny.parameters, (module, loaded))
   jax.tree.map(np.testing.assert_array_equal, *both)
 
 
@@ -440,10 +440,10 @@ def test_matrices_stay_as_they_are_stored(name, kind, path, caplog):
     return tensors | {key: (exact.astype(np.float16), Kind.F16)}
 
   _write(path, name, kind, change=change)
-  found = hub.flat_params(hub.load_module(path, dtype='stored'))[1]
+  leaves = hub.flat_params(hub.load_module(path, dtype='stored'))[1]
   expected = hub.flat_params(hub.load_module(path))[1]
   floats = set()
-  for key, leaf in found.items():
+  for key, leaf in leaves.items():
     values = np.asarray(expected[key])
     if isinstance(leaf, blocks_lib.GroupedMatrix):
       assert leaf.codes.dtype == blocks_lib.KINDS[kind.name].code_dtype

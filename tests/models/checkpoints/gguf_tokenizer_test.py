@@ -94,12 +94,12 @@ def test_texts_are_split_as_for_llama_cpp(pre, path, caplog):
   words = list(tokens)
   keys = {'pre': pre, 'merges': list(merges), 'add_bos_token': False}
   tokenizer = hub.locate(_write(path, words, **keys)).tokenizer
-  known = pre in _WORDS
-  expected_words = _WORDS[pre if known else 'default']
+  is_known = pre in _WORDS
+  expected_words = _WORDS[pre if is_known else 'default']
   for text, expected in zip(_TEXTS, expected_words, strict=True):
     ids = [words.index(_spelled(word)) for word in expected]
     assert tokenizer(text)['input_ids'] == ids, text
-  assert ("pre-tokenizer 'other' is not known" in caplog.text) == (not known)
+  assert ("pre-tokenizer 'other' is not known" in caplog.text) == (not is_known)
   # Where the file does not say whether texts begin with a token.
   del keys['add_bos_token']
   tokenizer = hub.locate(_write(path, words, bos_token_id=9, **keys)).tokenizer
@@ -227,8 +227,8 @@ def test_tokens_that_end_a_text_by_their_names(kind, path):
 def test_tokens_that_only_fill_the_vocabulary_up(name, path):
   """The converter once gave them another type."""
   words = [*_ALPHABET, 'er', *(name.format(index) for index in (257, 258))]
-  own = name.startswith('[')
-  kind = TokenType.USER_DEFINED if own else TokenType.UNUSED
+  is_user_defined = name.startswith('[')
+  kind = TokenType.USER_DEFINED if is_user_defined else TokenType.UNUSED
   kinds = [1] * 257 + [kind] * 2
   tokenizer = hub.locate(_write(path, words, kinds=kinds, **_GPT2)).tokenizer
   expected = {word: token for token, word in enumerate(words[:257])}
@@ -251,9 +251,9 @@ def test_metadata_that_does_not_fit(change, message, path):
     _write(path, words, **_GPT2 | change)
   else:  # The writer would refuse it.
     _write(path, ['e'], **_GPT2 | change)
-    one = b'\x08\0\0\0\x01' + bytes(7) + b'\x01' + bytes(7) + b'e'
+    array = b'\x08\0\0\0\x01' + bytes(7) + b'\x01' + bytes(7) + b'e'
     none = b'\x08\0\0\0' + bytes(8)
-    path.write_bytes(path.read_bytes().replace(one, none))
+    path.write_bytes(path.read_bytes().replace(array, none))
   with pytest.raises(ValueError, match=f'{re.escape(str(path))}.*{message}'):
     _ = hub.locate(path).tokenizer
 

@@ -53,8 +53,8 @@ _SAVED = ('gpt2', 'llama', 'qwen3')
 def _says(ours, theirs):
   """Whether a value is another one, or an object has its entries."""
   if isinstance(ours, dict) and isinstance(theirs, dict):
-    own = {key: theirs[key] for key in theirs if key != 'type'}
-    return all(_says(ours.get(key), own[key]) for key in own)
+    keys = {key: theirs[key] for key in theirs if key != 'type'}
+    return all(_says(ours.get(key), keys[key]) for key in keys)
   return ours == theirs
 
 
@@ -289,9 +289,9 @@ def test_what_stands_in_the_place_of_a_file(folder, tmp_path):
 
 def _with_shards(folder, index=None, **files):
   """Changes of an index, and files that get more tensors."""
-  found = json.loads((folder / INDEX).read_text())
-  found['weight_map'] |= index or {}
-  (folder / INDEX).write_text(json.dumps(found))
+  described = json.loads((folder / INDEX).read_text())
+  described['weight_map'] |= index or {}
+  (folder / INDEX).write_text(json.dumps(described))
   for number, tensors in files.items():
     path = folder / f'model-0000{number[1:]}.safetensors'
     stored = safetensors_numpy.load_file(path) | tensors
@@ -310,8 +310,8 @@ def test_the_index_decides_which_of_two_tensors_counts(tmp_path):
   _assert_same(hub.load_module(folder), before)
   other = f'model-0000{others[0]}.safetensors'
   _with_shards(folder, {name: other})
-  found = hub.flat_params(hub.load_module(folder))[1]
-  assert any(np.all(np.asarray(one) == 0) for one in found.values())
+  params = hub.flat_params(hub.load_module(folder))[1]
+  assert any(np.all(np.asarray(one) == 0) for one in params.values())
   lacks = {0, 1, 2, 3} - {number, *others}
   _with_shards(folder, {name: f'model-0000{lacks.pop()}.safetensors'})
   message = f'says that model-.* has the tensor {name}, but .* has it'

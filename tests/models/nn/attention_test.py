@@ -70,8 +70,8 @@ def test_a_window_is_counted_along_the_path_of_a_query():
     [[[slot in path for slot in range(9)] for path in paths]]
   )
   mask = jnp.asarray(is_in(_PATHS))
-  found = attention.within_window(mask, 3)
-  np.testing.assert_array_equal(found, is_in(_PATHS.values()))
+  narrowed = attention.within_window(mask, 3)
+  np.testing.assert_array_equal(narrowed, is_in(_PATHS.values()))
   assert attention.within_window(mask, None) is mask
   np.testing.assert_array_equal(attention.within_window(mask, 6), mask)
 

@@ -41,9 +41,9 @@ def _target():
 
 
 def _load(path, **options):
-  found = heads.locate(path, _target().config)
-  assert found.config.reads == (1, 3)  # Layers 0 and 2 write them.
-  return heads.load(found, adapter.as_model(_target()), **options)
+  source = heads.locate(path, _target().config)
+  assert source.config.reads == (1, 3)  # Layers 0 and 2 write them.
+  return heads.load(source, adapter.as_model(_target()), **options)
 
 
 @jax.jit
@@ -65,12 +65,12 @@ def _block(drafter):
   before = jnp.array([_BEFORE[: spec.depth]])
   every = jnp.arange(spec.vocab_size)[None, None]
   every = jnp.broadcast_to(every, (*before.shape, spec.vocab_size))
-  found = {'scores': scores}
+  results = {'scores': scores}
   if spec.edges is not None:
-    found['edges'] = spec.edges(drafter.params, states, before, every)
+    results['edges'] = spec.edges(drafter.params, states, before, every)
   if spec.confidence is not None:
-    found['confidence'] = spec.confidence(drafter.params, states, before)
-  return found
+    results['confidence'] = spec.confidence(drafter.params, states, before)
+  return results
 
 
 def _difference(case, found):
@@ -90,12 +90,12 @@ def test_forwards_of_other_packages(case):
   with tempfile.TemporaryDirectory() as made:
     folder = block_folders.write(pathlib.Path(made), case)
     drafter = _load(folder)
-  found = _block(drafter)
+  results = _block(drafter)
   names = {one.split(': ')[1] for one in _GOLDEN if one.startswith(f'{case}:')}
-  assert found.keys() == names - {'text', 'fed'}
-  for name, values in found.items():
+  assert results.keys() == names - {'text', 'fed'}
+  for name, values in results.items():
     assert values.shape[1] == _GOLDEN[f'{case}: {name}'].shape[1]
-  assert _difference(case, found) < 2e-4
+  assert _difference(case, results) < 2e-4
   if case == 'speculators gated':
     ids = drafter.spec.outputs(drafter.params)
     np.testing.assert_array_equal(ids, block_folders.KEPT)
@@ -127,9 +127,9 @@ def test_only_a_window_that_is_used_hides_later_rows(keys, is_used, tmp_path):
   case = 'speculators dspark'
   folder = block_folders.write(tmp_path, case, keys=_with_layers(case, keys))
   config = heads.locate(folder, _target().config).config
-  found = config.of_layers('causal'), config.of_layers('window')
+  flags = config.of_layers('causal'), config.of_layers('window')
   windowed = (True, False), (4, None)
-  assert found == (windowed if is_used else ((False,) * 2, (None,) * 2))
+  assert flags == (windowed if is_used else ((False,) * 2, (None,) * 2))
   if keys == _UNUSED:  # The package computes the same as without a window.
     assert _difference(case, _block(_load(folder))) < 2e-4
 

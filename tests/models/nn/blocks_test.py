@@ -85,9 +85,9 @@ def test_four_bits_are_near_the_weights(width, is_head, kind, simpler):
   parts = [(slice(10), weights[:10]), (slice(10, 30), weights[10:])]
   matrix = make(parts, shape)
   assert matrix.kind == kind
-  found = blocks_lib.expand(matrix.words, kind, width, np)
-  assert not found[3].any()
-  error = np.square(found - weights).mean()
+  expanded = blocks_lib.expand(matrix.words, kind, width, np)
+  assert not expanded[3].any()
+  error = np.square(expanded - weights).mean()
   if simpler is None:
     assert error < (1e-4 if is_head else 0.006)
   else:

@@ -372,8 +372,8 @@ def test_a_token_has_the_same_bits_in_any_forward(family, dtype, num_experts):
   nodes[:, 1::2] //= 2
   parents = np.maximum(np.arange(24) // 2 * 2 - 2, -1)
   tree = tiny_recurrent.Tree(nodes, np.tile(parents, (3, 1)))
-  found = tree.logits(model, tiny_recurrent.empty(model.spec, 3))
-  np.testing.assert_array_equal(found[:, ::2], alone[order])
+  logits = tree.logits(model, tiny_recurrent.empty(model.spec, 3))
+  np.testing.assert_array_equal(logits[:, ::2], alone[order])
   # Each shape of a mixture takes long to compile.
   shapes = ([0, 1, 2], 1), ([2, 0, 1], 4), ([1], 12)
   for rows, chunk in () if num_experts else shapes:

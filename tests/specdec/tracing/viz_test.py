@@ -105,24 +105,26 @@ def test_the_parts_of_a_tree():
   find = _svg(tracing.tree(_TRACE, 0))
   boxes = _of_kind(find('rect'), 'box')
   spans = collections.defaultdict(list)
-  for one in boxes:
-    x, width = float(one.get('x')), float(one.get('width'))
-    spans[one.get('y')].append((x, x + width))
+  for box in boxes:
+    x, width = float(box.get('x')), float(box.get('width'))
+    spans[box.get('y')].append((x, x + width))
   for line in spans.values():
     for (_, end), (start, _) in itertools.pairwise(sorted(line)):
       assert end < start
-  assert len({one.get('y') for one in boxes if one.get('class') != 'box '}) == 1
+  assert len({box.get('y') for box in boxes if box.get('class') != 'box '}) == 1
   # Root, two accepted, bonus; below them 2 more lines of the first and root.
   assert len(spans) == 4
   # Labels show sources and probabilities.
-  sources, marks, *labels = (one.text for one in find('text'))
+  sources, marks, *labels = (element.text for element in find('text'))
   assert sources == 'sources: ⁰ target, ¹ draft, ² lookup, ³ ngram, ⁵ far'
   assert marks.startswith('thick: accepted; dashed: bonus token')
   assert labels[0] == '⏎'
   assert labels[2] == '²\u2009␣def 0.10'
   assert labels[7] == '⁰\u2009漢字'
   assert len(svg.visible('x' * 99)) == 16
-  _, accepted, lookup, _, other, far, *_ = (one.text for one in find('title'))
+  _, accepted, lookup, _, other, far, *_ = (
+    element.text for element in find('title')
+  )
   assert 'source: lookup' in lookup
   assert '0.900 given its parent, 0.169 with its path' in far
   assert accepted.endswith('; accepted')
@@ -169,9 +171,9 @@ def test_the_report_is_one_page_that_needs_nothing():
   page = _Page(text)
   assert page.found['title'][0]['text'] == 'A <title>'
   assert not {'link', 'img', 'iframe', 'object'} & page.found.keys()
-  for one in itertools.chain(*page.found.values()):
-    assert not {'src', 'href', 'action', 'srcset'} & one.keys()
-    assert not any(name.startswith('on') for name in one)
+  for attributes in itertools.chain(*page.found.values()):
+    assert not {'src', 'href', 'action', 'srcset'} & attributes.keys()
+    assert not any(name.startswith('on') for name in attributes)
   [policy] = [one for one in page.found['meta'] if 'http-equiv' in one]
   assert policy['content'].startswith("default-src 'none'")
   # Two scripts, whatever the texts say: the trace and what turns its pages.
@@ -185,9 +187,9 @@ def test_the_report_has_every_block_for_eyes_and_ears():
   page = _Page(tracing.report(_TRACE))
   blocks = _of_kind(page.found['section'], 'block')
   assert len(blocks) == 3
-  for number, one in enumerate(blocks):
-    assert one['data-summary'].startswith(f'Block {number + 1} of 3.')
-    assert 'hidden' not in one  # without the script all are there
+  for number, block in enumerate(blocks):
+    assert block['data-summary'].startswith(f'Block {number + 1} of 3.')
+    assert 'hidden' not in block  # without the script all are there
   assert 'bonus token: “␣def”' in blocks[1]['data-summary']
   assert all(one['aria-label'] for one in page.found['svg'])
   # Three blocks with 5 tokens; 5 + 0 + 3 forwards of the inner drafter.

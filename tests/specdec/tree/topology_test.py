@@ -162,17 +162,20 @@ def test_the_stage_of_a_topology_has_its_sizes():
 
 
 def test_staging_is_associative_and_leaves_fixed_shapes_alone():
-  one, two, three = _drafters((2, 3, 1))
+  first, second, third = _drafters((2, 3, 1))
   staged = specdec.staged
   for drafter in (
-    staged(one, staged(two, three)),
-    staged(staged(one, two), three),
+    staged(first, staged(second, third)),
+    staged(staged(first, second), third),
   ):
     assert [stage.config.rounds for stage in drafter.stages] == [2, 3, 1]
   fixed = specdec.fixed_drafter(specdec.PromptLookup(), topology_lib.chain(2))
-  stages = (*one.stages, *fixed.stages)
+  stages = (*first.stages, *fixed.stages)
   both = {'shape': topology_lib.chain(2), 'stages': stages}
-  for make in (lambda: specdec.staged(fixed, one), lambda: one.replace(**both)):
+  for make in (
+    lambda: specdec.staged(fixed, first),
+    lambda: first.replace(**both),
+  ):
     with pytest.raises(ValueError, match='a fixed topology leaves no room'):
       make()
 

@@ -109,8 +109,8 @@ def test_files_are_split_by_their_relative_path_alone(root):
   # Other contents of the same names, and other names.
   _write_files(root, NAMES, end='!')
   _write_files(root, ['new.py', 'a/new.py'])
-  known = [text for text in _texts(root, held_out=True) if text.endswith('!')]
-  assert known == [f'{text}!' for text in held_out]
+  texts = [text for text in _texts(root, held_out=True) if text.endswith('!')]
+  assert texts == [f'{text}!' for text in held_out]
   # The folder itself may be called like one that is skipped.
   skipped = root / 'site-packages'
   assert _texts(skipped, percent=2) == ['text of site-packages/x.py']
@@ -418,8 +418,8 @@ def test_a_block_drafter_learns_from_answers_and_drafts(trained, tmp_path):
   # The rows of a file have temperatures from 0 to 1.
   file = tmp_path / 'whole/work/answers/train/windows_00000.npy'
   greedy, *others = np.load(file).tolist()
-  found = plain.generate(greedy[:9], max_new_tokens=8)
-  assert found.tokens == [greedy[9:]]
+  result = plain.generate(greedy[:9], max_new_tokens=8)
+  assert result.tokens == [greedy[9:]]
   *_, last = others
   assert plain.generate(last[:9], max_new_tokens=8).tokens != [last[9:]]
   stats = lm.generate(greedy[:9], max_new_tokens=8).stats
@@ -439,5 +439,5 @@ def test_a_head_has_one_rotation_whatever_the_layers_of_the_target_have():
     (dataclasses.replace(local, query_growth=0.1), local),
   ):
     target = dataclasses.replace(base, rope=ropes)
-    found = head_trainer.HeadTraining(target='tiny').config(target)
-    assert found.rope == expected
+    of_head = head_trainer.HeadTraining(target='tiny').config(target)
+    assert of_head.rope == expected

@@ -266,15 +266,15 @@ def test_a_plan_by_real_decodes(monkeypatch):
   assert any(f'{_NGRAM} is left out: the n-gram' in line for line in lines)
   assert plan.ways[0].name == 'plain'
   assert {way.name for way in plan.ways} <= {'plain', 'chain 2'}
-  whole = [one for limit, one in runs if limit == 20]
+  whole = [measured for limit, measured in runs if limit == 20]
   assert whole
-  for one in whole:
-    assert 0 < one.tokens <= one.expected <= 40
-    assert 0 < one.steps <= 20
-    assert one.reading > 0
-    assert one.decoding > 0
+  for measured in whole:
+    assert 0 < measured.tokens <= measured.expected <= 40
+    assert 0 < measured.steps <= 20
+    assert measured.reading > 0
+    assert measured.decoding > 0
   # A chain of a perfect draft takes a third of the steps.
-  assert min(one.steps for one in whole) <= 7
+  assert min(measured.steps for measured in whole) <= 7
   way = plans.way('plain', plan.ways[0].tokens_per_second)
   assert plans.plan(_CONTEXT, way).usual.name == 'plain'
 
