@@ -164,7 +164,9 @@ def _layer(prefix, *, biased=False):
   rows, kv_rows = HEADS * HEAD_WIDTH, KV_HEADS * HEAD_WIDTH
   shapes = layer_shapes(WIDTH, INNER, rows, kv_rows, WIDTH)
   shapes['input_layernorm.weight'] = (WIDTH,)
-  shapes |= {f'self_attn.{one}_norm.weight': (HEAD_WIDTH,) for one in 'qk'}
+  shapes |= {
+    f'self_attn.{letter}_norm.weight': (HEAD_WIDTH,) for letter in 'qk'
+  }
   if biased:
     shapes |= {
       name.replace('.weight', '.bias'): shape[:1]
@@ -235,7 +237,7 @@ def save(folder, config, tensors, metadata=None):
   """Writes a folder; tensors that are None lack."""
   folder.mkdir(parents=True, exist_ok=True)
   (folder / 'config.json').write_text(json.dumps(config))
-  stored = {name: one for name, one in tensors.items() if one is not None}
+  stored = {name: array for name, array in tensors.items() if array is not None}
   safetensors_numpy.save_file(stored, folder / 'model.safetensors', metadata)
   return folder
 

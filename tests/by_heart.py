@@ -66,7 +66,7 @@ def fitted(function, params, reads, *, steps, target=None):
     target = tiny_heads.target(), texts(), *matrices
   model, tokens, *matrices = target
   logits, of_layers = hidden(tokens, model)
-  states = [of_layers[one][:, 0] for one in reads]
+  states = [of_layers[layer][:, 0] for layer in reads]
   batch = {
     'tokens': tokens,
     'states': np.concatenate(states, -1),

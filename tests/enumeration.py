@@ -366,9 +366,13 @@ def _in_chunks(function, *arrays):
   for start in range(0, max(number, 1), _CHUNK):
     some = [array[start : start + _CHUNK] for array in arrays]
     missing = (0, _CHUNK - len(some[0]))
-    pad = lambda one, of=missing: np.pad(one, (of, *[(0, 0)] * (one.ndim - 1)))
+    pad = lambda array, of=missing: np.pad(
+      array, (of, *[(0, 0)] * (array.ndim - 1))
+    )
     results.append([*map(np.asarray, function(*map(pad, some)))])
-  return [np.concatenate(one)[:number] for one in zip(*results, strict=True)]
+  return [
+    np.concatenate(parts)[:number] for parts in zip(*results, strict=True)
+  ]
 
 
 @functools.partial(quick_jit, static_argnames='rule')

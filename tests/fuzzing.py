@@ -300,7 +300,9 @@ BAD = (
   ('.logit_bias', (np.zeros(3), 'x', 5), _BIAS_SHAPE),
   ('.logit_bias', ('all', [None, 'all']), 'logit_bias bans every token'),
 )
-_BAD_SHAPE = next(one for one in SHAPES if one.batch_size == 2 and one.on)
+_BAD_SHAPE = next(
+  shape for shape in SHAPES if shape.batch_size == 2 and shape.on
+)
 
 
 def run_bad(name: str, value: object, seed: int) -> Exception:

@@ -92,7 +92,7 @@ def _gemma4_keys(writer: gguf.GGUFWriter, config: Any) -> None:
   writer.add_rope_dimension_count_swa(widths[local])
   writer.add_rope_freq_base_swa(config.of_layers('rope')[local].theta)
   sources = config.of_layers('kv_source')
-  writer.add_shared_kv_layers(sum(one is not None for one in sources))
+  writer.add_shared_kv_layers(sum(source is not None for source in sources))
   writer.add_embedding_length_per_layer_input(config.layer_width)
   if config.logit_cap:
     writer.add_final_logit_softcapping(config.logit_cap)
@@ -120,7 +120,7 @@ def _metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
   elif config.num_kv_heads != config.num_heads:  # It is the default.
     writer.add_head_count_kv(config.num_kv_heads)
   writer.add_layer_norm_rms_eps(config.norm_epsilon)
-  windows = [one for one in config.of_layers('window') if one]
+  windows = [window for window in config.of_layers('window') if window]
   if windows or arch == 'phi3':
     writer.add_sliding_window(windows[0] if windows else 0)
   if config.score_cap:
@@ -137,8 +137,9 @@ def _metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
   *_, width = config.of_layers('head_width')
   for add_width in (writer.add_key_length, writer.add_value_length):
     add_width(width)
-  ropes = [one for one in config.of_layers('rope') if one] or [rope_lib.Rope()]
-  scaled = [one for one in ropes if one.scaling]
+  ropes = [rope for rope in config.of_layers('rope') if rope]
+  ropes = ropes or [rope_lib.Rope()]
+  scaled = [rope for rope in ropes if rope.scaling]
   _rope_keys(writer, (scaled or ropes)[0], width, arch)
   if arch == 'gemma4':
     _gemma4_keys(writer, config)
@@ -170,8 +171,8 @@ def _rope_factors(config: Any) -> dict[str, np.ndarray]:
     }
   if isinstance(scaling, rope_lib.Llama3Scaling):
     plain, scaled = (
-      one.frequencies(config.head_width)
-      for one in (dataclasses.replace(rope, scaling=None), rope)
+      each_rope.frequencies(config.head_width)
+      for each_rope in (dataclasses.replace(rope, scaling=None), rope)
     )
     return {'rope_freqs.weight': plain / scaled}
   if isinstance(scaling, rope_lib.ProportionalScaling):

@@ -124,7 +124,7 @@ def _assert_alike(tokens, expected, family, temperature):
     if ours == theirs:
       continue
     pairs = enumerate(zip(ours, theirs, strict=False))
-    at = next(place for place, (one, other) in pairs if one != other)
+    at = next(place for place, (token, other) in pairs if token != other)
     margin = exactness.choice_margin(
       _load(family, 'target', sharding_lib.Layout()),
       rows['rng_key'][row],
@@ -358,7 +358,9 @@ def test_the_host_holds_one_tensor():
   """Beside the parts of the devices, which on CPU are memory of the host."""
   shaped = hub.shape_module(_LARGE, jnp.dtype('bfloat16'))
   graph, shapes = hub.flat_params(shaped)
-  drawn = {path: np.ones(one.shape, one.dtype) for path, one in shapes.items()}
+  drawn = {
+    path: np.ones(leaf.shape, leaf.dtype) for path, leaf in shapes.items()
+  }
   folder = pathlib.Path(_FILES.name) / 'large'
   module = nnx.merge(graph, traverse_util.unflatten_dict(drawn))
   hub.save_pretrained(module, folder)

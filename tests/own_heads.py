@@ -127,10 +127,12 @@ def tensors(keys):
   projection = 'input_proj' if is_mimo else 'fc'
   shapes[f'{prefix}{projection}.weight'] = (width, 2 * width)
   shapes |= _attention(keys, prefix if is_mimo else 'mtp.layers.0.')
-  drawn = {name: block_folders.draw(name, one) for name, one in shapes.items()}
+  drawn = {
+    name: block_folders.draw(name, shape) for name, shape in shapes.items()
+  }
   # Qwen3.5 has the scales of most norms minus one.
   shift = lambda name: not is_mimo and is_norm(name)
-  return {name: one - shift(name) for name, one in drawn.items()}
+  return {name: array - shift(name) for name, array in drawn.items()}
 
 
 def is_norm(name):
@@ -153,11 +155,11 @@ def write(folder, family, number, *, keys=None, nested=False, **changed):
   `changed` are tensors, None for those that lack.
   """
   described = config(family, number) | (keys or {})
-  stored = {n: np.float32(one) for n, one in tensors(described).items()}
+  stored = {n: np.float32(array) for n, array in tensors(described).items()}
   stored |= changed
   if nested:  # As models that see store it.
     nest = lambda name: name.replace('model.', 'model.language_model.')
-    stored = {nest(name): one for name, one in stored.items()}
+    stored = {nest(name): array for name, array in stored.items()}
     described = {'model_type': 'qwen3_5', 'text_config': described}
   return block_folders.save(folder, described, stored, {'format': 'pt'})
 
@@ -231,7 +233,9 @@ def write_assistant(folder, number, **changed):
       'layer_scalar': (1,),
     }
     if text['attention_bias']:
-      layer_shapes |= {f'self_attn.{one}_proj.bias': (rows,) for one in 'q'}
+      layer_shapes |= {
+        f'self_attn.{letter}_proj.bias': (rows,) for letter in 'q'
+      }
       layer_shapes['self_attn.o_proj.bias'] = (width,)
     shapes |= {
       f'model.layers.{layer}.{name}': layer_shapes[name]
@@ -241,7 +245,7 @@ def write_assistant(folder, number, **changed):
     name: block_folders.draw(f'a.{name}', shape) + name.endswith('scalar')
     for name, shape in shapes.items()
   }
-  stored = {name: np.float32(one) for name, one in stored.items()}
+  stored = {name: np.float32(array) for name, array in stored.items()}
   if keys['use_ordered_embeddings']:
     tokens = np.random.RandomState(number).permutation(VOCAB)
     stored['masked_embedding.token_ordering'] = tokens

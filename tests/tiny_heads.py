@@ -49,7 +49,7 @@ def tensors(kind: str, *, num_layers: int = 1, reduced=False, **flags):
     if layer or wide:
       layer_shapes['input_layernorm.weight'] = (WIDTH,)
     shapes |= {
-      f'layers.{layer}.{name}': one for name, one in layer_shapes.items()
+      f'layers.{layer}.{name}': shape for name, shape in layer_shapes.items()
     }
   if kind == 'eagle' and flags.get('bias', True):
     shapes['fc.bias'] = (WIDTH,)

@@ -50,7 +50,7 @@ def _import(name: str) -> Any:
       if str(error.name).startswith('speculators'):
         raise
       sys.modules[str(error.name)] = _Empty(str(error.name))
-      for loaded in [one for one in sys.modules if 'speculators' in one]:
+      for loaded in [name for name in sys.modules if 'speculators' in name]:
         del sys.modules[loaded]
 
 
@@ -105,7 +105,7 @@ def _z_lab(case: str, folder: pathlib.Path, target: Any) -> dict[str, Any]:
   text = dflash.dflash_generate(
     model, target, torch.tensor([_PROMPT]), _NEW, None
   )
-  whole = [one for one in fed[1:] if one.shape[1] == block]
+  whole = [tokens for tokens in fed[1:] if tokens.shape[1] == block]
   target._forward_pre_hooks.clear()
   return results | {'text': text[0, len(_PROMPT) :], 'fed': torch.cat(whole)}
 
@@ -123,7 +123,7 @@ def _speculators(case: str, folder: pathlib.Path, target: Any) -> Any:
   config.transformer_layer_config._attn_implementation = 'eager'
   ours = {'embed_tokens', 'lm_head', 'verifier_norm', 'verifier_lm_head'}
   model = getattr(module, kind)(config)
-  model = _load(model, folder, {'t2d', *(f'{one}.weight' for one in ours)})
+  model = _load(model, folder, {'t2d', *(f'{name}.weight' for name in ours)})
   if not model.use_draft_vocab:
     model.embed_tokens.weight = target.model.embed_tokens.weight
     model.lm_head.weight = target.lm_head.weight

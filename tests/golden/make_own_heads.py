@@ -33,8 +33,8 @@ class MTP:
     prefix = 'model.mtp_layers.0.' if self.is_mimo else 'mtp.'
     shift = lambda name: not self.is_mimo and own_heads.is_norm(name)
     self.own = {
-      name.removeprefix(prefix): torch.tensor(one + shift(name)).float()
-      for name, one in stored.items()
+      name.removeprefix(prefix): torch.tensor(array + shift(name)).float()
+      for name, array in stored.items()
       if name.startswith(prefix)
     }
     self.embedding = torch.tensor(stored['model.embed_tokens.weight']).float()
@@ -64,8 +64,8 @@ class MTP:
     heads, kv_heads = keys['num_attention_heads'], keys['num_key_value_heads']
     query = self.times(x, f'{prefix}self_attn.q_proj').view(rows, heads, -1)
     key, value = (
-      self.times(x, f'{prefix}self_attn.{one}_proj').view(rows, kv_heads, -1)
-      for one in 'kv'
+      self.times(x, f'{prefix}self_attn.{letter}_proj').view(rows, kv_heads, -1)
+      for letter in 'kv'
     )
     if not self.is_mimo:
       query, gate = query.chunk(2, -1)

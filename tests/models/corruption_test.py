@@ -79,7 +79,9 @@ def _folder(path):
   tensors = safetensors_numpy.load_file(weights)
   parts = {name: f'part_{place % 2}' for place, name in enumerate(tensors)}
   for part in {*parts.values()}:
-    shard = {name: one for name, one in tensors.items() if parts[name] == part}
+    shard = {
+      name: tensor for name, tensor in tensors.items() if parts[name] == part
+    }
     safetensors_numpy.save_file(shard, path / f'{part}.safetensors')
   weights.unlink()
   shards = {name: f'{part}.safetensors' for name, part in parts.items()}

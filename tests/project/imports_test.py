@@ -39,7 +39,9 @@ def _module(path):
   return f'specdec.{name}' if path.parts[0] == 'models' else name
 
 
-_MODULES = {_module(path): path for one in _FOLDERS for path in _files(one)}
+_MODULES = {
+  _module(path): path for folder in _FOLDERS for path in _files(folder)
+}
 
 
 def _named(node):
@@ -56,9 +58,9 @@ def _imports(path):
   """Modules that a file imports, and those that its functions import."""
   tree = ast.parse((_ROOT / path).read_text('utf-8'))
   functions = [
-    one
-    for one in ast.walk(tree)
-    if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
+    node
+    for node in ast.walk(tree)
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
   ]
   within = itertools.chain(*map(ast.walk, functions))
   return tuple(
@@ -94,8 +96,8 @@ def test_imports_point_one_way():
   """
   floor = lambda name: max(
     place
-    for place, one in enumerate(_FLOORS)
-    if name == one or name.startswith(f'{one}.')
+    for place, floor in enumerate(_FLOORS)
+    if name == floor or name.startswith(f'{floor}.')
   )
   for name, others in _GRAPH.items():
     # `specdec` itself collects what users need from all its floors.

@@ -317,7 +317,7 @@ def test_an_interrupt_ends_an_answer_and_not_the_conversation(
   dropped, *answers, end = _converse(monkeypatch, lines, *instruct)
   assert signal.getsignal(signal.SIGINT) is before
   assert '/quit' in dropped
-  assert [one.endswith(' [stopped]\n') for one in answers] == [True, True]
+  assert [answer.endswith(' [stopped]\n') for answer in answers] == [True, True]
   assert end == '\n'
 
 
@@ -363,7 +363,7 @@ def test_no_message_ends_a_conversation(
   wrong = lambda chat: dataclasses.replace(result_of(chat), errors=errors)
   monkeypatch.setattr(chat_lib.Chat, 'result', wrong)
   *answers, _ = _converse(monkeypatch, ['def', 'add'], *instruct)
-  assert ['the target gave NaN]' in one for one in answers] == [True, True]
+  assert ['the target gave NaN]' in text for text in answers] == [True, True]
 
 
 # The tests of its parts list what the library refuses: here is how
@@ -443,18 +443,18 @@ def test_turns_are_decoded_and_counted_by_category(
   assert list(categories) == ['code', 'talk']
   for arm, pooled in report['arms'].items():
     by_category = [arms[arm] for arms in categories.values()]
-    assert [one['new_tokens'] for one in by_category] == [18, 9]
-    assert [one['flips'] for one in by_category] == [[], []]
+    assert [figures['new_tokens'] for figures in by_category] == [18, 9]
+    assert [figures['flips'] for figures in by_category] == [[], []]
     for name in ('new_tokens', 'target_forwards'):
-      assert sum(one[name] for one in by_category) == pooled[name]
-    histograms = [one['accepted_histogram'] for one in by_category]
+      assert sum(figures[name] for figures in by_category) == pooled[name]
+    histograms = [figures['accepted_histogram'] for figures in by_category]
     assert np.sum(histograms, axis=0).tolist() == pooled['accepted_histogram']
     accepted = [0, 0, 3] if arm.startswith('chain') else [9]
     assert categories['talk'][arm]['accepted_histogram'] == accepted
     means = report['mean_over_categories'][arm]
     for name in ('speed', 'block_efficiency'):
       assert means[name] == pytest.approx(
-        np.mean([one[name] for one in by_category])
+        np.mean([figures[name] for figures in by_category])
       )
   for table in (printed, output.with_suffix('.md').read_text()):
     for name in (*categories, 'all, pooled', 'mean of categories'):

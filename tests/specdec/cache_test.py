@@ -41,7 +41,7 @@ def test_window_mask_by_hand(how):
 def _lettered(rows, length):
   """Keys and hidden states are letters, values the same in upper case."""
   array = lambda rows: np.array(
-    [[ord(one) for one in row] for row in rows], np.float32
+    [[ord(letter) for letter in row] for row in rows], np.float32
   )[:, None, :, None]
   return cache_lib.KVCache(
     keys=(array(rows),),
@@ -62,7 +62,7 @@ def _assert_holds(cache, expected):
   ):
     rows = zip(np.asarray(array)[:, 0, :, 0], cache.length, strict=True)
     assert [
-      ''.join(chr(int(one)) for one in row[:length]) for row, length in rows
+      ''.join(chr(int(code)) for code in row[:length]) for row, length in rows
     ] == texts
 
 
@@ -101,8 +101,8 @@ def test_many_rows_are_written_and_read_at_once():
 
   lower = both.trace(slots, new, start).lower
   count = lambda platform: sum(
-    lower(lowering_platforms=(platform,)).as_text().count(one)
-    for one in ('dynamic_slice', 'dynamic_update_slice')
+    lower(lowering_platforms=(platform,)).as_text().count(name)
+    for name in ('dynamic_slice', 'dynamic_update_slice')
   )
   assert count('cuda') == 0
   assert count('tpu') >= 80
@@ -130,7 +130,7 @@ def test_keeping_nodes_by_hand():
     )
     path, count = np.array([[0, 2, 4]] * 4), np.arange(4)
     after = _keep(state, carried_lib.Added(path, path, count, 0 * count))
-    _assert_holds(after.cache, [f'text{one}' for one in kept])
+    _assert_holds(after.cache, [f'text{letters}' for letters in kept])
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])

@@ -58,7 +58,7 @@ def _versions():
   return {
     'jaxlib': importlib.metadata.version('jaxlib'),
     'libtpu': folders[0].name.removesuffix('.dist-info') if folders else None,
-    'cpu': ' '.join(one for one in _INSTRUCTIONS if one in flags),
+    'cpu': ' '.join(name for name in _INSTRUCTIONS if name in flags),
   }
 
 
@@ -243,11 +243,13 @@ def _large_sums_of_products(program):
   names = []
   for name, instructions in program.computations.items():
     sums = [
-      math.prod(one.arrays[0].dims)
-      for one in instructions.values()
-      if one.opcode == 'reduce'
+      math.prod(instruction.arrays[0].dims)
+      for instruction in instructions.values()
+      if instruction.opcode == 'reduce'
     ]
-    if any(one.opcode == 'dot' for one in instructions.values()):
+    if any(
+      instruction.opcode == 'dot' for instruction in instructions.values()
+    ):
       names += [name] if max(sums, default=0) > _RIGHT_SUMS else []
   return names
 
@@ -258,9 +260,9 @@ def test_no_program_has_what_a_release_of_jaxlib_compiles_wrongly():
     program = hlo.parse(_compiled('cpu', method).text)
     assert not _large_sums_of_products(program)
     opcodes = {
-      one.opcode
+      instruction.opcode
       for instructions in program.computations.values()
-      for one in instructions.values()
+      for instruction in instructions.values()
     }
     assert {'dot', 'reduce'} < opcodes
     assert not {'atan', 'atan2'} & opcodes
@@ -285,10 +287,10 @@ _WHOLE_UPDATE, _SMALL_BUFFER = 512, 65_536
 def _small_updates(program):
   """Large buffers of a program, of which it replaces a few bytes."""
   updated = [
-    [instructions[name].arrays[0] for name in one.operands[:2]]
+    [instructions[name].arrays[0] for name in instruction.operands[:2]]
     for instructions in program.computations.values()
-    for one in instructions.values()
-    if one.opcode == 'dynamic-update-slice'
+    for instruction in instructions.values()
+    if instruction.opcode == 'dynamic-update-slice'
   ]
   assert updated
   return [

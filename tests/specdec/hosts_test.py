@@ -84,7 +84,7 @@ def _together(script, arguments):
   """The output of the first host; the other prints nothing."""
   with _hosts(script, arguments) as processes:
     ended = [process.communicate() for process in processes]
-    assert [one.returncode for one in processes] == [0, 0], ended[0][1]
+    assert [process.returncode for process in processes] == [0, 0], ended[0][1]
   first, second = (_GLOO.sub('', output) for output, _ in ended)
   assert second == ''
   return first

@@ -221,15 +221,17 @@ def test_lengthening_and_going_back_by_hand():
     assert (back.length.tolist(), _states(back)) == (left, states)
     # A mark of a text that changed is no mark.
     again = cache_lib.rewind(back.replace(length=back.length + 5), 3)
-    assert again.length.tolist() == [0 if one == 0 else 2 for one in left]
+    assert again.length.tolist() == [0 if size == 0 else 2 for size in left]
     marks = zip(left, _states(cache), strict=True)
-    assert _states(again) == [state if one else 0 for one, state in marks]
+    assert _states(again) == [
+      state if is_marked else 0 for is_marked, state in marks
+    ]
 
 
 def test_parents_and_ancestors_by_hand():
   """A text of one token in the window, then a root and its children."""
   rows = ['x....', 'xx...', 'xxx..', 'xx.x.', 'xx.xx']
-  sees = np.array([[[one == 'x' for one in row] for row in rows]])
+  sees = np.array([[[mark == 'x' for mark in row] for row in rows]])
   assert recurrent_lib.parents(sees).tolist() == [[-1, 0, 1, 1, 3]]
   # Nodes of a later forward say it, too.
   assert recurrent_lib.parents(sees[:, 4:]).tolist() == [[-1, 0, -1, 1, 3]]

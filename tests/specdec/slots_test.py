@@ -257,7 +257,7 @@ def test_a_cancelled_prompt_frees_its_slot_and_disturbs_no_other():
   slots.insert(**unread)
   tokens = []
   while len(slots.free) < _SLOTS:
-    tokens += [one.tokens[0] for one in slots.advance().values()]
+    tokens += [generation.tokens[0] for generation in slots.advance().values()]
   expected = [_together().tokens[index] for index in (1, 2, 3)]
   assert sorted(tokens) == sorted(expected)
 

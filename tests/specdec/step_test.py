@@ -159,12 +159,12 @@ def test_hidden_states_by_hand():
   positions = np.array([[0, 1, 2], [3, 4, 5]])
 
   @jax.jit
-  def found(states, length):
+  def both_ways(states, length):
     cache = cache_lib.init_empty_cache(2, 6).replace(hidden={0: states})
     both = carried_lib.of_text(cache), carried_lib.before_root(cache, length, 3)
     return [hidden.before(positions, (0,))[0][:, :, 0] for hidden in both]
 
   # The roots are at 1 and 4, and three states are read of each row.
-  of_text, before_root = found(states, np.array([2, 5]))
+  of_text, before_root = both_ways(states, np.array([2, 5]))
   assert of_text.tolist() == [[0, 1, 2], [9, 10, 11]]
   assert before_root.tolist() == [[0, 1, 2], [9, 10, 0]]

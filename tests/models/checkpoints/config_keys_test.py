@@ -65,8 +65,10 @@ def _read(config):
 
 def _keys(kind):
   config = transformers.AutoConfig.for_model(kind)
-  base = {one.name for one in dataclasses.fields(transformers.PreTrainedConfig)}
-  names = {one.name for one in dataclasses.fields(config)}
+  base = {
+    field.name for field in dataclasses.fields(transformers.PreTrainedConfig)
+  }
+  names = {field.name for field in dataclasses.fields(config)}
   gemma = {'sliding_window_pattern'} if kind == 'gemma3_text' else set()
   return sorted((names - base) | (_OLDER if kind != 'gpt2' else set()) | gemma)
 

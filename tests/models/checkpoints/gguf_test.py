@@ -469,7 +469,7 @@ def test_auto_is_what_is_stored_and_native(path, monkeypatch):
     (Kind.Q8_0, set(), 'float32'),
     (Kind.F32, {'float16', 'bfloat16'}, 'float32'),
   ):
-    monkeypatch.setattr(dtypes, 'native_dtypes', lambda found=native: found)
+    monkeypatch.setattr(dtypes, 'native_dtypes', lambda native=native: native)
     _write(path, 'gpt2', kind)
     stored = hub.locate(path)
     name = lambda *args, **options: (

@@ -302,22 +302,22 @@ def test_the_index_decides_which_of_two_tensors_counts(tmp_path):
   folder = _write(tmp_path, 'gpt2_sharded')
   before = hub.load_module(folder)
   index = json.loads((folder / INDEX).read_text())['weight_map']
-  name = next(one for one in index if one.endswith('c_fc.weight'))
+  name = next(key for key in index if key.endswith('c_fc.weight'))
   number = int(index[name][6:11])
-  others = [one for one in (0, 1) if one != number]
+  others = [other for other in (0, 1) if other != number]
   stored = safetensors_numpy.load_file(folder / index[name])[name]
-  _with_shards(folder, **{f'_{one}': {name: 0 * stored} for one in others})
+  _with_shards(folder, **{f'_{other}': {name: 0 * stored} for other in others})
   _assert_same(hub.load_module(folder), before)
   other = f'model-0000{others[0]}.safetensors'
   _with_shards(folder, {name: other})
   params = hub.flat_params(hub.load_module(folder))[1]
-  assert any(np.all(np.asarray(one) == 0) for one in params.values())
+  assert any(np.all(np.asarray(array) == 0) for array in params.values())
   lacks = {0, 1, 2, 3} - {number, *others}
   _with_shards(folder, {name: f'model-0000{lacks.pop()}.safetensors'})
   message = f'says that model-.* has the tensor {name}, but .* has it'
   with pytest.raises(ValueError, match=message):
     hub.load_module(folder)
-  both = {one: {'extra': stored} for one in ('_0', '_1')}
+  both = {shard: {'extra': stored} for shard in ('_0', '_1')}
   _with_shards(folder, {name: other}, **both)
   with pytest.raises(ValueError, match='both have the tensor extra, and'):
     hub.load_module(folder)

@@ -43,7 +43,9 @@ def test_attend_equals_one_query_and_head_at_a_time(length, heads, dtype):
   attend = jax.jit(lambda *a: attention.attend(*a, scale=_SCALE))
   result = attend(*operands, mask)
   assert result.dtype == jnp.float32
-  expected = _reference(*(one.astype('float32') for one in operands), mask)
+  expected = _reference(
+    *(operand.astype('float32') for operand in operands), mask
+  )
   tolerance = 1e-5 if dtype == 'float32' else 2e-2
   np.testing.assert_allclose(result, expected, rtol=tolerance, atol=tolerance)
   # A query that sees nothing.

@@ -109,7 +109,7 @@ def test_bytes_of_four_bits_are_counted_and_cannot_be_saved(tmp_path):
   packed = lambda leaf: isinstance(leaf, blocks_lib.PackedBlocks)
   leaves = jax.tree.leaves(target.params, is_leaf=packed)
   matrices = [leaf for leaf in leaves if packed(leaf)]
-  assert {one.kind for one in matrices} == {'Q4_1', 'Q8_0'}
+  assert {matrix.kind for matrix in matrices} == {'Q4_1', 'Q8_0'}
   read = sum(leaf.nbytes for leaf in jax.tree.leaves(target.params))
   read -= target.params['wte']['embedding'].words.nbytes
   read -= target.params['wpe']['embedding'].nbytes

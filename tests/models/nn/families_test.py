@@ -187,7 +187,7 @@ def test_kernels_and_few_bits(name, tmp_path):
   if packs:
     assert np.max(_error(load(packed=True), name)) < 2e-4
   floats, rounding, logits = load(), {}, _logits
-  difference = lambda one, other: np.median(np.abs(one - other))
+  difference = lambda values, other: np.median(np.abs(values - other))
   for dtype, packed in (('int8', False), ('int4', packs)):
     expected = logits(_in_floats(load(dtype=dtype), floats))
     rounding[dtype] = difference(expected, logits(floats))

@@ -84,7 +84,7 @@ def test_logits_are_those_of_the_formulas(name):
   slow = slow_head.SlowHead(
     values, heads=tiny_heads.HEADS, head_width=tiny_heads.HEAD_WIDTH, **flags
   )
-  of_layers = np.stack([hidden[one][0, 0] for one in head.spec.reads], 1)
+  of_layers = np.stack([hidden[layer][0, 0] for layer in head.spec.reads], 1)
   index = tiny_heads.IDS if reduced else None
   drafted, expected = slow.draft(text, of_layers, 4, index)
 
@@ -393,7 +393,7 @@ def test_trees_of_every_step_with_plain_steps_and_turns(kind):
   _, hidden = by_heart.hidden(
     np.array([[*text, *[0] * 40][:40] for text in texts])
   )
-  states = np.stack([hidden[one][:, 0] for one in tiny_heads.READS], 2)
+  states = np.stack([hidden[layer][:, 0] for layer in tiny_heads.READS], 2)
   shape = {'heads': tiny_heads.HEADS, 'head_width': tiny_heads.HEAD_WIDTH}
   slow = [slow_head.SlowHead(values, **shape) for _ in texts]
   checked = 0
@@ -413,7 +413,7 @@ def test_trees_of_every_step_with_plain_steps_and_turns(kind):
     decoding._state,
   )
   longest = decoding._drafter.max_depth + 1
-  assert {one.shape[2] for one in ctx.hidden.states.values()} == {longest}
+  assert {array.shape[2] for array in ctx.hidden.states.values()} == {longest}
 
 
 # A head that knows some texts by heart.
@@ -460,9 +460,9 @@ def test_an_overfitted_head_drafts_its_text(tmp_path):
     slots.insert(prompt, jax.random.key(1), max_new_tokens=by_heart.NEW)
   while len(ended) < len(prompts):
     ended += slots.advance().values()
-  tokens = sorted(one.tokens[0] for one in ended)
+  tokens = sorted(generation.tokens[0] for generation in ended)
   assert tokens == sorted(result.tokens)
-  histograms = [one.stats.accepted_histogram for one in ended]
+  histograms = [generation.stats.accepted_histogram for generation in ended]
   assert np.sum(histograms, 0).tolist() == result.stats.accepted_histogram
 
 

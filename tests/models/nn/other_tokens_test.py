@@ -185,7 +185,7 @@ def test_tokens_of_the_draft_alone_are_drafted(
     *map(str, paths), dtype='float32', **options
   )
   lm = load(method=method, draft_vocab=size)
-  lines = [one for one in caplog.messages if 'tokenizers of' in one]
+  lines = [message for message in caplog.messages if 'tokenizers of' in message]
   texts = ['def add(first', 'return']
   result = lm.generate(texts, verify=verify, **_DECODE)
   if verify == 'match':
@@ -208,7 +208,7 @@ def test_tokens_of_the_draft_alone_are_drafted(
   ]
   assert proposed
   # The ids of a draft vocabulary are the draft's; it has all special tokens.
-  assert all(0 <= same[one] < (size or 281) for one in proposed)
+  assert all(0 <= same[token] < (size or 281) for token in proposed)
   (logits,) = jax.jit(lambda draft: draft.logits(np.arange(8)[None]))(
     lm.pair.draft
   )

@@ -66,7 +66,7 @@ def _drafted(target, head):
   text, slots = jnp.array(own_heads.TEXT)[None], own_heads.TEXT.size + 3
   cache = jax.jit(lambda: target.spec.init_cache(1, text.size))()
   _, cache = jax.jit(lambda cache: target.causal(text, cache))(cache)
-  hidden = [cache.hidden[one][:, 0] for one in head.spec.reads]
+  hidden = [cache.hidden[layer][:, 0] for layer in head.spec.reads]
   states = head.spec.fuse(head.params, *hidden)[:, :-1]
   cache = head.spec.init_cache(1, slots)
   positions = jnp.arange(1, text.size)[None]
@@ -153,8 +153,8 @@ def _learned():
     for path, leaf in traverse_util.flatten_dict(params).items()
   }
   stored = {
-    own_heads.stored_name(name): one - own_heads.is_norm(name)
-    for name, one in learned.items()
+    own_heads.stored_name(name): array - own_heads.is_norm(name)
+    for name, array in learned.items()
   }
   return _write(folder, **stored), texts
 
@@ -234,7 +234,9 @@ def test_states_before_a_norm_cost_acceptance():
 
 def test_a_gguf_file_has_the_same_layer():
   folder, path = _learned()[0], _file('F32')
-  both = [[tiny.parameters(hub.load_module(one))] for one in (folder, path)]
+  both = [
+    [tiny.parameters(hub.load_module(source))] for source in (folder, path)
+  ]
   for name, parameters in zip((folder, path), both, strict=True):
     parameters.append(load(name)[1].params)
   jax.tree.map(np.testing.assert_array_equal, *both)
@@ -258,7 +260,7 @@ def test_slots_and_constraints_change_no_token():
     slots.insert(prompt, jax.random.key(1), max_new_tokens=by_heart.NEW)
   while len(ended) < len(prompts):
     ended += slots.advance().values()
-  tokens = sorted(one.tokens[0] for one in ended)
+  tokens = sorted(generation.tokens[0] for generation in ended)
   assert tokens == sorted(texts[:, by_heart.PROMPT :].tolist())
   drafted, plain = (
     specdec.generate(
@@ -268,9 +270,9 @@ def test_slots_and_constraints_change_no_token():
       max_new_tokens=24,
       sampling=specdec.Sampling(temperature=[0.0, 0.8]),
       constraint=constraint_test.Turns(),
-      drafter=each,
+      drafter=each_drafter,
     ).tokens
-    for each in (drafter, specdec.PLAIN)
+    for each_drafter in (drafter, specdec.PLAIN)
   )
   assert drafted == plain
 
@@ -328,9 +330,13 @@ def test_an_assistant_changes_no_token(packed, tmp_path):
   prompts = [own_heads.TEXT[:size].tolist() for size in (1, 7, 12)]
   plain, drafted = (
     specdec.generate(
-      target, jax.random.key(0), prompts, max_new_tokens=24, drafter=one
+      target,
+      jax.random.key(0),
+      prompts,
+      max_new_tokens=24,
+      drafter=each_drafter,
     )
-    for one in (specdec.PLAIN, drafter)
+    for each_drafter in (specdec.PLAIN, drafter)
   )
   assert drafted.tokens == plain.tokens
   assert drafted.stats.target_forwards < plain.stats.target_forwards

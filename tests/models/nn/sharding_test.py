@@ -68,7 +68,7 @@ def test_the_lookup_of_one_row_on_a_mesh_is_of_two():
     with context:
       traced = jax.make_jaxpr(matrices_lib.take_rows)(matrix, index)
     assert result in str(traced)
-    assert [one.shape for one in traced.out_avals] == [(1, 4)]
+    assert [output.shape for output in traced.out_avals] == [(1, 4)]
 
 
 def test_a_mesh_that_cannot_be_is_refused_by_scripts():

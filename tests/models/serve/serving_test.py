@@ -127,8 +127,8 @@ def _alone(kind, bodies):
   """The same by one plain batch, whose rows are as alone."""
   of_each = lambda name, other=None: [body.get(name, other) for body in bodies]
   bias = [
-    {int(token): value for token, value in (one or {}).items()}
-    for one in of_each('logit_bias')
+    {int(token): value for token, value in (bias or {}).items()}
+    for bias in of_each('logit_bias')
   ]
   sampling = specdec.Sampling(
     logit_bias=bias,
@@ -228,7 +228,7 @@ def test_the_official_client(server):
   completion = client.completions.create(
     model='tiny', prompt=['abc', 'de'], max_tokens=8, temperature=0
   )
-  assert [one.text for one in completion.choices] == expected.text
+  assert [choice.text for choice in completion.choices] == expected.text
   assert completion.usage.prompt_tokens == 5
   assert completion.usage.completion_tokens == sum(map(len, expected.tokens))
   messages = [
@@ -247,10 +247,10 @@ def test_the_official_client(server):
   chat = client.chat.completions.create(
     **options, max_completion_tokens=8, seed=3, n=3
   )
-  texts = [one.message.content for one in chat.choices]
+  texts = [choice.message.content for choice in chat.choices]
   assert texts == whole.text
   assert len({*texts}) > 1
-  digests = [one.specdec['digest'] for one in chat.choices]
+  digests = [choice.specdec['digest'] for choice in chat.choices]
   assert digests == [*map(engine_lib.digest, whole.tokens)]
   stream = client.chat.completions.create(
     **options,
@@ -411,7 +411,9 @@ _WRONG = {
   'n': [0, -1, 1.5, 'x', 1000],
   'regex': ['[', '(?=a)', 5, '(' * 2000, '\ud800', 'é', '(a{60000}b){60000}'],
   'response_format': ['json', {}, {'type': 'xml'}, _FORM, []]
-  + [_FORM | {'json_schema': {'schema': one}} for one in (3, {'type': 'x'})]
+  + [
+    _FORM | {'json_schema': {'schema': schema}} for schema in (3, {'type': 'x'})
+  ]
   + [_FORM | {'json_schema': {'schema': {'not': {}}}}],
   'method': ['fast', 3, ''],
   'stream': ['yes', 1],
@@ -432,8 +434,10 @@ _WRONG_TEXT = {
 }
 _WRONG_CHAT = {
   'messages': [[], 'x', [5], {}, [{}], [{'role': 'user'}], [{'content': 'a'}]]
-  + [[_MESSAGE | {'content': one}] for one in (5, [{'type': 'x'}], ['a'])]
-  + [[_MESSAGE | {'content': one}] for one in ('\ud800', 'a' * 100)]
+  + [
+    [_MESSAGE | {'content': content}] for content in (5, [{'type': 'x'}], ['a'])
+  ]
+  + [[_MESSAGE | {'content': content}] for content in ('\ud800', 'a' * 100)]
   + [[_MESSAGE | {'role': 5}], [_MESSAGE | {'other': 5}]],
   'max_completion_tokens': [-1, 'x', 5],
   'top_logprobs': [1, -1, 'x'],
@@ -462,7 +466,7 @@ def test_bad_input_is_refused_by_name_and_the_server_lives(http, server):
     ('/v1/completions', {'prompt': 'a'}, _WRONG | _WRONG_TEXT),
     ('/v1/chat/completions', {'messages': [_MESSAGE]}, _WRONG_CHAT),
   ):
-    for name, value in [(key, one) for key in wrong for one in wrong[key]]:
+    for name, value in [(key, value) for key in wrong for value in wrong[key]]:
       body = json.dumps(base | {'max_tokens': 4} | {name: value})
       reply = http.post(path, content=body)
       assert 400 <= reply.status_code < 500, (name, body, reply.text)
@@ -569,7 +573,7 @@ def test_figures_are_those_of_the_requests():
     ]
     lines = http.get('/metrics').text.splitlines()
   figures = dict(line.split() for line in lines if line[0] != '#')
-  usages = [one['usage'] for one in choices]
+  usages = [choice['usage'] for choice in choices]
   total = lambda name: str(sum(usage[name] for usage in usages))
   assert figures['specdec_requests_total'] == '3'
   assert figures['specdec_prompt_tokens_total'] == total('prompt_tokens')

@@ -44,7 +44,9 @@ _EXPRESSIONS = {
     \. \^ \$ ^a\$$ a\\$ \\\\ ^\\$ []a] [^]] [a-] [\]a] [.^$] \] [a^] [\^a] \\z
   """,
 }
-_WITH_SPACES = [('ab', one) for one in ('', '(?x) a b # c', '(?x: a )b')]
+_WITH_SPACES = [
+  ('ab', pattern) for pattern in ('', '(?x) a b # c', '(?x: a )b')
+]
 _WITH_SPACES += [('a\n', 'a\n')]
 
 
@@ -63,7 +65,9 @@ def _cases():
   drawn = [_random_expression(rng, 4) for _ in range(40)]
   table = [(letters, _EXPRESSIONS[letters].split()) for letters in _EXPRESSIONS]
   table.append(('ab', drawn))
-  given = [(letters, one) for letters, patterns in table for one in patterns]
+  given = [
+    (letters, pattern) for letters, patterns in table for pattern in patterns
+  ]
   return given + _WITH_SPACES
 
 

@@ -40,16 +40,16 @@ def test_the_index_follows():
     _check_index(*(text_store.TextStore(folder, 'digest') for _ in '12'))
 
 
-def _check_index(one, other):
+def _check_index(store, other):
   other.add([[1, 2, 3] * 4])
-  one.add([[7, 8]])
-  assert _indexed(one.index()) == {'1 2 3 1 2 3 1 2 3 1 2 3', '7 8'}
+  store.add([[7, 8]])
+  assert _indexed(store.index()) == {'1 2 3 1 2 3 1 2 3 1 2 3', '7 8'}
   other.add([[5, 6] * 50])
-  sizes = [one.index().num_places.item()]
+  sizes = [store.index().num_places.item()]
   other.add([[5, 6]])
-  sizes.append(one.index().num_places.item())
+  sizes.append(store.index().num_places.item())
   other.add([[5, 9] * 10])
-  sizes.append(one.index().num_places.item())
+  sizes.append(store.index().num_places.item())
   assert sizes == [111, 111, 131]
 
 
@@ -123,7 +123,9 @@ def test_many_prompts_profit_from_the_first(tmp_path):
   options = {'batch_size': 1, 'max_new_tokens': 16, 'context': 64}
   options['sampling'] = specdec.Sampling(temperature=1.0)
   lm = _load(tmp_path)
-  results = [one.result for one in lm.generate_many(prompts, **options)]
+  results = [
+    completion.result for completion in lm.generate_many(prompts, **options)
+  ]
   assert results[0].text == results[1].text
   forwards = [result.stats.target_forwards for result in results]
   assert 2 * forwards[1] < forwards[0]

@@ -64,7 +64,9 @@ def check(names, config=()):
     trees, scored, forwards = list_trees.run(drafter, step)
     # Rows that are done grow as far as the others take them.
     for row, nodes in enumerate(trees):
-      by_stage = [set(np.flatnonzero(one[row]).tolist()) for one in scored]
+      by_stage = [
+        set(np.flatnonzero(is_scored[row]).tolist()) for is_scored in scored
+      ]
       _check_tree(stages, step, row, nodes, by_stage)
       if len(stages) == 1:
         assert by_stage[0] == _best_first(nodes, forwards[0], outer.width)
@@ -96,11 +98,12 @@ def _check_tree(stages, step, row, nodes, scored):
     if not scoring:
       assert not children
       continue
-    path = [nodes[one].token for one in reversed(list_trees.up(nodes, at))][1:]
+    above = [*reversed(list_trees.up(nodes, at))]
+    path = [nodes[node].token for node in above[1:]]
     said = [stage.log_probs(step, row, path) for stage in stages]
     best = [
-      np.argsort(-one, kind='stable')[: stage.config.branching].tolist()
-      for one, stage in zip(said, stages, strict=True)
+      np.argsort(-log_probs, kind='stable')[: stage.config.branching].tolist()
+      for log_probs, stage in zip(said, stages, strict=True)
     ]
     # The outermost stage that has scored a node has the say on its children.
     np.testing.assert_allclose(
@@ -126,7 +129,7 @@ def _best_first(nodes, rounds, width):
   scored = set()
   for _ in range(rounds):
     reached = [
-      at for at, one in enumerate(nodes) if one.parent in {-1, *scored}
+      at for at, node in enumerate(nodes) if node.parent in {-1, *scored}
     ]
     new = [at for at in reached if at not in scored]
     scored |= {*sorted(new, key=lambda at: -nodes[at].log_prob)[:width]}

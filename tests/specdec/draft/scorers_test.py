@@ -98,7 +98,10 @@ def test_lookup_against_a_loop():
 
 def test_bad_settings_of_lookup():
   for settings, words in (
-    *(((one,), 'at least 0 and below 1') for one in ((0.5, 1.0), (-0.1,))),
+    *(
+      ((calibration,), 'at least 0 and below 1')
+      for calibration in ((0.5, 1.0), (-0.1,))
+    ),
     (((),), 'needs an entry'),
     (((0.5,), 0), 'of at least 1, got 0'),
   ):
@@ -208,7 +211,7 @@ def test_merging_proposers(num_proposers):
     scorer = specdec.CandidateScorer(tuple(proposers))
     assert scorer.facts.labels == tuple(names)
     table, source_of = _slow_merge(proposers)
-    doubled += sum(one.tokens.size for one in proposers)
+    doubled += sum(proposer.tokens.size for proposer in proposers)
     doubled -= np.sum(source_of >= 0)
     tokens, length, trees, nodes = zip(
       *(_random_case(rng) for _ in temperatures), strict=True
@@ -218,8 +221,8 @@ def test_merging_proposers(num_proposers):
     tree = list_trees.stack(list(map(list_trees.to_arrays, trees)))
     ctx = _context(rng, tokens, length, temperatures)
     scores, expected = (
-      jax.device_get(_score(one, tree, ctx, nodes, config))
-      for one in (scorer, specdec.CandidateScorer((table,)))
+      jax.device_get(_score(each_scorer, tree, ctx, nodes, config))
+      for each_scorer in (scorer, specdec.CandidateScorer((table,)))
     )
     np.testing.assert_array_equal(scores['nodes'], nodes)
     assert not np.any(scores['slots_read'])
@@ -301,4 +304,4 @@ def test_a_block_drafter_by_hand():
     cond_log_probs[0], expected[order] + np.log(0.6), rtol=1e-4
   )
   assert (cond_log_probs[1] == sampling_lib.EXCLUDED).all()
-  assert not np.any(np.concatenate([np.ravel(one) for one in work]))
+  assert not np.any(np.concatenate([np.ravel(array) for array in work]))

@@ -41,7 +41,9 @@ def _texts(vocab_size: int) -> st.SearchStrategy[list[list[int]]]:
   """At least one token; some repeat themselves, some lack the last token."""
   tokens = st.integers(0, vocab_size - 1)
   periods = st.lists(tokens, min_size=1, max_size=4)
-  repeated = st.builds(lambda one, n: one * n, periods, st.integers(1, 20))
+  repeated = st.builds(
+    lambda period, n: period * n, periods, st.integers(1, 20)
+  )
   drawn = st.builds(
     _text,
     st.sampled_from([max(vocab_size - 1, 1), vocab_size]),

@@ -52,7 +52,7 @@ class _Page(HTMLParser):
 
   def __init__(self, text):
     super().__init__()
-    self.found = collections.defaultdict(list)
+    self.elements = collections.defaultdict(list)
     self._open = []
     self.feed(text)
     self.close()
@@ -60,7 +60,7 @@ class _Page(HTMLParser):
 
   def handle_starttag(self, tag, attrs):
     element = {'text': '', **dict(attrs)}
-    self.found[tag].append(element)
+    self.elements[tag].append(element)
     if tag != 'meta':
       self._open.append((tag, element))
 
@@ -79,7 +79,9 @@ def _svg(picture):
 
 
 def _of_kind(elements, kind):
-  return [one for one in elements if kind in one.get('class', '').split()]
+  return [
+    element for element in elements if kind in element.get('class', '').split()
+  ]
 
 
 def test_every_node_is_a_box_and_the_accepted_ones_stand_out():
@@ -92,7 +94,7 @@ def test_every_node_is_a_box_and_the_accepted_ones_stand_out():
     assert len(boxes) == len(block.tokens) + bonus
     assert len(_of_kind(find('path'), 'edge')) == len(boxes) - 1
     fills = [svg.style_of(origin).fill for origin in block.origins]
-    assert [one.get('fill') for one in boxes[: len(fills)]] == fills
+    assert [box.get('fill') for box in boxes[: len(fills)]] == fills
   assert len({svg.style_of(origin).line for origin in range(5)}) == 5
   assert tracing.tree(_TRACE, -1) == tracing.tree(_TRACE, 2)
   for draw in (tracing.tree, tracing.mask):
@@ -149,19 +151,19 @@ def test_the_mask_is_the_one_of_the_device():
 def test_the_text_is_the_text_with_its_origins():
   page = _Page(tracing.text(_TRACE))
   blocks, spans = (
-    [one for one in page.found['span'] if key in one]
+    [span for span in page.elements['span'] if key in span]
     for key in ('data-block', 'title')
   )
-  texts = [(one['data-block'], one['text']) for one in blocks]
+  texts = [(span['data-block'], span['text']) for span in blocks]
   assert texts == [('0', f'{_NASTY}\ufffd漢字'), ('1', ' def'), ('2', '\t')]
-  texts = [one['text'] for one in spans]
+  texts = [span['text'] for span in spans]
   assert texts == [_NASTY, '\ufffd', '漢字', ' def', '\t']
   assert 'token 2, position 2, block 1, source: draft' in spans[0]['title']
   assert spans[0]['title'].endswith('log-probability -0.500')
   assert svg.style_of(1).fill in spans[0]['style']
   assert spans[2]['style'] == ''
-  assert page.found['pre'][0]['text'].startswith(_TRACE.prompt)
-  [legend] = page.found['ul']
+  assert page.elements['pre'][0]['text'].startswith(_TRACE.prompt)
+  [legend] = page.elements['ul']
   assert '¹ draft  40% (solid)' in legend['text']
   assert '<i>' in legend['text']
 
@@ -169,15 +171,17 @@ def test_the_text_is_the_text_with_its_origins():
 def test_the_report_is_one_page_that_needs_nothing():
   text = tracing.report(_TRACE, title='A <title>')
   page = _Page(text)
-  assert page.found['title'][0]['text'] == 'A <title>'
-  assert not {'link', 'img', 'iframe', 'object'} & page.found.keys()
-  for attributes in itertools.chain(*page.found.values()):
+  assert page.elements['title'][0]['text'] == 'A <title>'
+  assert not {'link', 'img', 'iframe', 'object'} & page.elements.keys()
+  for attributes in itertools.chain(*page.elements.values()):
     assert not {'src', 'href', 'action', 'srcset'} & attributes.keys()
     assert not any(name.startswith('on') for name in attributes)
-  [policy] = [one for one in page.found['meta'] if 'http-equiv' in one]
+  [policy] = [
+    element for element in page.elements['meta'] if 'http-equiv' in element
+  ]
   assert policy['content'].startswith("default-src 'none'")
   # Two scripts, whatever the texts say: the trace and what turns its pages.
-  data, _ = page.found['script']
+  data, _ = page.elements['script']
   assert data['type'] == 'application/json'
   assert specdec.Trace.from_json(data['text']) == _TRACE
   assert data['text'] == _TRACE.to_json().replace('<', '\\u003c')
@@ -185,16 +189,16 @@ def test_the_report_is_one_page_that_needs_nothing():
 
 def test_the_report_has_every_block_for_eyes_and_ears():
   page = _Page(tracing.report(_TRACE))
-  blocks = _of_kind(page.found['section'], 'block')
+  blocks = _of_kind(page.elements['section'], 'block')
   assert len(blocks) == 3
   for number, block in enumerate(blocks):
     assert block['data-summary'].startswith(f'Block {number + 1} of 3.')
     assert 'hidden' not in block  # without the script all are there
   assert 'bonus token: “␣def”' in blocks[1]['data-summary']
-  assert all(one['aria-label'] for one in page.found['svg'])
+  assert all(element['aria-label'] for element in page.elements['svg'])
   # Three blocks with 5 tokens; 5 + 0 + 3 forwards of the inner drafter.
   stages = 'target30.600draft30.600lookup+ngram81.600'
-  assert any(stages in one['text'] for one in page.found['table'])
+  assert any(stages in element['text'] for element in page.elements['table'])
 
 
 def test_a_block_that_is_cut_says_why_and_counts_as_accepted():
@@ -213,7 +217,7 @@ def test_a_block_that_is_cut_says_why_and_counts_as_accepted():
     trace = dataclasses.replace(_TRACE, blocks=(first, second), **changes)
     assert end in svg.sentence(trace, second)
     tables = [
-      one['text'] for one in _Page(tracing.report(trace)).found['table']
+      table['text'] for table in _Page(tracing.report(trace)).elements['table']
     ]
     [survival] = [text for text in tables if 'at least this' in text]
     # One of two forwards had three accepted.

@@ -16,7 +16,7 @@ NOWHERE = np.iinfo(np.int32).max
 
 _PATH = strategies.lists(strategies.integers(0, 3), min_size=1, max_size=4)
 _PATHS = strategies.lists(_PATH.map(tuple), min_size=1, max_size=8).map(
-  lambda paths: [one[:end] for one in paths for end in range(1, 5)]
+  lambda paths: [path[:end] for path in paths for end in range(1, 5)]
 )
 
 
@@ -151,7 +151,7 @@ def _drafters(rounds, **settings):
   settings = [
     tiny_drafters.Settings(rounds=count, **settings) for count in rounds
   ]
-  return [one.drafter(specdec.PromptLookup()) for one in settings]
+  return [config.drafter(specdec.PromptLookup()) for config in settings]
 
 
 def test_the_stage_of_a_topology_has_its_sizes():

@@ -32,10 +32,10 @@ def test_shapes_are_read_with_their_layout():
     hlo.Array('bf16', (4, 2), '0,1:T(8,128)S(1)'),
     hlo.Array('s32', ()),
   )
-  assert [one.memory_space for one in arrays] == [0, 1, 0]
-  assert [one.num_bytes for one in arrays] == [24, 16, 4]
+  assert [array.memory_space for array in arrays] == [0, 1, 0]
+  assert [array.num_bytes for array in arrays] == [24, 16, 4]
   bits = hlo.parse_arrays('(pred[7], s4[8], token[])')
-  assert [one.num_bytes for one in bits] == [7, 4, 0]
+  assert [array.num_bytes for array in bits] == [7, 4, 0]
   assert str(arrays[1]) == 'bf16[4,2]'
 
 

@@ -60,7 +60,7 @@ def test_any_text_round_trips_also_once_saved(tokenizer, tmp_path):
   config = json.loads((tmp_path / 'config.json').read_text())
   loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
   assert loaded.eos_token == tokenizer_lib.END_OF_TEXT
-  ends = [one.eos_token_id for one in (loaded, tokenizer)]
+  ends = [each_tokenizer.eos_token_id for each_tokenizer in (loaded, tokenizer)]
   assert ends == [config['eos_token_id']] * 2
   assert loaded.model_max_length == 64
   for text in TEXTS:
@@ -260,7 +260,9 @@ def test_loss_is_that_of_the_next_token_or_of_the_teacher():
   losses = make(dtype='float32'), make(dtype='bfloat16')
   losses += (make(dtype='float32', teacher=teacher),)
   run = jax.jit(jax.value_and_grad(lambda *args: args[1](args[0], _WINDOWS)[0]))
-  (loss, _), rounded, (distilled, _) = (run(params, one) for one in losses)
+  (loss, _), rounded, (distilled, _) = (
+    run(params, function) for function in losses
+  )
   logits = tiny.logits(module, _WINDOWS[:, :-1])
   log_probs = np.asarray(jax.nn.log_softmax(logits))
   targets = _WINDOWS[:, 1:, None]
@@ -357,7 +359,9 @@ def test_a_model_learns_a_corpus_and_another_its_distribution(
   assert drafted.get_vocab() == vocabulary.get_vocab()
   weights = _pure(module)[1]
   jax.tree.map(np.testing.assert_array_equal, begun[0].loss.args[0], weights)
-  embeddings = [one['wte']['embedding'] for one in (weights, begun[0].params)]
+  embeddings = [
+    params['wte']['embedding'] for params in (weights, begun[0].params)
+  ]
   np.testing.assert_array_equal(*embeddings)
 
 

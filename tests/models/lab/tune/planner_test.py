@@ -236,7 +236,11 @@ def _pair():
 
 def _plan(monkeypatch, prompts, **options):
   """A plan by real decodes, on a clock that ticks whenever it is read."""
-  few = [one for one in planner._CANDIDATES if one[0] in ('chain 2', _NGRAM)]
+  few = [
+    candidate
+    for candidate in planner._CANDIDATES
+    if candidate[0] in ('chain 2', _NGRAM)
+  ]
   monkeypatch.setattr(planner, '_CANDIDATES', few)
   ticks, lines = itertools.count(), []
   plan = planner.make_plan(
