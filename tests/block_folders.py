@@ -24,7 +24,7 @@ VOCAB, WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_WIDTH, INNER = (
 BLOCK, MASK, RANK, CONTEXT = 4, 15, 8, 96
 SIZES = CONTEXT, WIDTH, INNER, HEADS, KV_HEADS, HEAD_WIDTH
 KEPT = np.array([0, 1, 3, 4, 6, 7, 9, 11, 12, 14])  # A reduced vocabulary.
-TEXT = 10  # Tokens of the text that a forward reads, the root behind them.
+TEXT = 10  # Tokens of the text that a forward reads; the root comes after them.
 
 _SLIDING, _FULL = 'sliding_attention', 'full_attention'
 _QWEN = {
@@ -67,7 +67,7 @@ def _z_lab(keys=None, **method):
   return config | (keys or {})
 
 
-def _speculators(kind, layers=None, **own):
+def _speculators(kind, layers=None, **more):
   """Keys as speculators writes them."""
   config = {'speculators_model_type': kind, 'block_size': BLOCK}
   config |= {'mask_token_id': MASK, 'draft_vocab_size': VOCAB}
@@ -81,7 +81,7 @@ def _speculators(kind, layers=None, **own):
     'verifier': verifier,
   }
   layers = _LAYERS | (layers or {})
-  return config | {'transformer_layer_config': layers} | own
+  return config | {'transformer_layer_config': layers} | more
 
 
 _DSPARK = {'markov_rank': RANK, 'markov_head_type': 'vanilla'}

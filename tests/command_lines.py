@@ -27,7 +27,7 @@ class Ended(NamedTuple):
 
 
 def run(script: str, *arguments) -> Ended:
-  """Runs a script as a command line would; each run defines the flags anew."""
+  """Runs a script as a command line would; each run defines the flags again."""
   path = _FOLDER / script
   argv = [str(path), *map(str, arguments)]
   output, errors, code = io.StringIO(), io.StringIO(), 0

@@ -57,7 +57,7 @@ SAMPLINGS = {
   'greedy': {'temperature': 0.0},
   'greedy with a penalty': {'temperature': 0.0, 'repetition_penalty': 3.0},
 }
-"""The bias is that of token 1."""
+"""`logit_bias` is the bias of token 1."""
 
 # The adversarial one never proposes the target's most likely token; the peaked
 # one has two tokens so likely that float32 has no room for the others.
@@ -467,8 +467,8 @@ def several_steps(worlds: Worlds, topology, rule, length: int) -> np.ndarray:
 
 # Rules in plain Python, one row at a time. `randomness` and `child_noise` make
 # their data from the keys of a step, independently of `specdec.sampling`. Every
-# decision has a *margin*, whose smallest is returned: the last digits of
-# float32 are not those of float64.
+# decision has a *margin*. The smallest margin is returned: float32 and float64
+# differ in their last digits.
 
 ENOUGH = 1e-5
 """A decision with a smaller margin is not compared."""
@@ -528,7 +528,7 @@ def _choose(probs, noise):
 def pick_children(probs, noise, number, stochastic, children):
   """Tokens of at most `number` children, and the margin.
 
-  `probs [V]` are the draft's, `noise` that of the node, see `child_noise`.
+  `probs [V]` are the draft's; `noise` is the node's noise, see `child_noise`.
   """
   if children == sampling_lib.BEST or not stochastic:
     return _best(_log(probs), number)

@@ -1,6 +1,6 @@
 """GGUF files of tiny models, as the converter of llama.cpp writes them.
 
-Keys and layouts are those of convert_hf_to_gguf.py
+Keys and layouts are the same as in convert_hf_to_gguf.py
 (github.com/ggml-org/llama.cpp); names of tensors are in tables of `gguf`.
 """
 
@@ -212,7 +212,7 @@ _NEXTN = {'fc': 'eh_proj', 'norm': 'shared_head_norm'}
 
 
 def nextn_name(name: str, arch: str, num_layers: int) -> str:
-  """The name that a tensor of an MTP layer has, after so many layers."""
+  """The name of a tensor of the MTP layer after `num_layers` layers."""
   if name.startswith('layers.0.'):
     renamed = name.replace('layers.0.', f'layers.{num_layers}.')
     return _stored_name(renamed, arch, num_layers + 1)[0]
@@ -271,7 +271,7 @@ def write(
 ) -> dict[str, np.ndarray]:
   """Writes a model; returns the tensors, rounded as in the file.
 
-  The type `kind` is that of the matrices; the rest is float32. The function
+  Matrices have the type `kind`; the rest is float32. The function
   `change` gets the tensors, and may change them; `keys` are further ones of the
   architecture, or other values.
   """

@@ -228,7 +228,7 @@ def test_tensors_lie_where_the_table_says(mesh, family, dtype, expected):
 
 
 def test_what_was_divided_can_be_saved():
-  """The files are those of a model on one device."""
+  """The files are the same as for a model on one device."""
   folder = pathlib.Path(_FILES.name)
   for family in ('gpt2', 'llama'):
     stored, files = _stored(family, 'target'), []

@@ -150,9 +150,9 @@ def stored_name(name):
 
 
 def write(folder, family, number, *, keys=None, nested=False, **changed):
-  """Writes a folder, with further keys, perhaps within those of a whole model.
+  """Writes a folder with further keys; `nested`: as part of a larger model.
 
-  `changed` are tensors, None for those that lack.
+  `changed` are tensors; None removes a tensor.
   """
   described = config(family, number) | (keys or {})
   stored = {n: np.float32(array) for n, array in tensors(described).items()}

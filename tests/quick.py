@@ -21,7 +21,7 @@ if jaxlib.__version__.startswith('0.10.'):
 
 
 def environment(**more: str) -> dict[str, str]:
-  """Variables for a process that has not imported JAX: those of this, `more`.
+  """Variables of this process, and `more`, for one that has not imported JAX.
 
   Where in the source an operation was written is not kept, because XLA would
   carry it through all of its passes.

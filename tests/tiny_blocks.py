@@ -54,12 +54,12 @@ def set_keys(
 _NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 4)
 
 
-def stored_name(name: str, own: Mapping[str, str]) -> str:
+def stored_name(name: str, renames: Mapping[str, str]) -> str:
   """The name of a tensor in a file, by gguf's table or by parts of the name."""
   stem, _, end = name.rpartition('.')
   if base := _NAMES.get_name(stem):
     return f'{base}.{end}'
-  for ours, theirs in own.items():
+  for ours, theirs in renames.items():
     name = name.replace(ours, theirs)
   return name
 

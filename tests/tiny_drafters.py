@@ -1,7 +1,7 @@
 """Drafters of every kind for the tiny models, few programs for many kinds.
 
 A program depends on the shape of a drafter alone, so how good its models and
-tables are can vary without compiling anew.
+tables are can vary without compiling again.
 """
 
 import bisect

@@ -93,7 +93,7 @@ NAMINGS = {
 
 
 def write(folder, naming, values, *, reduced=False, keys=None, **changed):
-  """Writes a folder; `changed` are tensors, None for those that lack."""
+  """Writes a folder; `changed` are tensors; None removes a tensor."""
   rename, own_config = NAMINGS[naming]
   stored = {rename(name): array for name, array in values.items()}
   if reduced:

@@ -136,7 +136,7 @@ class Tree:
     return nodes
 
   def logits(self, model, cache, most=None):
-    """Logits `[B, N, V]` of every node, by forwards of at most so many."""
+    """Logits `[B, N, V]` of every node; a forward scores up to `most` nodes."""
     number = self.tokens.shape[1]
     most = most or number
     sees = np.zeros((*self.tokens.shape, number), bool)

@@ -1,7 +1,8 @@
 """Makes tests/golden/block_drafters.npz: what the packages of formats compute.
 
-For each drafter of `block_folders.py` it has the scores of a block, and of
-those of z-lab the tokens of their own greedy loop, with what was drafted.
+For each drafter of `block_folders.py` it has the scores of a block. For the
+drafters of z-lab it also has the tokens of their own greedy loop, with what was
+drafted.
 
   pip install torch==2.13.0 transformers==5.24.0 safetensors loguru pydantic
   pip install --no-deps dflash==0.1.0 speculators==0.9.0
@@ -55,7 +56,7 @@ def _import(name: str) -> Any:
 
 
 def _load(model: torch.nn.Module, folder: pathlib.Path, ours: set[str]) -> Any:
-  """Loads the tensors; those of the target alone may lack."""
+  """Loads the tensors; only tensors of the target (`ours`) may be missing."""
   stored = safetensors.torch.load_file(folder / 'model.safetensors')
   parameters = model.state_dict()
   # z-lab loads it under another name.
@@ -128,9 +129,9 @@ def _speculators(case: str, folder: pathlib.Path, target: Any) -> Any:
     model.embed_tokens.weight = target.model.embed_tokens.weight
     model.lm_head.weight = target.lm_head.weight
   length, block = block_folders.TEXT, block_folders.BLOCK
-  behind = torch.zeros((1, 3 * block, 2 * block_folders.WIDTH))
+  padding = torch.zeros((1, 3 * block, 2 * block_folders.WIDTH))
   states = torch.tensor(block_folders.states())
-  states = torch.cat([torch.cat(list(states), -1)[None], behind], 1)
+  states = torch.cat([torch.cat(list(states), -1)[None], padding], 1)
   tokens = torch.zeros(states.shape[:2], dtype=torch.long)
   tokens[0, length] = 3  # The root; what follows is not seen.
   may_be_root = torch.zeros(tokens.shape)

@@ -1,8 +1,9 @@
 """Makes tests/golden/own_heads.npz: the logits of heads that targets bring.
 
-The hidden states of the targets are those of transformers, after the final
-norm. Assistants of Gemma 4 are transformers' own class. MTP layers are computed
-here, in plain torch, from their formulas, each text anew as a whole:
+transformers computes the hidden states of the targets, after the final norm.
+Assistants of Gemma 4 are transformers' own class. MTP layers are computed here,
+in plain torch, from their formulas. They read the whole text again for every
+token:
 
   u = fc [norm(embedding of x_t+1); norm(h_t)]   MiMo has the state first
   y = norm(layer(u)), whose attention sees all earlier rows

@@ -1,7 +1,7 @@
 """Models and programs whose files are cut, emptied or filled with zeros.
 
 A program is compiled again; a model is refused by the name of its path. The
-tests of other files are next to those of what reads them.
+tests of other files are next to the tests of the code that reads them.
 """
 
 import json

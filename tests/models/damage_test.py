@@ -74,7 +74,7 @@ class _Bigram(trainer.Training):
   num_steps: int = 6
   eval_every: int = 2
   batch_tokens: int = 32
-  nan_after: int = 99  # Steps; then a loss is no number.
+  nan_after: int = 99  # Steps; then a loss is NaN.
   unused: float = 0.0  # A weight that no loss depends on.
 
   def window_length(self, step):

@@ -85,7 +85,7 @@ def test_fragments_are_found():
 
 
 def test_pages_are_short():
-  """A reader has time for so many words, numbers apart."""
+  """A reader has time for `_MOST_WORDS` words; numbers do not count."""
   for page in _ROOT.glob('docs/*.md'):
     texts = page.read_text('utf-8').split()
     words = sum(bool(re.match(r'\W*[^\W\d]', text)) for text in texts)

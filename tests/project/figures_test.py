@@ -1,4 +1,4 @@
-"""Figures in the tables of pages are those of the files that they cite."""
+"""Figures in the tables of pages are in the files that the tables cite."""
 
 import collections
 import json

@@ -222,7 +222,7 @@ def test_the_map_of_the_code_names_functions_that_exist():
 
 
 def test_tests_lie_where_the_source_does():
-  """A test of one folder is in its mirror; `project` has those of none."""
+  """A test of one folder is in its mirror; `project` has all other tests."""
   tests = _ROOT / 'tests'
   folders = {
     path.parent.relative_to(tests) for path in tests.rglob('*_test.py')

@@ -270,7 +270,7 @@ def _converse(monkeypatch, lines, *flags):
 def test_a_conversation(instruct, monkeypatch):
   """A message that does not fit is refused in a line, and it goes on."""
   lines = ['/show', 'def', '/show', 'add', '/show', '/new', 'x' * 99, 'def']
-  help_, first, shown, _, again, _, refused, anew, _ = _converse(
+  help_, first, shown, _, again, _, refused, last, _ = _converse(
     monkeypatch, [*lines, '/quit', 'add'], *instruct, '--system=x'
   )
   ask = [*instruct, '--chat', '--prompt=def']
@@ -278,7 +278,7 @@ def test_a_conversation(instruct, monkeypatch):
   asked = _generate(*ask, '--system=x')
   assert asked['prompts'] == ['s:x\nu:def\na:']
   cut = ' [cut by --max_new_tokens or --context]\n'
-  assert first == anew == asked['text'][0] + cut
+  assert first == last == asked['text'][0] + cut
   assert help_.startswith('/show: who proposed what')
   assert 'proposed by  ⁰ target ' in shown
   counts = [text.split('read ')[1].split() for text in (shown, again)]
@@ -348,14 +348,14 @@ def test_no_message_ends_a_conversation(
   strict = _with_template(target, tmp_path / 'strict', template)
   flags = [strict, *instruct[1:], '--max_new_tokens=0']
   lines = ['caf\udce9', 'def', 'add', 'caf\udce9', '/new', 'def']
-  broken, first, left_out, again, new, anew, _ = _converse(
+  broken, first, left_out, again, new, last, _ = _converse(
     monkeypatch, lines, *flags
   )
   for text in (broken, again):
     assert 'message 0, content has the lone surrogate' in text
     assert text.endswith('your message is left out, /new starts over\n')
   cut = ' [cut by --max_new_tokens or --context]\n'
-  assert (first, new, anew) == (cut, '', cut)
+  assert (first, new, last) == (cut, '', cut)
   assert left_out.startswith('[your last message, without an answer, is left')
   assert left_out.endswith(f': it is empty]\n{cut}')
   # Nor does an answer that goes wrong.

@@ -26,7 +26,7 @@ def _assert_masks(masks, drawn):
 
 @pytest.mark.parametrize('how', ['_written', '_looked_up'])
 def test_window_mask_by_hand(how):
-  """The root and two children that is drawn there, then in front and behind."""
+  """The root and two children, as drawn, with slots before and after them."""
   window = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)
   make = getattr(cache_lib, how)
   _assert_masks(
@@ -116,7 +116,7 @@ def test_keeping_nodes_by_hand():
   for window, read, kept in (
     # Nodes r, a, b, c, d are scored in this order; the path is r, b, d.
     ([0, 1, 2, 3, 4], 0, ['', 'r', 'rb', 'rbd']),
-    # In another order; behind two tokens of text that were read late.
+    # In another order, after two tokens of text that were read late.
     ([-1, -1, 4, 0, 2], 2, ['xx', 'xxr', 'xxrb', 'xxrbd']),
     # The last was not scored in time.
     ([2, 0, 3, 1, -1], 0, ['', 'r', 'rb', 'rb']),
@@ -174,7 +174,7 @@ def test_what_is_not_finite_is_written_as_zero():
 
 
 def _target():
-  """Keeps hidden states, too, which lie beside keys and values."""
+  """Keeps hidden states, too, next to keys and values."""
   return tiny.gpt2(num_layers=1, hidden=(0, 1, cache_lib.AFTER_NORM))
 
 
@@ -185,7 +185,7 @@ def _start(model, tokens, length):
 
 
 def _assert_equals_fresh(model, cache, tokens):
-  """Equals that of the text, as if nothing had ever been guessed."""
+  """Equals the cache of the text, as if nothing had ever been guessed."""
   fresh = jax.device_get(_start(model, tokens, cache.length + 1)).cache
   arrays = lambda cache: jax.tree.leaves(
     (cache.keys, cache.values, cache.hidden)
@@ -220,7 +220,7 @@ def test_text_is_read_from_what_is_kept_to_the_end_of_the_context():
 
 @pytest.mark.parametrize('kind', ['chain', 'staged'])
 def test_caches_of_all_stages_after_every_step(kind):
-  """They equal those of reading the text, as far as they go."""
+  """They equal caches that only read the text, as far as they go."""
   draft = tiny.draft('similar', num_layers=1, hidden=(1,))
   decoding = specdec.Decoding(
     _target(),

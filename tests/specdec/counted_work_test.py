@@ -173,7 +173,7 @@ _VOCABULARY = {
 def test_memory_with_a_large_vocabulary(
   device, method, topology, verify, megabytes
 ):
-  """No method holds a float32 embedding (545 MB) beside weights and caches."""
+  """No method holds a float32 embedding (545 MB) next to weights and caches."""
   drafting = settings_lib.DraftSettings(
     topology=topology and settings_lib.parse_topology(topology)
   )
@@ -233,8 +233,8 @@ def test_the_collectives_of_eight_devices(method, update):
   _check(name, counted, update, compiler=('jaxlib', 'libtpu'))
 
 
-# XLA's CPU backend computes so many sums of a product rightly in one fusion;
-# jaxlib 0.10.2 adds zeros to those behind them (jax#39103).
+# XLA's CPU backend computes this number of sums of a product rightly in one
+# fusion; jaxlib 0.10.2 adds zeros to the sums after them (jax#39103).
 _RIGHT_SUMS = 32_768
 
 
@@ -274,7 +274,7 @@ def test_no_program_has_what_a_release_of_jaxlib_compiles_wrongly():
     version = importlib.metadata.version('jaxlib')
     pytest.xfail(
       f'jaxlib {version} computes sums of small products wrongly on CPU from'
-      f' the {_RIGHT_SUMS + 1}th on (jax#39103); no program here has so many'
+      f' the {_RIGHT_SUMS + 1}th on (jax#39103); all programs here have fewer'
     )
 
 
@@ -285,7 +285,7 @@ _WHOLE_UPDATE, _SMALL_BUFFER = 512, 65_536
 
 
 def _small_updates(program):
-  """Large buffers of a program, of which it replaces a few bytes."""
+  """Large buffers of a program in which it replaces a few bytes."""
   updated = [
     [instructions[name].arrays[0] for name in instruction.operands[:2]]
     for instructions in program.computations.values()

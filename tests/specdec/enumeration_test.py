@@ -152,7 +152,8 @@ def test_as_many_guesses_stand_as_can(children):
   expected = 1 + np.where(is_drawn, likely, best)
   for emitted in _emitted(worlds, 1, children):
     np.testing.assert_allclose(emitted, expected, atol=1e-6)
-  # By traversal as many or, but for point masses, more: those of a block.
+  # Traversal emits as many tokens as a block, and at least as many as one by
+  # one; only point masses gain nothing.
   one_by_one, by_traversal = _emitted(worlds, 3, children)
   block = _block_tokens(worlds, 3, children)
   np.testing.assert_allclose(by_traversal, block, atol=1e-5)
@@ -404,7 +405,7 @@ def _random_case(seed, vocab_size=4):
 
 
 def check_walks(children, name='rejection', num_batches=25):
-  """Compares verdicts with those of a slow walk, row by row."""
+  """Compares verdicts with the verdicts of a slow walk, row by row."""
   rule, num_close, numbers = rules_lib.RULES[name](children), 0, []
   for seed in range(num_batches):
     case = _random_case(seed)

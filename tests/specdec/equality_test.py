@@ -414,7 +414,7 @@ def test_in_slots(case):
   'case', ['table, tree, moods', 'table, plain, turns', 'tail, staged']
 )
 def test_in_a_conversation(case):
-  """Each turn is that of its text, which goes on, ends before, or changes."""
+  """Each turn equals decoding its text; texts go on, end before, or change."""
   name, shape, under = [*case.split(', '), 'filters'][:3]
   model, _ = pair(name)
   texts, answers = _prompts(model)[:2], []

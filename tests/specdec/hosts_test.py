@@ -19,7 +19,7 @@ import tiny
 from specdec.models.checkpoints import hub
 
 _SCRIPTS = pathlib.Path(__file__).parents[2] / 'scripts'
-_DEVICES = 2  # Each host has so many.
+_DEVICES = 2  # Devices of each host.
 _PROMPTS = ('def f(x):', 'import os', 'a', 'if x is None', 'return [')
 
 
@@ -138,7 +138,7 @@ def test_a_host_that_dies_ends_the_other(pair, killed):
     _, errors = processes[1 - killed].communicate(timeout=120)
     assert time.monotonic() - start < 2 * seconds + 10
     assert processes[1 - killed].returncode != 0
-  # Ours, or that of JAX where the first host was the coordinator.
+  # Our message, or JAX's message where the first host was the coordinator.
   messages = ('this host or another one has failed', 'another task died')
   assert any(message in errors for message in messages), errors
 

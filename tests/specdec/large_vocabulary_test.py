@@ -156,7 +156,7 @@ def test_ranks_among_what_is_proposed_are_those_among_all(filters):
 
 
 class _OnlyOfFew(randomness_lib.DrawnNoise):
-  """Noise by which the last token wins, if that of all tokens is read."""
+  """Noise by which the last token wins, if the noise of all tokens is read."""
 
   def of_all(self, vocab_size):
     last = jnp.where(jnp.arange(vocab_size) < vocab_size - 1, 0.0, jnp.inf)

@@ -1,4 +1,4 @@
-"""Layers with a state: every node has that of its path, to the last bit."""
+"""Layers with a state: a node has its path's state, to the last bit."""
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,7 @@ def test_logits_are_those_of_transformers_however_a_text_is_read(
 
 
 def _check_path(model, tree, logits, cache, row, leaf, atol):
-  """The logits along a path are those of decoding it token by token."""
+  """Decoding a path token by token gives the same logits."""
   state = _row(cache, row)
   for node in tree.path(row, leaf):
     token = tree.tokens[row, node][None, None]
@@ -136,7 +136,7 @@ def _expected(prompts, number):
 
 
 def test_a_conversation_of_five_turns():
-  """A conversation goes on, and back to what was marked, as if read anew."""
+  """A conversation goes on, and back to what was marked, as if read again."""
   prompts = _prompts(1, 6, 4)
   decoding = specdec.Decoding(
     tiny_recurrent.hashed(_VOCAB),
@@ -219,7 +219,7 @@ def test_lengthening_and_going_back_by_hand():
   ):
     back = cache_lib.rewind(kept, length)
     assert (back.length.tolist(), _states(back)) == (left, states)
-    # A mark of a text that changed is no mark.
+    # A mark counts only while its text is unchanged.
     again = cache_lib.rewind(back.replace(length=back.length + 5), 3)
     assert again.length.tolist() == [0 if size == 0 else 2 for size in left]
     marks = zip(left, _states(cache), strict=True)
@@ -264,14 +264,14 @@ def test_states_are_counted():
 
 
 def mixed_by_kernels(heads, picked):
-  """The kernels of delta nets for some of so many heads: results, states."""
+  """The kernels of delta nets for the heads `picked`: results, states."""
   rng = np.random.default_rng(0)
   draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
   rows, nodes, slots, width = 2, 6, 9, 128
   numbers = lambda *lead: draw(*lead, heads)[..., picked]
 
   def vectors(number, *lead):
-    """Some vectors of each head, all heads beside one another."""
+    """Some vectors of each head, all heads next to one another."""
     arrays = [draw(*lead, heads, width)[..., picked, :] for _ in range(number)]
     return np.concatenate([each.reshape(*lead, -1) for each in arrays], -1)
 

@@ -138,7 +138,7 @@ def test_the_tokens_are_those_of_decoding_each_prompt_alone(kind):
     np.testing.assert_allclose(
       result.log_probs[0], log_probs, rtol=1e-4, atol=1e-4
     )
-  # Backwards, every prompt is in another slot beside other prompts.
+  # Backwards, every prompt is in another slot next to other prompts.
   again, _ = tiny.in_slots(_slots(kind), _JOBS[::-1])
   assert _tokens(again[::-1]) == expected.tokens
   assert count() == after
@@ -205,7 +205,7 @@ def test_prompts_bring_options_that_others_lack():
 
 
 def test_a_text_is_returned_while_it_grows():
-  """Step by step or by several, it is that of `advance`; the rest goes on."""
+  """By one step or several, it is the text of `advance`; the rest goes on."""
   slots, jobs, texts = _slots('staged'), [*_JOBS[:6]], {}
   ended, rows = {}, {}
   while jobs or rows:

@@ -143,7 +143,7 @@ def test_stages_are_counted_by_stage():
 
 
 def test_figures_of_long_texts_do_not_overflow():
-  """A step sees so many slots that those of few steps exceed 32 bits."""
+  """A step sees millions of slots; the sum over few steps exceeds 32 bits."""
   length, limit, g = 2**22, 1650, 2
   model = table_model.table_model(
     tiny.table(VOCAB_SIZE), max_positions=length + limit

@@ -407,7 +407,7 @@ class _Finder:
 
 @contextlib.contextmanager
 def _planted(name, old, new):
-  """All modules are imported anew, one of them with a bug."""
+  """All modules are imported again, one of them with a bug."""
   pop = lambda: {
     module: sys.modules.pop(module)
     for module in list(sys.modules)

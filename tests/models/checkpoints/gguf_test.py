@@ -417,7 +417,7 @@ def test_tensors_lie_by_the_alignment_that_a_file_says(path):
 
 
 def test_a_file_of_any_name(path):
-  """Such as those that Ollama keeps; the folder of a model is none of them."""
+  """Ollama keeps such files; the folder of a model is not such a file."""
   _write(path, 'gpt2')
   for name in ('model.GGUF', 'sha256-0123abcd'):
     renamed = path.rename(path.with_name(name))

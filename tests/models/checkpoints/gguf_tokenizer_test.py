@@ -203,7 +203,7 @@ def test_sentencepiece_is_as_for_llama_cpp(text, prefix, expected, path):
 
 @pytest.mark.parametrize('kind', [None, *TokenType])
 def test_tokens_that_end_a_text_by_their_names(kind, path):
-  """The 22 names of llama.cpp, and those of code that is filled in."""
+  """The 22 names of llama.cpp, and the names for code that is filled in."""
   ends = '<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|>'
   ends += ' <end_of_turn> <|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT]'
   ends += ' [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> [e~['

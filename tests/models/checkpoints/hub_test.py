@@ -73,7 +73,7 @@ def _cached_logits(model, tokens):
 
 
 def _error(module, name):
-  """Error of the logits, compared with those of transformers."""
+  """Error of the logits, compared with the logits of transformers."""
   tokens = jnp.asarray(variants.tokens(name))
   logits = _cached_logits(adapter.as_model(module), tokens)
   return np.abs(logits - np.load(variants.RESULTS)[name])

@@ -1,4 +1,4 @@
-"""Files beside the weights: tokenizer and end-of-text tokens."""
+"""Files next to the weights: tokenizer and end-of-text tokens."""
 
 import codecs
 import dataclasses

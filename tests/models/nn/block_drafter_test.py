@@ -48,7 +48,7 @@ def _load(path, **options):
 
 @jax.jit
 def _block(drafter):
-  """Scores of a block behind a text, edges, and confidence."""
+  """Scores of a block after a text, edges, and confidence."""
   spec, length = drafter.spec, block_folders.TEXT
   states = tuple(jnp.asarray(array)[None] for array in block_folders.states())
   positions = jnp.arange(length)[None]

@@ -210,7 +210,7 @@ def test_the_product_is_the_one_of_integers():
   expected = exact.astype(np.float32) * (scale * np.asarray(weight.scale)[None])
   result = _matmul(x, weight)
   np.testing.assert_allclose(result, expected, rtol=1e-6)
-  # Nor does a row depend on those beside it.
+  # Nor does a row depend on the rows next to it.
   alone = _matmul(x[3:4], weight)
   np.testing.assert_array_equal(alone, result[3:4])
 

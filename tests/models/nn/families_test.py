@@ -176,7 +176,7 @@ def test_tensors_that_contradict_the_config(
 
 @pytest.mark.parametrize('name', _FIRST)
 def test_kernels_and_few_bits(name, tmp_path):
-  """Logits in few bits are those of the rounded weights.
+  """Logits in few bits are the logits of the rounded weights.
 
   Rows are rounded to eight bits, which changes logits about as much as weights
   in eight bits do; a step of four bits is 17 times as large. Medians, because

@@ -2,7 +2,7 @@
 
 A head that is fed wrongly changes no output, so equality with plain decoding
 proves nothing here. What it drafts in every step is compared with a slow head
-that reads the whole text anew (`slow_head`).
+that reads the whole text again (`slow_head`).
 """
 
 import dataclasses
@@ -368,9 +368,9 @@ def _recorded(decoding, prompts):
 
 @pytest.mark.parametrize('kind', ['fixed', 'staged'])
 def test_trees_of_every_step_with_plain_steps_and_turns(kind):
-  """Trees are those of a slow head that reads all of the text.
+  """A slow head that reads all of the text drafts the same trees.
 
-  However the text before a step was decoded or given.
+  It does not matter how the text before a step was decoded or given.
   """
   values = tiny_heads.tensors('eagle3', reduced=True)
   with tempfile.TemporaryDirectory() as folder:

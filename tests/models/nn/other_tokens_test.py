@@ -44,7 +44,7 @@ _logits = jax.jit(specdec.LanguageModel.logits)
 
 @pytest.mark.parametrize('name', ['gpt2', 'llama'])
 def test_a_token_is_read_as_all_its_parts(name):
-  """The logits are those of the draft after all parts of all tokens."""
+  """The logits are the draft's logits after all parts of all tokens."""
   model, draft = _model(name)
   same, parts = _tables()
   same = np.where(np.arange(tiny.VOCAB_SIZE) % 5 == 2, -1, same)
@@ -129,7 +129,7 @@ def test_tokens_are_mapped_by_their_bytes():
   )
   tables = find(draft, sizes=(size, 6), ends=((end,), (5,)))
   assert tables.same.tolist() == [1, 0, *[-1] * 7, 4, -1, 5, -1]
-  # 'abab' is 'a', 'ba', 'b', of which two are kept; a byte is left out.
+  # 'abab' is 'a', 'ba', 'b'; two of them are kept. A byte is left out.
   read = [[-1, 1], [-1, 0], [1, 0], [2, 0], [-1, 5], [-1, 1], [-1, 1]]
   assert tables.parts[: len(read)].tolist() == read
   assert tables.parts[len(read) :, 1].tolist() == [5, 5, 4, 5, 5, 5]

@@ -94,7 +94,7 @@ def _assistant(parent, number, **options):
 
 
 def check_logits(family, number):
-  """The logits of a folder are those of the golden file."""
+  """The logits of a folder are equal to the logits in the golden file."""
   with tempfile.TemporaryDirectory() as made:
     folder = pathlib.Path(made)
     nested = family == 'qwen' and number % 2 == 1
@@ -359,7 +359,7 @@ def test_an_assistant_of_another_target_is_refused(
     heads.locate(folder, config)
 
 
-# EAGLE-3 heads of models that are supported. The keys are those of their
+# EAGLE-3 heads of models that are supported. The keys are the keys of their
 # config.json; values were not compared with the originals, and sizes are tiny.
 _USUAL = {
   'attention_bias': False,

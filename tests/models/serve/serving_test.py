@@ -1,4 +1,4 @@
-"""An endpoint: every answer is that of `generate` alone, whoever else asks."""
+"""An endpoint gives the answer of `generate` alone, whoever else asks."""
 
 import concurrent.futures
 import contextlib

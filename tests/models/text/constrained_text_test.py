@@ -104,7 +104,7 @@ def test_rows_match_constraints_of_their_own():
   free = _generate(regex=None, json_schema=None)
   assert result.tokens[3] == free.tokens[3]
   assert not _matches(free.text[0], _REGEX[0], None)
-  # One constraint is that of all rows.
+  # One constraint holds for all rows.
   both = _generate(rows=[0, 0], regex=_REGEX[0], json_schema=None)
   assert both.tokens == [plain.tokens[0]] * 2
 

@@ -162,7 +162,7 @@ def _objects():
       schema['properties'] = {name: {'const': 1} for name in names}
     if others != {}:
       schema['additionalProperties'] = others
-    # The properties in their order, then those that are required besides.
+    # The properties in their order, then the other required names.
     names_of_values = dict.fromkeys((*names, *required)) or 'abc'
     yield (
       schema,

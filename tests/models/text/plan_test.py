@@ -170,7 +170,7 @@ _WAYS = (
 
 
 def test_a_request_takes_the_fastest_way_of_its_length():
-  """Of 65 tokens that of the next longer length, of 257 one that reads less."""
+  """65 tokens take the next longer length's way, 257 one that reads less."""
   names = ['chain'] * 2 + ['lookup'] * 2 + ['chain'] * 2 + ['of the end'] * 2
   for ways in (_WAYS, _WAYS[::-1]):
     plan = _plan(ways=ways)
@@ -180,7 +180,7 @@ def test_a_request_takes_the_fastest_way_of_its_length():
 
 
 def test_each_request_has_the_drafter_that_was_chosen(monkeypatch):
-  """Its tokens are those of plain decoding, whatever is chosen."""
+  """The tokens are the same as by plain decoding, whatever is chosen."""
   context = dataclasses.replace(_CONTEXT, models=_digests('demo', 'demo'))
   plan = _plan(ways=_WAYS, context=context)
   lm = specdec.load('demo', 'demo', dtype='float32', plan=plan)

@@ -29,7 +29,7 @@ def _of_tail(drafter, num_tokens=_C):
 
 
 def _check_trees(tree, texts, firsts, *rest):
-  """The trees are those of a draft that has nothing but the rest of texts."""
+  """A draft that has nothing but the rest of the texts grows the same trees."""
   whole = tiny_drafters.model(tiny.draft('similar', num_layers=1), _SETTINGS)
   shorter = [text[at:] for text, at in zip(texts, firsts, strict=True)]
   _, expected = list_trees.grown(whole, *list_trees.padded(shorter), *rest)

@@ -35,7 +35,7 @@ def _said(tokens, log_probs):
 def _random_case(rng, length=None):
   """A text, a tree below its last token, and nodes of it."""
   length = int(rng.integers(1, _MAX_LENGTH + 1)) if length is None else length
-  # Garbage behind the text is likely to match.
+  # Garbage after the text is likely to match.
   tokens = np.int32(rng.integers(_NUM_TOKENS, size=_MAX_LENGTH))
   nodes = list_trees.random_tree(rng)
   nodes[0] = dataclasses.replace(nodes[0], token=int(tokens[length - 1]))
@@ -175,7 +175,7 @@ def _slow_merge(proposers):
 
 @functools.partial(jax.jit, static_argnums=4)
 def _score(scorer, tree, ctx, nodes, config):
-  """The `Scores`, `log_prob_of` that of the children in the tree."""
+  """The `Scores`, with `log_prob_of` of the children in the tree."""
   scores, _ = scorer.score((), tree, nodes, ctx, config)
   place = jnp.argmax(tree.parent[:, :, None] == nodes[:, None], axis=2)
   return vars(scores) | {'log_prob_of': scores.log_prob_of(place, tree.token)}

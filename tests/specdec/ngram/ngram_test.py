@@ -56,7 +56,7 @@ def _texts(vocab_size: int) -> st.SearchStrategy[list[list[int]]]:
 
 
 def _save(folder, texts: list[list[int]]) -> list:
-  """A shard for each text, narrow or wide, as those of different sources."""
+  """A shard for each text, narrow or wide, as different sources write them."""
   shards = []
   for number, tokens in enumerate(texts):
     fits = all(0 <= token < 1 << 16 for token in tokens)
@@ -373,8 +373,8 @@ def test_any_leading_shape_and_vmap_take_the_same_steps():
 def test_bytes_of_a_lookup_and_a_table_without_contexts():
   texts = [[1, token, 0] for token in range(5)]
   table = _table(texts, 9, 3, k=4)
-  # The child of the root; then ends and edge of its children, of which each
-  # context has one; then 4 tokens with log-probabilities.
+  # The child of the root; then ends and edge of its children (each context has
+  # one child); then 4 tokens with log-probabilities.
   assert table.lookup_bytes == 4 * (1 + (2 + 0 + 1) + 2 * 4)
   assert _table([[0]], 9, 1, k=4).lookup_bytes == 4 * 2 * 4
   table = _table([[0]], 9, 3)

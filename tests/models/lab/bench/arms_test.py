@@ -1,4 +1,4 @@
-"""Arms by name, and servers of other programs beside our own."""
+"""Arms by name, and servers of other programs next to our own."""
 
 import contextlib
 import http.server
@@ -81,7 +81,7 @@ def _arm(url, sampling=specdec.Sampling()):
 
 @pytest.mark.parametrize('kind', ['vllm', 'llamacpp', 'other'])
 def test_tokens_and_forwards_of_servers_are_counted_as_ours(kind, monkeypatch):
-  """Ids are those of the text where there are none."""
+  """Where an answer has no ids, its text is encoded."""
   monkeypatch.setenv(endpoint_lib.KEY, 'secret')
   with _serving(kind) as (server, url):
     arm = _arm(url, specdec.Sampling(temperature=0.5, top_k=3))

@@ -85,7 +85,7 @@ def test_exchanges_between_devices():
   }
   assert row['collectives_per_layer'] == 1.0  # Only the sum is in a layer.
   assert row['collective_bytes'] == 4 * 64 + 4 * 8 * 64 + 2 * 8 * 64 * 8
-  # A weight of [8, 512], of which each device has [64, 8].
+  # A weight of [8, 512]; each device has [64, 8] of it.
   for elements, count in ((8 * 512, 1), (8 * 511, 0)):
     assert step.figures(frozenset({elements}))['whole_tensors'] == count
 

@@ -105,7 +105,7 @@ _LENGTH, _DEPTH = 12, 3
 def _block(drafter, states, tokens, anchor):
   """The scores of a drafter at an anchor of a window, as when it decodes.
 
-  Log-probabilities `[D, O]` behind the true tokens, and how it rates these.
+  Log-probabilities `[D, O]` after the true tokens, and how it rates these.
   """
   spec, params = drafter.spec, drafter.params
   positions = jnp.arange(_LENGTH)[None]
@@ -126,7 +126,7 @@ def _block(drafter, states, tokens, anchor):
 
 
 def test_the_loss_is_that_of_blocks_as_they_are_decoded():
-  """All blocks of a window in one forward are those of decoding."""
+  """One forward gives all blocks of a window, the same as decoding."""
   training = _training(
     **{'block_size': _DEPTH, 'markov_rank': 4, 'inner_width': 24},
     **{'length': _LENGTH - 1, 'answer_tokens': 8},

@@ -93,7 +93,7 @@ def root(tmp_path):
 
 
 def test_files_are_split_by_their_relative_path_alone(root):
-  """Only that of texts, and not of what is skipped."""
+  """Only texts are split; other files are skipped."""
   names = ['site-packages/x.py', 'lib/site-packages/deep/x.py', 'readme.txt']
   _write_files(root, [*names, '__pycache__/x.py', '.git/x.py'])
   (root / 'latin1.py').write_bytes('café'.encode('latin-1'))
@@ -219,7 +219,7 @@ def _pure(module):
 @pytest.mark.parametrize(('name', 'number'), [('muon', 4), ('adamw', 0)])
 def test_muon_is_for_the_matrices_of_blocks_alone(name, number):
   _, gradients = _pure(tiny.module(tie_embeddings=False, num_layers=1))
-  # At zero there is no weight decay to see.
+  # At zero, weight decay changes nothing.
   params = jax.tree.map(jnp.zeros_like, gradients)
   optimizer = trainer.make_optimizer(
     name, num_steps=10, learning_rate=0.1, warmup_steps=0
