@@ -1,4 +1,4 @@
-"""Tiny random block drafters, in folders as those who train them write them.
+"""Tiny random block drafters, in folders as their trainers write them.
 
 `golden/block_drafters.npz` says what the packages that define the formats
 compute of each; `golden/make_block_drafters.py` makes it.
@@ -228,13 +228,13 @@ def tensors(case):
 
 
 def neighbours(array):
-  """Rows of queries or keys in the order of those who rotate neighbours."""
+  """Rows of queries or keys in the order of formats that rotate neighbours."""
   halves = array.reshape(-1, 2, HEAD_WIDTH // 2, *array.shape[1:])
   return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
 
 
 def save(folder, config, tensors, metadata=None):
-  """Writes a folder; tensors that are None lack."""
+  """Writes a folder without the tensors that are None."""
   folder.mkdir(parents=True, exist_ok=True)
   (folder / 'config.json').write_text(json.dumps(config))
   stored = {name: array for name, array in tensors.items() if array is not None}
@@ -243,7 +243,7 @@ def save(folder, config, tensors, metadata=None):
 
 
 def write(folder, case, *, keys=None, **changed):
-  """Writes a folder; `changed` are tensors, None for those that lack."""
+  """Writes a folder; `changed` are tensors; None removes a tensor."""
   return save(folder, CONFIGS[case] | (keys or {}), tensors(case) | changed)
 
 

@@ -3,8 +3,8 @@
 Models and drafters:
 
 - `tiny`: GPT-2s and Llamas with random weights, their prompts, keys, sampling.
-  Use `tiny.gpt2(num_layers=1)` with `tiny.draft(kind, num_layers=1)`, whose
-  programs other tests have.
+  Use `tiny.gpt2(num_layers=1)` with `tiny.draft(kind, num_layers=1)`: other
+  tests compile the same programs.
 - `tiny_drafters`: drafters for them. `simple(kind, draft)` is a chain, a tree
   or a staged drafter; there are tables of n-grams, of pairs and of blocks.
 - `tiny_recurrent`: a model whose state is a hash of its path, so that any wrong
@@ -82,8 +82,8 @@ _compiled = []
 def _few_mappings(request):
   """Forgets compiled programs before the process dies of them.
 
-  Between files, so that no file has a program of its own compiled twice; and
-  before each, if budgets are counted, which must not depend on other files.
+  Between files, so that no file has a program of its own compiled twice. Before
+  each file, if budgets are counted: these must not depend on other files.
   """
   maps = pathlib.Path('/proc/self/maps')
   many = maps.exists() and maps.read_bytes().count(b'\n') > _MAX_MAPPINGS

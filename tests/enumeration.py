@@ -3,12 +3,12 @@
 Which children are drawn, which are accepted, and the bonus token are random.
 `step` follows every branch of each, with the probability that the functions of
 `specdec` give it. That the compiled rules branch in this way is shown decision
-by decision: `walk` goes down one tree in plain Python, whose randomness is
+by decision: `walk` goes down one tree in plain Python, and its randomness is
 data.
 
-A *state* is a context: the tokens since the prompt, which is one token, 0. A
-*world* is a target and a draft, both functions of the whole context, with some
-sampling. All states of all worlds are in one array, and followed at once.
+A *state* is a context: the tokens since the prompt. The prompt is one token, 0.
+A *world* is a target and a draft, both functions of the whole context, with
+some sampling. All states of all worlds are in one array, and followed at once.
 """
 
 import dataclasses
@@ -94,7 +94,7 @@ def full_sampling(values: dict, vocab_size: int) -> sampling_lib.SamplingParams:
 def params(
   values: dict, batch_size: int, vocab_size: int
 ) -> sampling_lib.SamplingParams:
-  """Checked parameters, whose static part does not depend on their values."""
+  """Checked parameters; their static part does not depend on the values."""
   checked = arguments_lib.to_params(
     specdec.Sampling(**values), batch_size, vocab_size
   )
@@ -267,7 +267,7 @@ class Worlds:
 
 
 def spread(mass: np.ndarray, at: np.ndarray, more: np.ndarray) -> None:
-  """Adds to the mass at some states, which may be repeated."""
+  """Adds to the mass at some states; states may be repeated."""
   mass += np.bincount(at.ravel(), more.ravel(), minlength=len(mass))
 
 
@@ -398,7 +398,7 @@ def finish(worlds: Worlds, mass: np.ndarray, length: int) -> None:
 
 
 def step(worlds: Worlds, states, mass, topology, rule, guesses=None):
-  """One step of rows `[n]` in some states, of some mass, which is summed.
+  """One step of rows `[n]` in some states; sums the masses of their outcomes.
 
   Children are the best or drawn, or `guesses`: a token for each path. Returns
   the mass of all states after it, and the expected number of accepted tokens of

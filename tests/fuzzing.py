@@ -240,8 +240,8 @@ _TOP_K = 'top_k must be a positive integer, got'
 _NOT_PER_ROW = 'must be one number or one per row'
 _NOT_A_NUMBER = 'must be a number or one per row'
 _BIAS_SHAPE = 'logit_bias must be a mapping .* got shape'
-# For two prompts: the argument, bad values, and words of the message. Those of
-# `Sampling` are marked by a dot.
+# For two prompts: the argument, bad values, and words of the message. A dot
+# marks arguments of `Sampling`.
 BAD = (
   ('prompts', ('', [''], [[]], ['a', ''], []), 'prompt(s| .) is empty'),
   ('prompts', ([[1], [10**6]], [[1], [-1]]), 'prompt 1 has token .*, outside'),

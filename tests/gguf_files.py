@@ -184,7 +184,7 @@ def _rope_factors(config: Any) -> dict[str, np.ndarray]:
 
 
 def _permuted(array: np.ndarray, num_heads: int) -> np.ndarray:
-  """Queries and keys of a Llama, whose pairs become neighbours."""
+  """Queries and keys of a Llama; pairs become neighbours."""
   halves = array.reshape(num_heads, 2, -1, *array.shape[1:])
   return halves.swapaxes(1, 2).reshape(array.shape)
 

@@ -215,7 +215,7 @@ _WHOLE = {
   ],
 )
 def test_tensors_lie_where_the_table_says(mesh, family, dtype, expected):
-  """Parts of the right shapes, which together are the checkpoint."""
+  """Parts have the right shapes, and together they are the checkpoint."""
   ours, alone = (
     _leaves(_load(family, 'target', layout, dtype=dtype))
     for layout in (_layout(mesh), sharding_lib.Layout())
@@ -292,7 +292,7 @@ def test_prompts_take_turns_on_several_devices():
   arguments = _arguments('llama', 5, 0.9)
   expected = _decode(None, 'llama', 5, 'plain', 0.9)
   results, under_way = {}, {}
-  for row in (0, 2, 4):  # Those that are not greedy.
+  for row in (0, 2, 4):  # Rows that are not greedy.
     if not slots.free:
       ended = slots.advance()
       results |= {under_way.pop(slot): result for slot, result in ended.items()}
@@ -355,7 +355,7 @@ def _resident(key):
 
 @pytest.mark.long
 def test_the_host_holds_one_tensor():
-  """Beside the parts of the devices, which on CPU are memory of the host."""
+  """Next to the parts of the devices; on CPU these are in the host's memory."""
   shaped = hub.shape_module(_LARGE, jnp.dtype('bfloat16'))
   graph, shapes = hub.flat_params(shaped)
   drawn = {

@@ -44,7 +44,7 @@ def matrix(
 def set_keys(
   writer: gguf.GGUFWriter, arch: str, keys: Mapping[str, Any]
 ) -> None:
-  """Sets keys of an architecture, in place of those that are there."""
+  """Sets keys of an architecture; keys with these names are replaced."""
   for key, value in keys.items():
     kind = gguf.GGUFValueType.get_type(value)
     writer.kv_data[0].pop(f'{arch}.{key}', None)

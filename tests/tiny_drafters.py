@@ -213,7 +213,7 @@ _RAGGED = topology_lib.from_paths(
 
 
 def target() -> specdec.LanguageModel:
-  """A target of one layer, which compiles fast."""
+  """A target of one layer; it compiles fast."""
   return tiny.gpt2(num_layers=1)
 
 

@@ -1,4 +1,4 @@
-"""Tiny heads with random weights, in folders as those who train heads write."""
+"""Tiny heads with random weights, in folders as their trainers write them."""
 
 import pathlib
 import tempfile

@@ -156,7 +156,7 @@ def test_a_damaged_model_is_refused_by_name(write, load, tmp_path):
 
 
 def test_a_tensor_that_is_larger_than_its_file_is_refused_at_once(tmp_path):
-  """No memory is asked for its size, which a damaged file may say."""
+  """Its size may be damaged, so no memory is asked for it."""
   _head_file(tmp_path / 'head')
   (file,) = (tmp_path / 'head').iterdir()
   size = lambda number: b'd2t' + struct.pack('<IQ', 1, number)

@@ -45,7 +45,7 @@ def test_examples_run(name, monkeypatch, capsys, request, tmp_path):
   assert capsys.readouterr().out
 
 
-# A comment is read from its first line on, so earlier lines are no comment.
+# A match begins at the first line of a comment.
 _START = re.compile(
   r'(?:^(?!\s*(?:#|//)).*\n\s*(?:#|//):? ?|\S.*  (?:#|//):? ?|"""|\'\'\')'
   r'(?:Of|Those of|That of|As of|What|But for|So many)\b.*',

@@ -100,7 +100,7 @@ def _rows(page):
 
 
 def _lacking(figures, exact):
-  """Figures that are no rounded ones of a file."""
+  """Figures that do not round any figure of a file."""
   return [
     figure[0]
     for figure in figures

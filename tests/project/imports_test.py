@@ -55,7 +55,7 @@ def _named(node):
 
 
 def _imports(path):
-  """Modules that a file imports, and those that its functions import."""
+  """Modules that a file imports, and modules that its functions import."""
   tree = ast.parse((_ROOT / path).read_text('utf-8'))
   functions = [
     node
@@ -90,9 +90,9 @@ def test_nothing_imports_itself_through_others():
 
 
 def test_imports_point_one_way():
-  """No function imports the packages, which would hide a circle.
+  """No function imports the packages: that would hide a circle.
 
-  Those of scripts do, so that --help is quick.
+  Functions of scripts may import them, so that --help is quick.
   """
   floor = lambda name: max(
     place

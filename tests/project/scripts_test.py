@@ -79,7 +79,7 @@ def _with_template(target, folder, template):
 
 @pytest.fixture(scope='module')
 def instruct(tmp_path_factory, target, pair):
-  """The flags of the pair, whose target has a chat template."""
+  """The flags of the pair; its target has a chat template."""
   folder = tmp_path_factory.mktemp('instruct') / 'target'
   return _with_template(target, folder, _TEMPLATE), *pair[1:], *_CHAIN
 
@@ -246,7 +246,7 @@ def test_a_table_follows_the_text_and_origins_are_marked(pair, monkeypatch):
 
 
 def test_a_text_is_shown_while_it_grows(pair):
-  """And ends before a stop string, whose tokens count."""
+  """It ends before a stop string; the tokens of the string count."""
   letter, line_end = _tokenizer().convert_tokens_to_ids(['x', 'Ċ'])
   flags = [*pair, *_CHAIN, '--prompt=def', '--repetition_penalty=1.5']
   flags += [f'--logit_bias={letter}:100,{line_end}:99', r'--stop=\nxx']
@@ -341,7 +341,7 @@ def test_reasoning_is_shown_apart(target, instruct, tmp_path, monkeypatch):
 def test_no_message_ends_a_conversation(
   target, instruct, tmp_path, monkeypatch
 ):
-  """Bytes that are no text, and an answer that the template refuses."""
+  """Bytes that are not UTF-8, and an answer that the template refuses."""
   template = "{% for one in messages %}{% if not one['content'] %}"
   template += "{{ raise_exception('it is empty') }}{% endif %}"
   template += "{{ one['content'] }}{% endfor %}"
@@ -410,7 +410,7 @@ def test_benchmark_writes_what_it_prints(pair, prompts, tmp_path, monkeypatch):
 def test_turns_are_decoded_and_counted_by_category(
   instruct, tmp_path, monkeypatch
 ):
-  """After the answers of plain decoding, which `generate.py` gives, too."""
+  """After the answers of plain decoding; `generate.py` gives the same ones."""
   monkeypatch.setattr(times, '_READ_BYTES', {'default': 1 << 20})
   decode, seen = timing.time_arms, []
 

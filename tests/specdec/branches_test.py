@@ -18,7 +18,7 @@ _ROWS = 2
 
 
 def _decode():
-  """With a jit of its own, which has no program traced before."""
+  """With a new jit: it has not traced any program before."""
   target, draft = (
     tiny.gpt2(seed=seed, num_layers=1, num_heads=1) for seed in range(2)
   )

@@ -63,7 +63,7 @@ def _versions():
 
 
 def _check(name, counted, update, *, compiler=()):
-  """Compares with the limits of a program, or makes them those.
+  """Compares with the limits of a program, or makes them the new limits.
 
   They can be compared if the `_versions` named in `compiler` are the same.
   """
@@ -255,7 +255,7 @@ def _large_sums_of_products(program):
 
 
 def test_no_program_has_what_a_release_of_jaxlib_compiles_wrongly():
-  """Nor arctan, which 0.10.2 gets wrong on some processors (jax#39352)."""
+  """Nor arctan: 0.10.2 gets it wrong on some processors (jax#39352)."""
   for method in ('plain', 'staged'):
     program = hlo.parse(_compiled('cpu', method).text)
     assert not _large_sums_of_products(program)

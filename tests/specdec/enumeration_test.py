@@ -180,7 +180,7 @@ def test_all_of_a_few_best_guesses_stand():
   np.testing.assert_allclose(accepted, expected, atol=1e-6)
 
 
-# Distributions of which rejection leaves nothing.
+# Rejection leaves nothing of these distributions.
 
 
 def test_normalized():
@@ -446,7 +446,7 @@ def check_walks(children, name='rejection', num_batches=25):
       np.testing.assert_array_equal(walk[:, : number + 1], expected)
       assert np.all(walk[:, number + 1 :] == tree_lib.NO_NODE)
       numbers.append(number)
-  # It was no poor example.
+  # The example has few close decisions and all numbers of accepted tokens.
   assert num_close < 0.05 * num_batches * _BATCH_SIZE
   assert np.all(np.bincount(numbers, minlength=3)[:3] >= 10)
 
@@ -622,7 +622,7 @@ def test_every_node_draws_children_of_its_own():
 
 
 def test_children_that_float32_gives_no_probability():
-  """Or its probability, when likelier siblings are rejected, is unknown."""
+  """Or whose probability is unknown when likelier siblings are rejected."""
   logits = np.array([0.0, -80.0, -100.0, -110.0, -110.0], np.float32)
   neutral = enumeration.NEUTRAL | {'logit_bias': {}}
   sampling = enumeration.params(neutral, 200, 5)

@@ -25,7 +25,7 @@ _read = []
 
 @functools.cache
 def _counting(spec, name):
-  """The model, which notes how many positions each forward computes."""
+  """The model; it notes the number of positions that each forward computes."""
 
   def apply(params, tokens, positions, mask, cache):
     jax.debug.callback(lambda: _read.append((name, tokens.shape[1])))

@@ -63,7 +63,7 @@ def _begin(script, arguments, *, devices=_DEVICES):
 
 @contextlib.contextmanager
 def _hosts(script, arguments):
-  """Two processes, which are ended at the end."""
+  """Two processes; they are ended at the end."""
   with socket.socket() as free:
     free.bind(('localhost', 0))
     port = free.getsockname()[1]

@@ -248,7 +248,7 @@ def test_noise_of_few_tokens_has_the_bits_of_jax():
 
 
 def test_the_best_are_found_in_blocks_as_by_a_sort():
-  """Among equal scores the lowest tokens, which lie in other blocks."""
+  """Among equal scores the lowest tokens win, also from other blocks."""
   rng = np.random.default_rng(0)
   run = jax.jit(best_lib.top_k, static_argnums=1)
   for vocab_size, number in ((151_936, 3), (50_257, 256), (50_257, 500)):

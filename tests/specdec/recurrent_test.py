@@ -102,7 +102,7 @@ def test_a_node_has_the_bits_of_plain_decoding_of_its_path(
 
 @_kernels
 def test_keys_near_zero_have_the_length_of_transformers(tmp_path):
-  """It is divided by a root with an epsilon, which matters for these."""
+  """It is divided by a root with an epsilon; the epsilon matters for these."""
   name = 'qwen3_5_shared_keys'
   folder = variants.write(name, tmp_path / name)
   convolutions = {

@@ -96,7 +96,7 @@ _SAMPLED_BY = [field.name for field in dataclasses.fields(specdec.Sampling)]
 
 @functools.cache
 def _together(kind='plain', verify='match', only=None):
-  """One batch of all, whose rows are as alone: `equality_test`."""
+  """One batch of all; rows are as if decoded alone: `equality_test`."""
   jobs = _JOBS if only is None else [_JOBS[only]]
   of_jobs = lambda name: [job[name] for job in jobs]
   sampled = lambda name: [getattr(job['sampling'], name) for job in jobs]
@@ -154,7 +154,7 @@ def test_other_rules_draw_as_alone():
 
 
 def test_every_slot_has_stop_strings_and_end_tokens_of_its_own():
-  """Also for the prompts that come later, which may have none of them."""
+  """Also for the prompts that come later and may have neither."""
   vocab_size = 12
   names = [bytes([97 + token]) for token in range(vocab_size)]
   following = np.roll(9 * np.eye(vocab_size, dtype=np.float32), 1, axis=1)

@@ -28,8 +28,8 @@ _OF_TYPE = {
     *variants.VARIANTS.values(),
   )
 }
-# Fields of the classes that change nothing. Those of windows are read where a
-# window is; `mlp_only_layers` and others are refused.
+# Fields of the classes that change nothing. Fields of windows are read where
+# a window is; `mlp_only_layers` and others are refused.
 _IDLE = """
   attention_dropout attn_pdrop embd_pdrop resid_pdrop bos_token_id eos_token_id
   pad_token_id use_cache initializer_range pretraining_tp output_router_logits
@@ -50,7 +50,7 @@ _LISTS = ('layer_types', 'no_rope_layers')
 _WINDOW = {'use_sliding_window': True, 'sliding_window': 5}
 _FIRST = {kind: {'max_window_layers': 0} for kind in ('qwen2', 'qwen3')}
 _FIRST['smollm3'] = {'no_rope_layer_interval': 2}
-# Keys that are no fields, but read in older files.
+# Keys that only older files have.
 _OLDER = {'rope_theta', 'rope_scaling', 'partial_rotary_factor', 'head_dim'}
 # Values of every type; and others that are unusual and good.
 _VALUES = [True, False, 'relu', {'a': 1}, {'rope_theta': 50.0}]

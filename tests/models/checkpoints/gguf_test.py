@@ -395,7 +395,7 @@ def test_so_many_pairs_are_rotated_as_a_file_says():
 
 
 def test_a_file_that_was_cut(path):
-  """Within its last tensor, which is a matrix."""
+  """The cut is within the last tensor, a matrix."""
   by_axes = lambda all_: dict(sorted(all_.items(), key=lambda x: x[1][0].ndim))
   _write(path, 'gpt2', change=by_axes)
   path.write_bytes(path.read_bytes()[:-64])

@@ -132,7 +132,7 @@ _WHOLE = ['\n', '\n\n', 'i\n']
 
 
 def _write_pieces(path, **keys):
-  """SentencePiece, whose unknown, begin and end tokens have own names."""
+  """SentencePiece; unknown, begin and end tokens have names of their own."""
   words = ['<none>', '<begin>', '<end>', *_BYTES, *_PIECES, *_WHOLE]
   kinds = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL]
   kinds += [TokenType.BYTE] * 256 + [TokenType.NORMAL] * len(_PIECES)

@@ -52,9 +52,9 @@ def test_attend_equals_one_query_and_head_at_a_time(length, heads, dtype):
   assert np.isfinite(attend(*operands, np.zeros_like(mask))).all()
 
 
-# A text of three tokens, then a tree whose two branches lie between each other
-# and of which one reaches beyond a window of three positions: what each node
-# sees, as its path, and what of it is within the window.
+# A text of three tokens, then a tree of two branches. Their nodes alternate,
+# and one branch is longer than a window of three positions. For each node: what
+# it sees, as its path, and what of it is within the window.
 _PATHS = {
   (0,): (0,),
   (0, 1, 2): (0, 1, 2),

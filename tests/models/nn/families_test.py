@@ -178,7 +178,7 @@ def test_tensors_that_contradict_the_config(
 def test_kernels_and_few_bits(name, tmp_path):
   """Logits in few bits are the logits of the rounded weights.
 
-  Rows are rounded to eight bits, which changes logits about as much as weights
+  Rows are rounded to eight bits. This changes logits about as much as weights
   in eight bits do; a step of four bits is 17 times as large. Medians, because
   a few tokens may go to other experts.
   """

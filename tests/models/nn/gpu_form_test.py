@@ -91,7 +91,7 @@ def test_it_decodes_as_plainly():
 
 
 def test_long_texts_have_an_array_per_layer():
-  """A layer's slots are copied for a forward, which many would make slow."""
+  """A forward copies a layer's slots; copies of many slots would be slow."""
   _, model = _forms('gpt2')
   caches = [
     jax.eval_shape(lambda size=size: model.spec.init_cache(1, size))

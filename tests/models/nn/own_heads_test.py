@@ -213,7 +213,7 @@ def test_so_does_one_of_few_bits(form):
 
 
 def test_states_before_a_norm_cost_acceptance():
-  """The states of the target, and those that the layer reads of its own."""
+  """The states of the target, and the layer's own states that it reads."""
   folder, _ = _learned()
   target, head = load(folder)
   layers = hub.locate(folder).config.num_layers

@@ -58,7 +58,7 @@ def test_each_of_eight_devices_has_an_eighth_of_a_model_of_70b():
 
 
 def test_the_lookup_of_one_row_on_a_mesh_is_of_two():
-  """Or XLA makes it a slice, for which a GPU gathers the whole matrix."""
+  """Or XLA makes it a slice, and a GPU gathers the whole matrix for it."""
   matrix, index = jnp.arange(64.0).reshape(16, 4), jnp.array([3])
   mesh = AbstractMesh((1, 8), sharding_lib.AXES)
   for context, result in (

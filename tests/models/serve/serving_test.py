@@ -124,7 +124,7 @@ def _asked(rng):
 
 
 def _alone(kind, bodies):
-  """The same by one plain batch, whose rows are as alone."""
+  """The same by one plain batch; its rows are decoded as if alone."""
   of_each = lambda name, other=None: [body.get(name, other) for body in bodies]
   bias = [
     {int(token): value for token, value in (bias or {}).items()}

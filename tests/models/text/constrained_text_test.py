@@ -137,7 +137,7 @@ def test_every_answer_of_a_chat_matches():
 
 
 def test_prompts_in_slots_have_constraints_of_their_own():
-  """Also where one needs larger tables than those before it."""
+  """Also where a later one needs larger tables than all before it."""
   wanted = [*zip(_REGEX, _SCHEMA, strict=True), ('[a-c]{280}', None)]
   jobs = [
     specdec.Job(

@@ -74,7 +74,7 @@ def test_only_what_differs_is_written():
 
 
 def _changed(record, changes):
-  """A record with other values at places, None for those that are gone."""
+  """A record with other values at places; None removes a value."""
   for name, value in changes.items():
     *outer, last = name.split('.')
     place = functools.reduce(operator.getitem, outer, record)

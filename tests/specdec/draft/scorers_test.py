@@ -152,7 +152,7 @@ def _bigrams(rng, num_candidates, total, name):
 
 
 def _slow_merge(proposers):
-  """One table that says what they say; each shares what those before left.
+  """One table that says what they say; each shares what earlier ones left.
 
   Also `[V, V]`, who was the first to propose a token after a token.
   """

@@ -38,7 +38,7 @@ def _text(vocab_size: int, length: int, seed: int = 0, skew: int = 3) -> list:
 
 
 def _texts(vocab_size: int) -> st.SearchStrategy[list[list[int]]]:
-  """At least one token; some repeat themselves, some lack the last token."""
+  """At least one token; some texts repeat, some never have the last token."""
   tokens = st.integers(0, vocab_size - 1)
   periods = st.lists(tokens, min_size=1, max_size=4)
   repeated = st.builds(

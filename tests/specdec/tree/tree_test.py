@@ -15,7 +15,7 @@ NUM_TREES = 200
 
 
 def _lists_of(batch) -> list[list[list_trees.Node]]:
-  """The rows of a batch of trees, whose unused entries must be blank."""
+  """The rows of a batch of trees; unused entries must be blank."""
   unused = np.arange(list_trees.CAPACITY) >= np.asarray(batch.size)[:, None]
   assert (np.asarray(batch.parent)[unused] == tree_lib.NO_NODE).all()
   assert (np.asarray(batch.log_prob)[unused] == -np.inf).all()
@@ -100,7 +100,7 @@ _NEW_EDGES = {
 
 
 def _rescored(seed, edges):
-  """Lists and their arrays, which have new edges, and sums of the old ones."""
+  """Lists and their arrays with new edges, and sums of the old edges."""
   lists, _, rng = _random_trees(seed)
   old = []
   for nodes in lists:

@@ -42,8 +42,8 @@ def test_shapes_are_read_with_their_layout():
 def test_kernels_of_a_step_by_layer_and_next_to_the_model():
   step = _step()
   row = step.figures(frozenset())
-  # gemm, write, row, turn, noise, send; single numbers are no kernels, and of
-  # the branches the longer one counts.
+  # gemm, write, row, turn, noise, send; single numbers are not counted as
+  # kernels, and the longer branch counts.
   assert row['kernels'] == 6
   assert step.layers == {'0': 1, '1': 1}
   assert row['kernels_per_layer'] == 1.0

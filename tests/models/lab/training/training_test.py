@@ -366,7 +366,7 @@ def test_a_model_learns_a_corpus_and_another_its_distribution(
 
 
 def _learned(training, tmp_path, depth):
-  """The folder of a killed run, which has the weights of a whole one."""
+  """The folder of a killed run; it has the weights of a whole run."""
   folder, lines = _train_killed(training, tmp_path / 'killed')
   accepted = [line.accepted for line in lines if hasattr(line, 'accepted')]
   assert np.shape(accepted) == (2, depth)
