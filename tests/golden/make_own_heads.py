@@ -33,7 +33,7 @@ class MTP:
     self.keys, self.is_mimo = keys, keys['model_type'] == 'mimo'
     prefix = 'model.mtp_layers.0.' if self.is_mimo else 'mtp.'
     shift = lambda name: not self.is_mimo and own_heads.is_norm(name)
-    self.own = {
+    self.tensors = {
       name.removeprefix(prefix): torch.tensor(array + shift(name)).float()
       for name, array in stored.items()
       if name.startswith(prefix)
@@ -44,12 +44,12 @@ class MTP:
 
   def norm(self, x, name):
     mean = (x * x).mean(-1, keepdim=True)
-    scale = self.own[f'{name}.weight']
+    scale = self.tensors[f'{name}.weight']
     return x / torch.sqrt(mean + self.keys['rms_norm_eps']) * scale
 
   def times(self, x, name):
-    product = x @ self.own[f'{name}.weight'].T
-    return product + self.own.get(f'{name}.bias', 0.0)
+    product = x @ self.tensors[f'{name}.weight'].T
+    return product + self.tensors.get(f'{name}.bias', 0.0)
 
   def rotated(self, x):
     """Rotates the first numbers of heads `[rows, heads, width]`."""

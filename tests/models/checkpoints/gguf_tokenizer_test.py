@@ -69,7 +69,7 @@ _WORDS = {
   'qwen2': [_TEKKEN[0], *_LLAMA[1:]],
   'tekken': _TEKKEN,
   'gpt-4o': [["we'RE", ' a', '123', '45'], *_TEKKEN[1:]],
-  # Among its signs are the letters of ASCII, which are cut from others.
+  # Among its signs are the letters of ASCII; they are cut from other letters.
   'deepseek-llm': [*_DEEPSEEK[:2], ['mixUp', ' É', 'd'], _DEEPSEEK[3]],
   'deepseek-coder': [_SMOLLM[0], *_DEEPSEEK[1:]],
   'deepseek-v3': _LLAMA,

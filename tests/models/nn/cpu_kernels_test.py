@@ -256,7 +256,7 @@ def test_attention_equals_that_of_xla(width, dtype):
       *(array[row : row + 1, :, slots] for array in written),
     )
     np.testing.assert_array_equal(alone[0][0, 0], result[row, place])
-  # Masked slots change no bit, and those around the others are not read.
+  # Masked slots change no bit, and slots around the visible ones are not read.
   cache[0][:, :, 7], cache[1][:, :, 7] = np.nan, -3.0
   for array in cache:
     array[:, :, [0, 44]] = np.nan

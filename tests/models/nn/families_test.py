@@ -226,7 +226,7 @@ def test_greedy_text_is_that_of_a_forward_without_a_cache(name, kind, tmp_path):
   np.testing.assert_array_equal(
     text[start:], np.argmax(logits, axis=1)[start - 1 : -1]
   )
-  # Some Gemmas, whose embeddings are scaled, repeat a token even so.
+  # Some Gemmas scale their embeddings; they repeat a token even so.
   if name in _FIRST or not name.startswith('gemma4'):
     assert len({*text[start:]}) > 3
   assert (result.stats.block_efficiency > 1) == (kind != 'plain')

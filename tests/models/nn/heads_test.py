@@ -133,7 +133,7 @@ _AUX = 'eagle_aux_hidden_state_layer_ids'
 _IDS = {'d2t': 0 * tiny_heads.IDS, 't2d': np.arange(48) > 9}
 
 
-# Keys as those who train heads write them, which change nothing.
+# Keys that trainers of heads write and that change nothing.
 _FILE = pathlib.Path(__file__).parents[2] / 'golden' / 'head_keys.json'
 _SPECFORGE, _OPTIMIZER, _SPECULATORS = json.loads(_FILE.read_text()).values()
 

@@ -99,7 +99,7 @@ def _frequent(level, min_count):
   return {ngram: count for ngram, count in level.items() if kept(ngram[1:])}
 
 
-def _found(counts):
+def _ngrams_of(counts):
   """The same from `NGramCounts`, following parents."""
   levels, names = [], [()]
   for length, level in enumerate(counts.levels):
@@ -138,7 +138,9 @@ def test_counts_are_those_of_a_counter(
     shards, order=order, vocab_size=vocab_size, min_count=min_count
   )
   expected = _counted(texts, order)
-  assert _found(counts) == [_frequent(level, min_count) for level in expected]
+  assert _ngrams_of(counts) == [
+    _frequent(level, min_count) for level in expected
+  ]
   assert counts.num_tokens == sum(map(len, texts))
   # Rare contexts are counted, too.
   for level, row in zip(expected, counts.seldom, strict=True):
