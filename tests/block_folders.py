@@ -1,4 +1,4 @@
-"""Tiny random block drafters, in folders as those who train them write them.
+"""Tiny random block drafters, in folders as their trainers write them.
 
 `golden/block_drafters.npz` says what the packages that define the formats
 compute of each; `golden/make_block_drafters.py` makes it.
@@ -24,7 +24,7 @@ VOCAB, WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_WIDTH, INNER = (
 BLOCK, MASK, RANK, CONTEXT = 4, 15, 8, 96
 SIZES = CONTEXT, WIDTH, INNER, HEADS, KV_HEADS, HEAD_WIDTH
 KEPT = np.array([0, 1, 3, 4, 6, 7, 9, 11, 12, 14])  # A reduced vocabulary.
-TEXT = 10  # Tokens of the text that a forward reads, the root behind them.
+TEXT = 10  # Tokens of the text that a forward reads; the root comes after them.
 
 _SLIDING, _FULL = 'sliding_attention', 'full_attention'
 _QWEN = {
@@ -59,29 +59,29 @@ _CONVOLUTIONS = {'conv_kernel_size': 2, 'conv_group_size': 8}
 _SELECTOR = {'selector_rank': RANK, 'selector_top_k': 6}
 
 
-def _z_lab(keys=None, **own):
-  """Keys as z-lab writes them; `own` are those of its object."""
-  own = {'mask_token_id': MASK, 'target_layer_ids': [0, 2]} | own
-  found = _LAYERS | {'block_size': BLOCK, 'num_target_layers': LAYERS}
-  found |= {'architectures': ['DFlashDraftModel'], 'dflash_config': own}
-  return found | (keys or {})
+def _z_lab(keys=None, **method):
+  """Keys as z-lab writes them; `method` are keys of `dflash_config`."""
+  method = {'mask_token_id': MASK, 'target_layer_ids': [0, 2]} | method
+  config = _LAYERS | {'block_size': BLOCK, 'num_target_layers': LAYERS}
+  config |= {'architectures': ['DFlashDraftModel'], 'dflash_config': method}
+  return config | (keys or {})
 
 
-def _speculators(kind, layers=None, **own):
+def _speculators(kind, layers=None, **more):
   """Keys as speculators writes them."""
-  found = {'speculators_model_type': kind, 'block_size': BLOCK}
-  found |= {'mask_token_id': MASK, 'draft_vocab_size': VOCAB}
-  found |= {'aux_hidden_state_layer_ids': [1, 3]}
+  config = {'speculators_model_type': kind, 'block_size': BLOCK}
+  config |= {'mask_token_id': MASK, 'draft_vocab_size': VOCAB}
+  config |= {'aux_hidden_state_layer_ids': [1, 3]}
   verifier = {'architectures': ['Qwen3ForCausalLM'], 'name_or_path': None}
   method = {'proposal_type': 'greedy', 'speculative_tokens': BLOCK - 1}
-  found['speculators_config'] = {
+  config['speculators_config'] = {
     'algorithm': kind,
     'default_proposal_method': 'greedy',
     'proposal_methods': [method],
     'verifier': verifier,
   }
   layers = _LAYERS | (layers or {})
-  return found | {'transformer_layer_config': layers} | own
+  return config | {'transformer_layer_config': layers} | more
 
 
 _DSPARK = {'markov_rank': RANK, 'markov_head_type': 'vanilla'}
@@ -164,7 +164,9 @@ def _layer(prefix, *, biased=False):
   rows, kv_rows = HEADS * HEAD_WIDTH, KV_HEADS * HEAD_WIDTH
   shapes = layer_shapes(WIDTH, INNER, rows, kv_rows, WIDTH)
   shapes['input_layernorm.weight'] = (WIDTH,)
-  shapes |= {f'self_attn.{one}_norm.weight': (HEAD_WIDTH,) for one in 'qk'}
+  shapes |= {
+    f'self_attn.{letter}_norm.weight': (HEAD_WIDTH,) for letter in 'qk'
+  }
   if biased:
     shapes |= {
       name.replace('.weight', '.bias'): shape[:1]
@@ -176,10 +178,10 @@ def _layer(prefix, *, biased=False):
 
 def _all_keys(config):
   nested = ('dflash_config', 'transformer_layer_config')
-  found = dict(config)
+  keys = dict(config)
   for name in nested:
-    found |= config.get(name) or {}
-  return found
+    keys |= config.get(name) or {}
+  return keys
 
 
 def tensors(case):
@@ -207,41 +209,41 @@ def tensors(case):
     shapes['confidence_head.proj.weight'] = (1, inputs)
     shapes['confidence_head.proj.bias'] = (1,)
   if rank := keys.get('selector_rank'):
-    for one in ('predecessor', 'successor'):
-      shapes[f'candidate_selector.{one}_codebook'] = (VOCAB, rank)
+    for side in ('predecessor', 'successor'):
+      shapes[f'candidate_selector.{side}_codebook'] = (VOCAB, rank)
     shapes['candidate_selector.hidden_projection.weight'] = (rank, WIDTH)
   # With these the target accepts some of what each drafter proposes.
-  found = {name: draw(f'5.{name}', shape) for name, shape in shapes.items()}
+  arrays = {name: draw(f'5.{name}', shape) for name, shape in shapes.items()}
   if outputs != VOCAB:
-    found['embed_tokens.weight'] = draw('own embed_tokens', (VOCAB, WIDTH))
-    found['lm_head.weight'] = draw('own lm_head', (outputs, WIDTH))
-    found['d2t'] = KEPT - np.arange(len(KEPT))
+    arrays['embed_tokens.weight'] = draw('own embed_tokens', (VOCAB, WIDTH))
+    arrays['lm_head.weight'] = draw('own lm_head', (outputs, WIDTH))
+    arrays['d2t'] = KEPT - np.arange(len(KEPT))
   if case == 'liquid':
-    found |= {
+    arrays |= {
       name: neighbours(array)
-      for name, array in found.items()
+      for name, array in arrays.items()
       if '.q_' in name or '.k_' in name
     }
-  return found
+  return arrays
 
 
 def neighbours(array):
-  """Rows of queries or keys in the order of those who rotate neighbours."""
+  """Rows of queries or keys in the order of formats that rotate neighbours."""
   halves = array.reshape(-1, 2, HEAD_WIDTH // 2, *array.shape[1:])
   return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
 
 
 def save(folder, config, tensors, metadata=None):
-  """Writes a folder; tensors that are None lack."""
+  """Writes a folder without the tensors that are None."""
   folder.mkdir(parents=True, exist_ok=True)
   (folder / 'config.json').write_text(json.dumps(config))
-  stored = {name: one for name, one in tensors.items() if one is not None}
+  stored = {name: array for name, array in tensors.items() if array is not None}
   safetensors_numpy.save_file(stored, folder / 'model.safetensors', metadata)
   return folder
 
 
 def write(folder, case, *, keys=None, **changed):
-  """Writes a folder; `changed` are tensors, None for those that lack."""
+  """Writes a folder; `changed` are tensors; None removes a tensor."""
   return save(folder, CONFIGS[case] | (keys or {}), tensors(case) | changed)
 
 
@@ -250,8 +252,8 @@ def target_tensors():
   shapes = {'embed_tokens.weight': (VOCAB, WIDTH), 'norm.weight': (WIDTH,)}
   for layer in range(LAYERS):
     shapes |= _layer(f'layers.{layer}.')
-  found = {f'model.{name}': draw(f't.{name}', shapes[name]) for name in shapes}
-  return found | {'lm_head.weight': draw('t.lm_head', (VOCAB, WIDTH))}
+  arrays = {f'model.{name}': draw(f't.{name}', shapes[name]) for name in shapes}
+  return arrays | {'lm_head.weight': draw('t.lm_head', (VOCAB, WIDTH))}
 
 
 def write_target(folder):

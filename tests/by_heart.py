@@ -64,11 +64,11 @@ def fitted(function, params, reads, *, steps, target=None):
     base = tiny_heads.target().params['gpt2']
     matrices = base['wte']['embedding'], base['lm_head']
     target = tiny_heads.target(), texts(), *matrices
-  model, known, *matrices = target
-  logits, of_layers = hidden(known, model)
-  states = [of_layers[one][:, 0] for one in reads]
+  model, tokens, *matrices = target
+  logits, of_layers = hidden(tokens, model)
+  states = [of_layers[layer][:, 0] for layer in reads]
   batch = {
-    'tokens': known,
+    'tokens': tokens,
     'states': np.concatenate(states, -1),
     'normed': _SHARPER * of_layers[cache_lib.AFTER_NORM][:, 0],
     'choice': np.argmax(logits, -1),

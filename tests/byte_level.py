@@ -1,4 +1,4 @@
-"""Tokenizers of a few tokens, whose bytes are written in GPT-2's alphabet."""
+"""Tokenizers of a few tokens; bytes are written in GPT-2's alphabet."""
 
 from collections.abc import Iterable
 from typing import Any

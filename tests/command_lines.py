@@ -15,7 +15,7 @@ import quick
 
 _FOLDER = pathlib.Path(__file__).parents[1] / 'scripts'
 
-app.define_help_flags()  # Once; they are no script's.
+app.define_help_flags()  # Once; the flags belong to no script.
 
 
 class Ended(NamedTuple):
@@ -27,7 +27,7 @@ class Ended(NamedTuple):
 
 
 def run(script: str, *arguments) -> Ended:
-  """Runs a script as a command line would; each run defines the flags anew."""
+  """Runs a script as a command line would; each run defines the flags again."""
   path = _FOLDER / script
   argv = [str(path), *map(str, arguments)]
   output, errors, code = io.StringIO(), io.StringIO(), 0
@@ -63,7 +63,7 @@ def refusal(script: str, *arguments) -> str:
 
 
 def run_alone(script: str, *arguments) -> Ended:
-  """Runs a script in a process of its own, which compiles fast."""
+  """Runs a script in a process of its own, with options to compile fast."""
   ended = subprocess.run(
     [sys.executable, _FOLDER / script, *map(str, arguments)],
     capture_output=True,

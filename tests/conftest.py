@@ -3,8 +3,8 @@
 Models and drafters:
 
 - `tiny`: GPT-2s and Llamas with random weights, their prompts, keys, sampling.
-  Use `tiny.gpt2(num_layers=1)` with `tiny.draft(kind, num_layers=1)`, whose
-  programs other tests have.
+  Use `tiny.gpt2(num_layers=1)` with `tiny.draft(kind, num_layers=1)`: other
+  tests compile the same programs.
 - `tiny_drafters`: drafters for them. `simple(kind, draft)` is a chain, a tree
   or a staged drafter; there are tables of n-grams, of pairs and of blocks.
 - `tiny_recurrent`: a model whose state is a hash of its path, so that any wrong
@@ -82,8 +82,8 @@ _compiled = []
 def _few_mappings(request):
   """Forgets compiled programs before the process dies of them.
 
-  Between files, so that no file has a program of its own compiled twice; and
-  before each, if budgets are counted, which must not depend on other files.
+  Between files, so that no file has a program of its own compiled twice. Before
+  each file, if budgets are counted: these must not depend on other files.
   """
   maps = pathlib.Path('/proc/self/maps')
   many = maps.exists() and maps.read_bytes().count(b'\n') > _MAX_MAPPINGS
@@ -155,13 +155,13 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
       if item.get_closest_marker('long'):
         item.add_marker(pytest.mark.skip(reason='takes minutes; --long'))
-  known = json.loads(_BUDGETS.read_text())
-  seconds = lambda item: known.get(_file_of(item), {}).get('seconds', 0)
+  budgets = json.loads(_BUDGETS.read_text())
+  seconds = lambda item: budgets.get(_file_of(item), {}).get('seconds', 0)
   if config.getoption('--fast'):
     _deselect(config, items, lambda item: seconds(item) > _SLOW)
   if config.getoption('--shard'):
     index, number = map(int, config.getoption('--shard').split('/'))
-    took = lambda file: known.get(file, {}).get('seconds', 0)
+    took = lambda file: budgets.get(file, {}).get('seconds', 0)
     files = shard_of({*map(_file_of, items)}, took, index, number)
     _deselect(config, items, lambda item: _file_of(item) not in files)
   # Two workers end at about the same time only if long files come first.

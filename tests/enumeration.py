@@ -3,12 +3,12 @@
 Which children are drawn, which are accepted, and the bonus token are random.
 `step` follows every branch of each, with the probability that the functions of
 `specdec` give it. That the compiled rules branch in this way is shown decision
-by decision: `walk` goes down one tree in plain Python, whose randomness is
+by decision: `walk` goes down one tree in plain Python, and its randomness is
 data.
 
-A *state* is a context: the tokens since the prompt, which is one token, 0. A
-*world* is a target and a draft, both functions of the whole context, with some
-sampling. All states of all worlds are in one array, and followed at once.
+A *state* is a context: the tokens since the prompt. The prompt is one token, 0.
+A *world* is a target and a draft, both functions of the whole context, with
+some sampling. All states of all worlds are in one array, and followed at once.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ SAMPLINGS = {
   'greedy': {'temperature': 0.0},
   'greedy with a penalty': {'temperature': 0.0, 'repetition_penalty': 3.0},
 }
-"""The bias is that of token 1."""
+"""`logit_bias` is the bias of token 1."""
 
 # The adversarial one never proposes the target's most likely token; the peaked
 # one has two tokens so likely that float32 has no room for the others.
@@ -94,7 +94,7 @@ def full_sampling(values: dict, vocab_size: int) -> sampling_lib.SamplingParams:
 def params(
   values: dict, batch_size: int, vocab_size: int
 ) -> sampling_lib.SamplingParams:
-  """Checked parameters, whose static part does not depend on their values."""
+  """Checked parameters; their static part does not depend on the values."""
   checked = arguments_lib.to_params(
     specdec.Sampling(**values), batch_size, vocab_size
   )
@@ -267,7 +267,7 @@ class Worlds:
 
 
 def spread(mass: np.ndarray, at: np.ndarray, more: np.ndarray) -> None:
-  """Adds to the mass at some states, which may be repeated."""
+  """Adds to the mass at some states; states may be repeated."""
   mass += np.bincount(at.ravel(), more.ravel(), minlength=len(mass))
 
 
@@ -362,13 +362,17 @@ def distance(law: np.ndarray, expected: np.ndarray) -> np.ndarray:
 def _in_chunks(function, *arrays):
   """`function` of arrays with equally many rows, some rows at a time."""
   number = len(arrays[0])
-  found = []
+  results = []
   for start in range(0, max(number, 1), _CHUNK):
     some = [array[start : start + _CHUNK] for array in arrays]
     missing = (0, _CHUNK - len(some[0]))
-    pad = lambda one, of=missing: np.pad(one, (of, *[(0, 0)] * (one.ndim - 1)))
-    found.append([*map(np.asarray, function(*map(pad, some)))])
-  return [np.concatenate(one)[:number] for one in zip(*found, strict=True)]
+    pad = lambda array, of=missing: np.pad(
+      array, (of, *[(0, 0)] * (array.ndim - 1))
+    )
+    results.append([*map(np.asarray, function(*map(pad, some)))])
+  return [
+    np.concatenate(parts)[:number] for parts in zip(*results, strict=True)
+  ]
 
 
 @functools.partial(quick_jit, static_argnames='rule')
@@ -394,14 +398,14 @@ def finish(worlds: Worlds, mass: np.ndarray, length: int) -> None:
 
 
 def step(worlds: Worlds, states, mass, topology, rule, guesses=None):
-  """One step of rows `[n]` in some states, of some mass, which is summed.
+  """One step of rows `[n]` in some states; sums the masses of their outcomes.
 
   Children are the best or drawn, or `guesses`: a token for each path. Returns
   the mass of all states after it, and the expected number of accepted tokens of
   each world, `[W]`. There must be contexts for all that it may emit.
   """
   children = rule.children
-  found = np.zeros(len(worlds.length))
+  masses = np.zeros(len(worlds.length))
   accepted = np.zeros(len(worlds.names))
 
   def visit(path, states, mass, weight):
@@ -442,14 +446,14 @@ def step(worlds: Worlds, states, mass, topology, rule, guesses=None):
         )
       )
     stays = mass * weight
-    spread(found, worlds.following(states), stays[:, None] * target)
+    spread(masses, worlds.following(states), stays[:, None] * target)
     spread(accepted, states // len(worlds.contexts), len(path) * stays)
     return np.bincount(rows, mass - stays, minlength=size)
 
   ones = np.ones(len(states), worlds.target.dtype)
   left = visit((), states, np.float64(mass), ones)
   np.testing.assert_allclose(left, 0, atol=1e-6)
-  return found, accepted
+  return masses, accepted
 
 
 def several_steps(worlds: Worlds, topology, rule, length: int) -> np.ndarray:
@@ -463,8 +467,8 @@ def several_steps(worlds: Worlds, topology, rule, length: int) -> np.ndarray:
 
 # Rules in plain Python, one row at a time. `randomness` and `child_noise` make
 # their data from the keys of a step, independently of `specdec.sampling`. Every
-# decision has a *margin*, whose smallest is returned: the last digits of
-# float32 are not those of float64.
+# decision has a *margin*. The smallest margin is returned: float32 and float64
+# differ in their last digits.
 
 ENOUGH = 1e-5
 """A decision with a smaller margin is not compared."""
@@ -524,7 +528,7 @@ def _choose(probs, noise):
 def pick_children(probs, noise, number, stochastic, children):
   """Tokens of at most `number` children, and the margin.
 
-  `probs [V]` are the draft's, `noise` that of the node, see `child_noise`.
+  `probs [V]` are the draft's; `noise` is the node's noise, see `child_noise`.
   """
   if children == sampling_lib.BEST or not stochastic:
     return _best(_log(probs), number)

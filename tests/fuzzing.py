@@ -240,8 +240,8 @@ _TOP_K = 'top_k must be a positive integer, got'
 _NOT_PER_ROW = 'must be one number or one per row'
 _NOT_A_NUMBER = 'must be a number or one per row'
 _BIAS_SHAPE = 'logit_bias must be a mapping .* got shape'
-# For two prompts: the argument, bad values, and words of the message. Those of
-# `Sampling` are marked by a dot.
+# For two prompts: the argument, bad values, and words of the message. A dot
+# marks arguments of `Sampling`.
 BAD = (
   ('prompts', ('', [''], [[]], ['a', ''], []), 'prompt(s| .) is empty'),
   ('prompts', ([[1], [10**6]], [[1], [-1]]), 'prompt 1 has token .*, outside'),
@@ -300,7 +300,9 @@ BAD = (
   ('.logit_bias', (np.zeros(3), 'x', 5), _BIAS_SHAPE),
   ('.logit_bias', ('all', [None, 'all']), 'logit_bias bans every token'),
 )
-_BAD_SHAPE = next(one for one in SHAPES if one.batch_size == 2 and one.on)
+_BAD_SHAPE = next(
+  shape for shape in SHAPES if shape.batch_size == 2 and shape.on
+)
 
 
 def run_bad(name: str, value: object, seed: int) -> Exception:
@@ -370,9 +372,9 @@ def _check_ends(result, options, where):
     assert 0 not in tokens[:-1], where
     assert (reason == 'eos') == (tokens[-1:] == [0]), where
     whole = b''.join(models.token_bytes()[token] for token in tokens)
-    found = [stop for stop in stops[row] if stop.encode() in whole]
+    completed = [stop for stop in stops[row] if stop.encode() in whole]
     assert not any(stop in text for stop in stops[row]), where
-    assert bool(found) == (reason == 'stop'), where
+    assert bool(completed) == (reason == 'stop'), where
     # And with the token that completes it, the row ends.
     shorter = b''.join(models.token_bytes()[token] for token in tokens[:-1])
     assert not any(stop.encode() in shorter for stop in stops[row]), where

@@ -1,6 +1,6 @@
 """GGUF files of tiny models, as the converter of llama.cpp writes them.
 
-Keys and layouts are those of convert_hf_to_gguf.py
+Keys and layouts are the same as in convert_hf_to_gguf.py
 (github.com/ggml-org/llama.cpp); names of tensors are in tables of `gguf`.
 """
 
@@ -92,7 +92,7 @@ def _gemma4_keys(writer: gguf.GGUFWriter, config: Any) -> None:
   writer.add_rope_dimension_count_swa(widths[local])
   writer.add_rope_freq_base_swa(config.of_layers('rope')[local].theta)
   sources = config.of_layers('kv_source')
-  writer.add_shared_kv_layers(sum(one is not None for one in sources))
+  writer.add_shared_kv_layers(sum(source is not None for source in sources))
   writer.add_embedding_length_per_layer_input(config.layer_width)
   if config.logit_cap:
     writer.add_final_logit_softcapping(config.logit_cap)
@@ -120,7 +120,7 @@ def _metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
   elif config.num_kv_heads != config.num_heads:  # It is the default.
     writer.add_head_count_kv(config.num_kv_heads)
   writer.add_layer_norm_rms_eps(config.norm_epsilon)
-  windows = [one for one in config.of_layers('window') if one]
+  windows = [window for window in config.of_layers('window') if window]
   if windows or arch == 'phi3':
     writer.add_sliding_window(windows[0] if windows else 0)
   if config.score_cap:
@@ -137,8 +137,9 @@ def _metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
   *_, width = config.of_layers('head_width')
   for add_width in (writer.add_key_length, writer.add_value_length):
     add_width(width)
-  ropes = [one for one in config.of_layers('rope') if one] or [rope_lib.Rope()]
-  scaled = [one for one in ropes if one.scaling]
+  ropes = [rope for rope in config.of_layers('rope') if rope]
+  ropes = ropes or [rope_lib.Rope()]
+  scaled = [rope for rope in ropes if rope.scaling]
   _rope_keys(writer, (scaled or ropes)[0], width, arch)
   if arch == 'gemma4':
     _gemma4_keys(writer, config)
@@ -170,8 +171,8 @@ def _rope_factors(config: Any) -> dict[str, np.ndarray]:
     }
   if isinstance(scaling, rope_lib.Llama3Scaling):
     plain, scaled = (
-      one.frequencies(config.head_width)
-      for one in (dataclasses.replace(rope, scaling=None), rope)
+      each_rope.frequencies(config.head_width)
+      for each_rope in (dataclasses.replace(rope, scaling=None), rope)
     )
     return {'rope_freqs.weight': plain / scaled}
   if isinstance(scaling, rope_lib.ProportionalScaling):
@@ -183,7 +184,7 @@ def _rope_factors(config: Any) -> dict[str, np.ndarray]:
 
 
 def _permuted(array: np.ndarray, num_heads: int) -> np.ndarray:
-  """Queries and keys of a Llama, whose pairs become neighbours."""
+  """Queries and keys of a Llama; pairs become neighbours."""
   halves = array.reshape(num_heads, 2, -1, *array.shape[1:])
   return halves.swapaxes(1, 2).reshape(array.shape)
 
@@ -194,27 +195,27 @@ def _stored_name(name: str, arch: str, num_layers: int) -> tuple[str, bool]:
   if last in _VECTORS:
     return f'blk.{layer[0]}.{_VECTORS[last]}', False
   prefix = 'transformer' if arch == 'gpt2' else 'model'
-  own = name if name == 'lm_head.weight' else f'{prefix}.{name}'
+  stored = name if name == 'lm_head.weight' else f'{prefix}.{name}'
   for ours, theirs in _RENAMES.get(arch, {}).items():
-    own = re.sub(ours, theirs, own)
-  own += '.weight' * own.endswith(('sinks', 'layer_scalar'))
-  stem, leaf = own.rsplit('.', 1)
+    stored = re.sub(ours, theirs, stored)
+  stored += '.weight' * stored.endswith(('sinks', 'layer_scalar'))
+  stem, leaf = stored.rsplit('.', 1)
   stem, is_expert = re.subn(r'experts\.\d+', 'experts', stem)
   architectures = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
   table = gguf.get_tensor_name_map(architectures[arch], num_layers)
-  known = table.get_name(stem)
-  assert known, stem
-  return f'{known}.{leaf}', bool(is_expert)
+  base = table.get_name(stem)
+  assert base, stem
+  return f'{base}.{leaf}', bool(is_expert)
 
 
 _NEXTN = {'fc': 'eh_proj', 'norm': 'shared_head_norm'}
 
 
 def nextn_name(name: str, arch: str, num_layers: int) -> str:
-  """The name that a tensor of an MTP layer has, after so many layers."""
+  """The name of a tensor of the MTP layer after `num_layers` layers."""
   if name.startswith('layers.0.'):
-    own = name.replace('layers.0.', f'layers.{num_layers}.')
-    return _stored_name(own, arch, num_layers + 1)[0]
+    renamed = name.replace('layers.0.', f'layers.{num_layers}.')
+    return _stored_name(renamed, arch, num_layers + 1)[0]
   first, _, rest = name.partition('.')
   return f'blk.{num_layers}.nextn.{_NEXTN.get(first, first)}.{rest}'
 
@@ -270,7 +271,7 @@ def write(
 ) -> dict[str, np.ndarray]:
   """Writes a model; returns the tensors, rounded as in the file.
 
-  The type `kind` is that of the matrices; the rest is float32. The function
+  Matrices have the type `kind`; the rest is float32. The function
   `change` gets the tensors, and may change them; `keys` are further ones of the
   architecture, or other values.
   """
@@ -282,13 +283,13 @@ def write(
   tensors, expected, rng = {}, {}, np.random.default_rng(0)
   arrays = dict(tensors_of(module, arch)) | _rope_factors(config)
   for name, array in arrays.items():
-    own = kind if array.ndim > 1 else Kind.F32
-    if own == Kind.Q4_K:  # gguf does not write it.
-      data = tiny_blocks.raw_rows(rng, own.name, *array.shape)
+    type_ = kind if array.ndim > 1 else Kind.F32
+    if type_ == Kind.Q4_K:  # gguf does not write it.
+      data = tiny_blocks.raw_rows(rng, type_.name, *array.shape)
     else:
-      data = gguf.quantize(array, own)
-    tensors[name], expected[name] = (data, own), gguf.dequantize(data, own)
-  for name, (data, own) in change(tensors).items():
-    writer.add_tensor(name, data, raw_dtype=own)
+      data = gguf.quantize(array, type_)
+    tensors[name], expected[name] = (data, type_), gguf.dequantize(data, type_)
+  for name, (data, type_) in change(tensors).items():
+    writer.add_tensor(name, data, raw_dtype=type_)
   tiny_blocks.finish(writer)
   return expected

@@ -257,12 +257,14 @@ def run(drafter, step):
   return lists_of(tree), [stage.scored for stage in stages], forwards
 
 
-def assert_equal_trees(found, expected):
-  exact = lambda nodes: [(one.token, one.parent, one.origin) for one in nodes]
-  logs = lambda nodes: [(one.cond_log_prob, one.log_prob) for one in nodes]
-  for one, other in zip(found, expected, strict=True):
-    assert exact(one) == exact(other)
-    np.testing.assert_allclose(logs(one), logs(other), rtol=1e-4, atol=1e-4)
+def assert_equal_trees(lists, expected):
+  exact = lambda nodes: [
+    (node.token, node.parent, node.origin) for node in nodes
+  ]
+  logs = lambda nodes: [(node.cond_log_prob, node.log_prob) for node in nodes]
+  for nodes, other in zip(lists, expected, strict=True):
+    assert exact(nodes) == exact(other)
+    np.testing.assert_allclose(logs(nodes), logs(other), rtol=1e-4, atol=1e-4)
 
 
 def random_step(seed, max_depth, temperature, vocab_size=VOCAB_SIZE, **kw):

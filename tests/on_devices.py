@@ -124,7 +124,7 @@ def _assert_alike(tokens, expected, family, temperature):
     if ours == theirs:
       continue
     pairs = enumerate(zip(ours, theirs, strict=False))
-    at = next(place for place, (one, other) in pairs if one != other)
+    at = next(place for place, (token, other) in pairs if token != other)
     margin = exactness.choice_margin(
       _load(family, 'target', sharding_lib.Layout()),
       rows['rng_key'][row],
@@ -215,20 +215,20 @@ _WHOLE = {
   ],
 )
 def test_tensors_lie_where_the_table_says(mesh, family, dtype, expected):
-  """Parts of the right shapes, which together are the checkpoint."""
+  """Parts have the right shapes, and together they are the checkpoint."""
   ours, alone = (
     _leaves(_load(family, 'target', layout, dtype=dtype))
     for layout in (_layout(mesh), sharding_lib.Layout())
   )
   for name, shapes in expected.items():
-    found = [_part(leaf) for path, leaf in ours.items() if name in path]
-    assert {*found} == {*shapes}, name
+    parts = [_part(leaf) for path, leaf in ours.items() if name in path]
+    assert {*parts} == {*shapes}, name
   for path, leaf in ours.items():
     np.testing.assert_array_equal(leaf, alone[path])
 
 
 def test_what_was_divided_can_be_saved():
-  """The files are those of a model on one device."""
+  """The files are the same as for a model on one device."""
   folder = pathlib.Path(_FILES.name)
   for family in ('gpt2', 'llama'):
     stored, files = _stored(family, 'target'), []
@@ -291,18 +291,18 @@ def test_prompts_take_turns_on_several_devices():
   )
   arguments = _arguments('llama', 5, 0.9)
   expected = _decode(None, 'llama', 5, 'plain', 0.9)
-  found, under_way = {}, {}
-  for row in (0, 2, 4):  # Those that are not greedy.
+  results, under_way = {}, {}
+  for row in (0, 2, 4):  # Rows that are not greedy.
     if not slots.free:
       ended = slots.advance()
-      found |= {under_way.pop(slot): one for slot, one in ended.items()}
+      results |= {under_way.pop(slot): result for slot, result in ended.items()}
     prompt, key = (arguments[name][row] for name in ('prompts', 'rng_key'))
     under_way[slots.insert(prompt, key, max_new_tokens=_NEW_TOKENS)] = row
   while under_way:
     ended = slots.advance()
-    found |= {under_way.pop(slot): one for slot, one in ended.items()}
-  for row, one in found.items():
-    assert one.tokens == [expected.tokens[row]]
+    results |= {under_way.pop(slot): result for slot, result in ended.items()}
+  for row, result in results.items():
+    assert result.tokens == [expected.tokens[row]]
 
 
 def test_a_head_drafts_on_several_devices():
@@ -355,10 +355,12 @@ def _resident(key):
 
 @pytest.mark.long
 def test_the_host_holds_one_tensor():
-  """Beside the parts of the devices, which on CPU are memory of the host."""
+  """Next to the parts of the devices; on CPU these are in the host's memory."""
   shaped = hub.shape_module(_LARGE, jnp.dtype('bfloat16'))
   graph, shapes = hub.flat_params(shaped)
-  drawn = {path: np.ones(one.shape, one.dtype) for path, one in shapes.items()}
+  drawn = {
+    path: np.ones(leaf.shape, leaf.dtype) for path, leaf in shapes.items()
+  }
   folder = pathlib.Path(_FILES.name) / 'large'
   module = nnx.merge(graph, traverse_util.unflatten_dict(drawn))
   hub.save_pretrained(module, folder)

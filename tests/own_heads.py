@@ -70,11 +70,11 @@ def _attention(keys, prefix):
   query = 'self_attn.q_proj.weight'
   if is_qwen:  # Each head has a gate, too.
     shapes[query] = (2 * heads * size, width)
-    shapes |= {f'self_attn.{one}_norm.weight': (size,) for one in 'qk'}
+    shapes |= {f'self_attn.{letter}_norm.weight': (size,) for letter in 'qk'}
   with_bias = 'qkv' if not is_qwen else 'qkvo' * keys['attention_bias']
-  for one in with_bias:
-    rows = shapes[f'self_attn.{one}_proj.weight'][:1]
-    shapes[f'self_attn.{one}_proj.bias'] = rows
+  for letter in with_bias:
+    rows = shapes[f'self_attn.{letter}_proj.weight'][:1]
+    shapes[f'self_attn.{letter}_proj.bias'] = rows
   shapes['input_layernorm.weight'] = (width,)
   return {prefix + name: shape for name, shape in shapes.items()}
 
@@ -98,10 +98,14 @@ def _delta(keys, prefix):
     'norm.weight': (value,),
     'out_proj.weight': (width, values * value),
   }
-  own = {f'linear_attn.{name}': shape for name, shape in shapes.items()}
+  layer_shapes = {
+    f'linear_attn.{name}': shape for name, shape in shapes.items()
+  }
   rest = _attention(keys, '').items()
-  own |= {name: shape for name, shape in rest if 'self_attn' not in name}
-  return {prefix + name: shape for name, shape in own.items()}
+  layer_shapes |= {
+    name: shape for name, shape in rest if 'self_attn' not in name
+  }
+  return {prefix + name: shape for name, shape in layer_shapes.items()}
 
 
 def tensors(keys):
@@ -123,10 +127,12 @@ def tensors(keys):
   projection = 'input_proj' if is_mimo else 'fc'
   shapes[f'{prefix}{projection}.weight'] = (width, 2 * width)
   shapes |= _attention(keys, prefix if is_mimo else 'mtp.layers.0.')
-  drawn = {name: block_folders.draw(name, one) for name, one in shapes.items()}
+  drawn = {
+    name: block_folders.draw(name, shape) for name, shape in shapes.items()
+  }
   # Qwen3.5 has the scales of most norms minus one.
   shift = lambda name: not is_mimo and is_norm(name)
-  return {name: one - shift(name) for name, one in drawn.items()}
+  return {name: array - shift(name) for name, array in drawn.items()}
 
 
 def is_norm(name):
@@ -144,16 +150,16 @@ def stored_name(name):
 
 
 def write(folder, family, number, *, keys=None, nested=False, **changed):
-  """Writes a folder, with further keys, perhaps within those of a whole model.
+  """Writes a folder with further keys; `nested`: as part of a larger model.
 
-  `changed` are tensors, None for those that lack.
+  `changed` are tensors; None removes a tensor.
   """
   described = config(family, number) | (keys or {})
-  stored = {n: np.float32(one) for n, one in tensors(described).items()}
+  stored = {n: np.float32(array) for n, array in tensors(described).items()}
   stored |= changed
   if nested:  # As models that see store it.
-    own = lambda name: name.replace('model.', 'model.language_model.')
-    stored = {own(name): one for name, one in stored.items()}
+    nest = lambda name: name.replace('model.', 'model.language_model.')
+    stored = {nest(name): array for name, array in stored.items()}
     described = {'model_type': 'qwen3_5', 'text_config': described}
   return block_folders.save(folder, described, stored, {'format': 'pt'})
 
@@ -163,8 +169,8 @@ def assistant(number):
   target = variants.FAMILIES[f'gemma4_{number}']['config']
   rng = np.random.RandomState(number)
   types = target['layer_types']
-  own = types[: len(types) - target['num_kv_shared_layers']]
-  layers = [own[rng.randint(len(own))] for _ in range(3)]
+  own_types = types[: len(types) - target['num_kv_shared_layers']]
+  layers = [own_types[rng.randint(len(own_types))] for _ in range(3)]
   layers.append('full_attention')  # As transformers has it.
   heads = target['num_attention_heads']
   shared = ('vocab_size', 'num_attention_heads', 'num_key_value_heads')
@@ -216,8 +222,8 @@ def write_assistant(folder, number, **changed):
     is_full = kind == 'full_attention'
     size = text['global_head_dim' if is_full else 'head_dim']
     rows = text['num_attention_heads'] * size
-    own = {f'{name}_layernorm.weight': (width,) for name in norms}
-    own |= {
+    layer_shapes = {f'{name}_layernorm.weight': (width,) for name in norms}
+    layer_shapes |= {
       'self_attn.q_proj.weight': (rows, width),
       'self_attn.q_norm.weight': (size,),
       'self_attn.o_proj.weight': (width, rows),
@@ -227,14 +233,19 @@ def write_assistant(folder, number, **changed):
       'layer_scalar': (1,),
     }
     if text['attention_bias']:
-      own |= {f'self_attn.{one}_proj.bias': (rows,) for one in 'q'}
-      own['self_attn.o_proj.bias'] = (width,)
-    shapes |= {f'model.layers.{layer}.{name}': own[name] for name in own}
+      layer_shapes |= {
+        f'self_attn.{letter}_proj.bias': (rows,) for letter in 'q'
+      }
+      layer_shapes['self_attn.o_proj.bias'] = (width,)
+    shapes |= {
+      f'model.layers.{layer}.{name}': layer_shapes[name]
+      for name in layer_shapes
+    }
   stored = {
     name: block_folders.draw(f'a.{name}', shape) + name.endswith('scalar')
     for name, shape in shapes.items()
   }
-  stored = {name: np.float32(one) for name, one in stored.items()}
+  stored = {name: np.float32(array) for name, array in stored.items()}
   if keys['use_ordered_embeddings']:
     tokens = np.random.RandomState(number).permutation(VOCAB)
     stored['masked_embedding.token_ordering'] = tokens

@@ -9,8 +9,8 @@ _FLAGS = [
   # In one part: where tests run, other processes compile at the same time.
   '--xla_cpu_parallel_codegen_split_count=1',
 ]
-# Compiler options of programs whose operations are counted as users have them,
-# and of those that compile as fast as others here.
+# Compiler options: of programs whose operations are counted as users have them,
+# and of programs that compile as fast as others here.
 AS_FOR_USERS, PLAIN_FUSIONS = {}, {}
 if jaxlib.__version__.startswith('0.10.'):
   # Without optimization, what the fusion emitters write takes up to three times
@@ -21,7 +21,7 @@ if jaxlib.__version__.startswith('0.10.'):
 
 
 def environment(**more: str) -> dict[str, str]:
-  """Variables for a process that has not imported JAX: those of this, `more`.
+  """Variables of this process, and `more`, for one that has not imported JAX.
 
   Where in the source an operation was written is not kept, because XLA would
   carry it through all of its passes.

@@ -1,8 +1,8 @@
 """Drafting heads in NumPy, token by token, written from their formulas.
 
 Tensors have the names of SafeAILab's EAGLE-3, its layers as `layers.0`.
-Positions are counted from 0, where those of the project are one more: rotations
-are relative.
+Positions are counted from 0. Positions of the project are one more; rotations
+are relative, so the results are the same.
 """
 
 import copy
@@ -53,13 +53,13 @@ class SlowHead:
     value = (at('v_proj') @ x).reshape(-1, self.head_width)
     self.values[layer].append(value)
     group, out = self.heads // len(key), []
-    for head, one in enumerate(query):
+    for head, row in enumerate(query):
       seen = slice(-self.window, None)
       keys = np.array([rows[head // group] for rows in self.keys[layer][seen]])
       values = np.array(
         [rows[head // group] for rows in self.values[layer][seen]]
       )
-      scores = keys @ one / np.sqrt(self.head_width)
+      scores = keys @ row / np.sqrt(self.head_width)
       weights = np.exp(scores - scores.max())
       out.append(weights @ values / weights.sum())
     return at('o_proj') @ np.concatenate(out)
@@ -72,7 +72,7 @@ class SlowHead:
     return at('down_proj') @ (_silu(at('gate_proj') @ x) * (at('up_proj') @ x))
 
   def fuse(self, states):
-    """The state before a token from those of the target, one per layer."""
+    """The state before a token from the target's states, one per layer."""
     tensors = self.tensors
     if 'layers.0.hidden_norm.weight' not in tensors:
       return states[0]

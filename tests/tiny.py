@@ -207,14 +207,14 @@ def in_slots(slots, jobs, num_ended: int = 1) -> tuple[list, list[int]]:
 
   Jobs are arguments of `insert`; each is inserted as soon as a slot is free.
   """
-  waiting, indices, found = list(range(len(jobs))), {}, {}
+  waiting, indices, results = list(range(len(jobs))), {}, {}
   while waiting or indices:
     while waiting and slots.free:
       slot = slots.insert(**jobs[waiting[0]])
       indices[slot] = waiting.pop(0)
     for slot, generation in slots.advance(num_ended).items():
-      found[indices.pop(slot)] = generation
-  return [found[index] for index in range(len(jobs))], list(found)
+      results[indices.pop(slot)] = generation
+  return [results[index] for index in range(len(jobs))], list(results)
 
 
 def table(vocab_size: int, seed: int = 0) -> np.ndarray:

@@ -17,11 +17,11 @@ def raw_rows(
 
   Some of the factors are denormal.
   """
-  known = blocks_lib.KINDS[kind]
-  shape = count, -(-width // known.file_inputs)
-  raw = rng.integers(0, 256, (*shape, known.bytes), dtype=np.uint8)
+  layout = blocks_lib.KINDS[kind]
+  shape = count, -(-width // layout.file_inputs)
+  raw = rng.integers(0, 256, (*shape, layout.bytes), dtype=np.uint8)
   start = 0
-  for name, size in known.fields.items():
+  for name, size in layout.fields.items():
     if name in ('d', 'dm'):
       sizes = 10.0 ** rng.uniform(-6, -3, (*shape, size // 2))
       factors = sizes * rng.choice([-1, 1], sizes.shape)
@@ -44,7 +44,7 @@ def matrix(
 def set_keys(
   writer: gguf.GGUFWriter, arch: str, keys: Mapping[str, Any]
 ) -> None:
-  """Sets keys of an architecture, in place of those that are there."""
+  """Sets keys of an architecture; keys with these names are replaced."""
   for key, value in keys.items():
     kind = gguf.GGUFValueType.get_type(value)
     writer.kv_data[0].pop(f'{arch}.{key}', None)
@@ -54,12 +54,12 @@ def set_keys(
 _NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 4)
 
 
-def stored_name(name: str, own: Mapping[str, str]) -> str:
+def stored_name(name: str, renames: Mapping[str, str]) -> str:
   """The name of a tensor in a file, by gguf's table or by parts of the name."""
   stem, _, end = name.rpartition('.')
-  if known := _NAMES.get_name(stem):
-    return f'{known}.{end}'
-  for ours, theirs in own.items():
+  if base := _NAMES.get_name(stem):
+    return f'{base}.{end}'
+  for ours, theirs in renames.items():
     name = name.replace(ours, theirs)
   return name
 

@@ -15,10 +15,10 @@ from specdec.models.text import generator as generator_lib
 
 
 def stand_in(monkeypatch, folder: pathlib.Path) -> None:
-  """Writes tiny models to a folder, which the names of the embedded are then.
+  """Writes tiny models to a folder; the names of the embedded models load them.
 
   The default method is `tree`, with half the program of `staged`; examples that
-  are about the latter name it.
+  are about `staged` name it.
   """
   draft = tiny.module(
     vocab_size=4096, num_positions=1024, width=8, num_layers=1

@@ -1,7 +1,7 @@
 """Drafters of every kind for the tiny models, few programs for many kinds.
 
 A program depends on the shape of a drafter alone, so how good its models and
-tables are can vary without compiling anew.
+tables are can vary without compiling again.
 """
 
 import bisect
@@ -213,7 +213,7 @@ _RAGGED = topology_lib.from_paths(
 
 
 def target() -> specdec.LanguageModel:
-  """A target of one layer, which compiles fast."""
+  """A target of one layer; it compiles fast."""
   return tiny.gpt2(num_layers=1)
 
 

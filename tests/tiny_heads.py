@@ -1,4 +1,4 @@
-"""Tiny heads with random weights, in folders as those who train heads write."""
+"""Tiny heads with random weights, in folders as their trainers write them."""
 
 import pathlib
 import tempfile
@@ -41,12 +41,16 @@ def tensors(kind: str, *, num_layers: int = 1, reduced=False, **flags):
   for layer in range(num_layers):
     inputs = 2 * WIDTH if wide and not layer else WIDTH
     rows, kv_rows = HEADS * HEAD_WIDTH, KV_HEADS * HEAD_WIDTH
-    own = block_folders.layer_shapes(WIDTH, INNER, rows, kv_rows, inputs)
+    layer_shapes = block_folders.layer_shapes(
+      WIDTH, INNER, rows, kv_rows, inputs
+    )
     if wide and not layer:
-      own['hidden_norm.weight'] = (WIDTH,)
+      layer_shapes['hidden_norm.weight'] = (WIDTH,)
     if layer or wide:
-      own['input_layernorm.weight'] = (WIDTH,)
-    shapes |= {f'layers.{layer}.{name}': one for name, one in own.items()}
+      layer_shapes['input_layernorm.weight'] = (WIDTH,)
+    shapes |= {
+      f'layers.{layer}.{name}': shape for name, shape in layer_shapes.items()
+    }
   if kind == 'eagle' and flags.get('bias', True):
     shapes['fc.bias'] = (WIDTH,)
   if wide:
@@ -89,8 +93,8 @@ NAMINGS = {
 
 
 def write(folder, naming, values, *, reduced=False, keys=None, **changed):
-  """Writes a folder; `changed` are tensors, None for those that lack."""
-  rename, own = NAMINGS[naming]
+  """Writes a folder; `changed` are tensors; None removes a tensor."""
+  rename, own_config = NAMINGS[naming]
   stored = {rename(name): array for name, array in values.items()}
   if reduced:
     stored['d2t'] = IDS - np.arange(len(IDS))
@@ -101,7 +105,9 @@ def write(folder, naming, values, *, reduced=False, keys=None, **changed):
     config = {'transformer_layer_config': layers, _AUX: list(READS)}
   else:
     config = dict(CONFIG)
-  return block_folders.save(folder, config | own | keys, stored | changed)
+  return block_folders.save(
+    folder, config | own_config | keys, stored | changed
+  )
 
 
 def write_gguf(path, values, arch='eagle3', keys=None):
@@ -110,11 +116,11 @@ def write_gguf(path, values, arch='eagle3', keys=None):
   keys = {'extract_layers': list(READS)} | (keys or {})
   writer = tiny_blocks.drafter_writer(path, arch, sizes, keys)
   writer.add_tensor('d2t', IDS.astype(np.int64))
-  own = {'layers.0.hidden_norm': 'blk.0.attn_norm_2'}
+  own_names = {'layers.0.hidden_norm': 'blk.0.attn_norm_2'}
   for name, array in values.items():
     if '.q_proj' in name or '.k_proj' in name:
       array = block_folders.neighbours(array)
-    writer.add_tensor(tiny_blocks.stored_name(name, own), array)
+    writer.add_tensor(tiny_blocks.stored_name(name, own_names), array)
   tiny_blocks.finish(writer)
 
 

@@ -28,13 +28,13 @@ def _layer(batch_size):
 
 def _apply(params, tokens, positions, mask, cache):
   del positions
-  one, sees, first = mixer.enter_window(cache, 0, mask, _layer(len(tokens)))
+  entries, sees, first = mixer.enter_window(cache, 0, mask, _layer(len(tokens)))
   visit = lambda state, added: (added, _step(state, added)['hash'])
   added, hashes = recurrent_lib.walk(
-    one, sees, first, {'token': tokens[..., None]}, visit
+    entries, sees, first, {'token': tokens[..., None]}, visit
   )
-  one = mixer.write_inputs(cache, one, added, first)
-  cache = mixer.with_recurrent_layer(cache, 0, one)
+  entries = mixer.write_inputs(cache, entries, added, first)
+  cache = mixer.with_recurrent_layer(cache, 0, entries)
   return params['logits'][hashes], cache
 
 
@@ -107,11 +107,11 @@ def in_chunks(model, tokens, size):
   """Logits of texts that are read in chunks, and the cache."""
   rows, length = tokens.shape
   cache = empty(model.spec, rows)
-  found = []
+  parts = []
   for start in range(0, length, size):
     logits, cache = chunk(model, tokens[:, start : start + size], cache)
-    found.append(np.asarray(logits))
-  return np.concatenate(found, axis=1), cache
+    parts.append(np.asarray(logits))
+  return np.concatenate(parts, axis=1), cache
 
 
 @dataclasses.dataclass
@@ -130,13 +130,13 @@ class Tree:
 
   def path(self, row, node):
     """The nodes from the root on."""
-    found = [node]
-    while self.parents[row, found[0]] >= 0:
-      found.insert(0, int(self.parents[row, found[0]]))
-    return found
+    nodes = [node]
+    while self.parents[row, nodes[0]] >= 0:
+      nodes.insert(0, int(self.parents[row, nodes[0]]))
+    return nodes
 
   def logits(self, model, cache, most=None):
-    """Logits `[B, N, V]` of every node, by forwards of at most so many."""
+    """Logits `[B, N, V]` of every node; a forward scores up to `most` nodes."""
     number = self.tokens.shape[1]
     most = most or number
     sees = np.zeros((*self.tokens.shape, number), bool)
@@ -144,13 +144,13 @@ class Tree:
       sees[row, node, self.path(row, node)] = True
     if most < number:
       cache = _with_window(cache, number)
-    found = []
+    parts = []
     for first in range(0, number, most):
       part = slice(first, first + most)
       some = self.tokens[:, part], sees[:, part]
       logits, cache = _forward(model, *some, cache, first)
-      found.append(np.asarray(logits))
-    return np.concatenate(found, axis=1)
+      parts.append(np.asarray(logits))
+    return np.concatenate(parts, axis=1)
 
 
 _with_window = jax.jit(cache_lib.with_window, static_argnums=1)

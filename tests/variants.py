@@ -65,7 +65,7 @@ def _buffers(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def write(variant: Variant | str, folder: pathlib.Path) -> pathlib.Path:
-  """Writes a checkpoint, every tensor of which matters for the logits."""
+  """Writes a checkpoint; every tensor of it matters for the logits."""
   if isinstance(variant, str):
     variant = VARIANTS[variant]
   folder.mkdir(parents=True)

@@ -1,7 +1,8 @@
 """Makes tests/golden/block_drafters.npz: what the packages of formats compute.
 
-For each drafter of `block_folders.py` it has the scores of a block, and of
-those of z-lab the tokens of their own greedy loop, with what was drafted.
+For each drafter of `block_folders.py` it has the scores of a block. For the
+drafters of z-lab it also has the tokens of their own greedy loop, with what was
+drafted.
 
   pip install torch==2.13.0 transformers==5.24.0 safetensors loguru pydantic
   pip install --no-deps dflash==0.1.0 speculators==0.9.0
@@ -50,16 +51,18 @@ def _import(name: str) -> Any:
       if str(error.name).startswith('speculators'):
         raise
       sys.modules[str(error.name)] = _Empty(str(error.name))
-      for loaded in [one for one in sys.modules if 'speculators' in one]:
+      for loaded in [name for name in sys.modules if 'speculators' in name]:
         del sys.modules[loaded]
 
 
 def _load(model: torch.nn.Module, folder: pathlib.Path, ours: set[str]) -> Any:
-  """Loads the tensors; those of the target alone may lack."""
+  """Loads the tensors; only tensors of the target (`ours`) may be missing."""
   stored = safetensors.torch.load_file(folder / 'model.safetensors')
-  known = model.state_dict()
+  parameters = model.state_dict()
   # z-lab loads it under another name.
-  stored = {n if n in known else f'{n}.weight': t for n, t in stored.items()}
+  stored = {
+    n if n in parameters else f'{n}.weight': t for n, t in stored.items()
+  }
   missing, left = model.load_state_dict(stored, strict=False)
   assert not left, left
   assert {*missing} <= ours, missing
@@ -91,21 +94,21 @@ def _z_lab(case: str, folder: pathlib.Path, target: Any) -> dict[str, Any]:
     use_cache=True,
   )[:, 1:]
   scores = model.compute_logits(hidden, target.lm_head)
-  found = {'scores': scores}
+  results = {'scores': scores}
   if '2' in case:
     selector = model.candidate_selector
     projected = selector.hidden_projection(hidden)
     before = selector.predecessor_codebook(torch.tensor([[3, 7, 2]]))
     after = selector.successor_codebook.weight
-    found['edges'] = torch.einsum('bdr,vr->bdv', before * projected, after)
+    results['edges'] = torch.einsum('bdr,vr->bdv', before * projected, after)
   fed: list[torch.Tensor] = []
   target.register_forward_pre_hook(lambda _, args: fed.append(args[0]))
   text = dflash.dflash_generate(
     model, target, torch.tensor([_PROMPT]), _NEW, None
   )
-  whole = [one for one in fed[1:] if one.shape[1] == block]
+  whole = [tokens for tokens in fed[1:] if tokens.shape[1] == block]
   target._forward_pre_hooks.clear()
-  return found | {'text': text[0, len(_PROMPT) :], 'fed': torch.cat(whole)}
+  return results | {'text': text[0, len(_PROMPT) :], 'fed': torch.cat(whole)}
 
 
 def _speculators(case: str, folder: pathlib.Path, target: Any) -> Any:
@@ -121,14 +124,14 @@ def _speculators(case: str, folder: pathlib.Path, target: Any) -> Any:
   config.transformer_layer_config._attn_implementation = 'eager'
   ours = {'embed_tokens', 'lm_head', 'verifier_norm', 'verifier_lm_head'}
   model = getattr(module, kind)(config)
-  model = _load(model, folder, {'t2d', *(f'{one}.weight' for one in ours)})
+  model = _load(model, folder, {'t2d', *(f'{name}.weight' for name in ours)})
   if not model.use_draft_vocab:
     model.embed_tokens.weight = target.model.embed_tokens.weight
     model.lm_head.weight = target.lm_head.weight
   length, block = block_folders.TEXT, block_folders.BLOCK
-  behind = torch.zeros((1, 3 * block, 2 * block_folders.WIDTH))
+  padding = torch.zeros((1, 3 * block, 2 * block_folders.WIDTH))
   states = torch.tensor(block_folders.states())
-  states = torch.cat([torch.cat(list(states), -1)[None], behind], 1)
+  states = torch.cat([torch.cat(list(states), -1)[None], padding], 1)
   tokens = torch.zeros(states.shape[:2], dtype=torch.long)
   tokens[0, length] = 3  # The root; what follows is not seen.
   may_be_root = torch.zeros(tokens.shape)
@@ -142,25 +145,25 @@ def _speculators(case: str, folder: pathlib.Path, target: Any) -> Any:
     max_anchors=1,
   )
   first = not config.sample_from_anchor
-  found = {'scores': scores[:, first:]}
+  results = {'scores': scores[:, first:]}
   before = torch.tensor([[3, 7, 2, 5][: block - first]])
   hidden = hidden[:, first:]
   if getattr(model, 'markov_head', None) is not None:
-    found['edges'] = model.markov_head.block_bias(
+    results['edges'] = model.markov_head.block_bias(
       prev_token_ids=before, hidden_states=hidden
     )
     rows = [hidden]
     if config.confidence_head_with_markov:
       rows.append(model.markov_head.prev_embeddings(before))
-    found['confidence'] = torch.sigmoid(
+    results['confidence'] = torch.sigmoid(
       model.confidence_head(torch.cat(rows, -1))
     )
   if name == 'dflash2':
     all_tokens = torch.arange(block_folders.VOCAB).expand(*hidden.shape[:2], -1)
-    found['edges'] = model.candidate_selector.transition_scores(
+    results['edges'] = model.candidate_selector.transition_scores(
       hidden, before, all_tokens
     )
-  return found
+  return results
 
 
 @torch.no_grad()

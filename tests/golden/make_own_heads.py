@@ -1,8 +1,9 @@
 """Makes tests/golden/own_heads.npz: the logits of heads that targets bring.
 
-The hidden states of the targets are those of transformers, after the final
-norm. Assistants of Gemma 4 are transformers' own class. MTP layers are computed
-here, in plain torch, from their formulas, each text anew as a whole:
+transformers computes the hidden states of the targets, after the final norm.
+Assistants of Gemma 4 are transformers' own class. MTP layers are computed here,
+in plain torch, from their formulas. They read the whole text again for every
+token:
 
   u = fc [norm(embedding of x_t+1); norm(h_t)]   MiMo has the state first
   y = norm(layer(u)), whose attention sees all earlier rows
@@ -32,9 +33,9 @@ class MTP:
     self.keys, self.is_mimo = keys, keys['model_type'] == 'mimo'
     prefix = 'model.mtp_layers.0.' if self.is_mimo else 'mtp.'
     shift = lambda name: not self.is_mimo and own_heads.is_norm(name)
-    self.own = {
-      name.removeprefix(prefix): torch.tensor(one + shift(name)).float()
-      for name, one in stored.items()
+    self.tensors = {
+      name.removeprefix(prefix): torch.tensor(array + shift(name)).float()
+      for name, array in stored.items()
       if name.startswith(prefix)
     }
     self.embedding = torch.tensor(stored['model.embed_tokens.weight']).float()
@@ -43,12 +44,12 @@ class MTP:
 
   def norm(self, x, name):
     mean = (x * x).mean(-1, keepdim=True)
-    scale = self.own[f'{name}.weight']
+    scale = self.tensors[f'{name}.weight']
     return x / torch.sqrt(mean + self.keys['rms_norm_eps']) * scale
 
   def times(self, x, name):
-    product = x @ self.own[f'{name}.weight'].T
-    return product + self.own.get(f'{name}.bias', 0.0)
+    product = x @ self.tensors[f'{name}.weight'].T
+    return product + self.tensors.get(f'{name}.bias', 0.0)
 
   def rotated(self, x):
     """Rotates the first numbers of heads `[rows, heads, width]`."""
@@ -64,8 +65,8 @@ class MTP:
     heads, kv_heads = keys['num_attention_heads'], keys['num_key_value_heads']
     query = self.times(x, f'{prefix}self_attn.q_proj').view(rows, heads, -1)
     key, value = (
-      self.times(x, f'{prefix}self_attn.{one}_proj').view(rows, kv_heads, -1)
-      for one in 'kv'
+      self.times(x, f'{prefix}self_attn.{letter}_proj').view(rows, kv_heads, -1)
+      for letter in 'kv'
     )
     if not self.is_mimo:
       query, gate = query.chunk(2, -1)
@@ -125,9 +126,9 @@ def _of_assistant(parent, number):
   folder = variants.write(described, parent / 'target')
   options = {'dtype': torch.float32, 'attn_implementation': 'eager'}
   target = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
-  own = own_heads.write_assistant(parent / 'assistant', number)
+  path = own_heads.write_assistant(parent / 'assistant', number)
   assistant = transformers.Gemma4AssistantForCausalLM.from_pretrained(
-    own, **options
+    path, **options
   )
   text = torch.tensor(own_heads.TEXT)[None]
   read = target.model(text, use_cache=False, return_shared_kv_states=True)
@@ -139,16 +140,16 @@ def _of_assistant(parent, number):
       kind: tuple(part[:, :, :root] for part in both)
       for kind, both in entries.items()
     }
-    found = assistant(
+    outputs = assistant(
       inputs_embeds=torch.cat([embedded, state], -1),
       attention_mask=torch.ones(1, root + 1),
       position_ids=torch.tensor([[root]]),
       shared_kv_states=kept,
     )
-    row = found.logits[0, 0]
+    row = outputs.logits[0, 0]
     if assistant.config.use_ordered_embeddings:  # The others have no mass.
       row = row.masked_fill(row == row.min(), -torch.inf)
-    return row, found.last_hidden_state
+    return row, outputs.last_hidden_state
 
   rows, drafted, last = [], [], text.shape[1] - 1
   for root in range(1, last + 1):
@@ -168,8 +169,8 @@ def main():
   for number in range(own_heads.NUM_SHAPES):
     with tempfile.TemporaryDirectory() as made:
       rows, drafted = _of_assistant(pathlib.Path(made), number)
-    name, found = f'gemma_{number}', rows[:, own_heads.WORDS]
-    results[name] = found.numpy().astype(np.float32)
+    name, of_words = f'gemma_{number}', rows[:, own_heads.WORDS]
+    results[name] = of_words.numpy().astype(np.float32)
     results[f'{name}_drafted'] = np.uint8(drafted)
   for family in ('qwen', 'mimo'):
     for number in range(own_heads.NUM_SHAPES):
@@ -187,8 +188,8 @@ def main():
         states = torch.cat([states, given[-1:]])
         logits, given = layer(torch.tensor(tokens), states)
         rows.append(logits[-1])
-      found = torch.stack(rows)[:, own_heads.WORDS].numpy()
-      results[f'{family}_{number}'] = found.astype(np.float32)
+      of_words = torch.stack(rows)[:, own_heads.WORDS].numpy()
+      results[f'{family}_{number}'] = of_words.astype(np.float32)
       drafted = tokens[len(own_heads.TEXT) :]
       results[f'{family}_{number}_drafted'] = np.uint8(drafted)
   np.savez_compressed(own_heads.GOLDEN, **results)

@@ -24,8 +24,8 @@ def main():
   files = [*suite.glob('*.json'), *suite.glob('optional/format/*.json')]
   path = pathlib.Path(__file__).with_name('schemas.jsonl')
   with path.open('w') as file:
-    for one in sorted(files):
-      file.writelines(map(_line, json.loads(one.read_text('utf-8'))))
+    for source in sorted(files):
+      file.writelines(map(_line, json.loads(source.read_text('utf-8'))))
 
 
 if __name__ == '__main__':

@@ -1,10 +1,11 @@
 """Computes with transformers what the models in two files of configs are.
 
-A line of variants.json or families.json is a model: `config` is that of its
-folder. A new line needs nothing else; names and shapes of the tensors that
-transformers stores are added to it. The NumPy files have the float32 logits:
-of variants all, of families those of some tokens at every position of a longer
-text. Weights are in none of them: `variants.py` draws them by name.
+A line of variants.json or families.json is a model: `config` is the config of
+its folder. A new line needs nothing else; names and shapes of the tensors that
+transformers stores are added to it. The NumPy files have float32 logits. The
+file of the variants has the logits of all tokens. The file of the families has
+the logits of some tokens, at every position of a longer text. No file has
+weights: `variants.py` draws them by name.
 
   PYTHONPATH=tests python tests/golden/make_variants.py
 
@@ -94,13 +95,13 @@ def main() -> None:
       np.savez_compressed,
     ),
   ):
-    found: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     for name, variant in described.items():
       config = _known(variant['config'])
       if 'tensors' not in variant:
         variant['tensors'] = _shapes(config)
-      found |= compute(name, variant | {'config': config})
-    save(results, **found)
+      arrays |= compute(name, variant | {'config': config})
+    save(results, **arrays)
     lines = [f'{json.dumps(n)}: {json.dumps(v)}' for n, v in described.items()]
     path.write_text('{\n' + ',\n'.join(lines) + '\n}\n')
 

@@ -1,7 +1,7 @@
 """Models and programs whose files are cut, emptied or filled with zeros.
 
 A program is compiled again; a model is refused by the name of its path. The
-tests of other files are next to those of what reads them.
+tests of other files are next to the tests of the code that reads them.
 """
 
 import json
@@ -79,8 +79,10 @@ def _folder(path):
   tensors = safetensors_numpy.load_file(weights)
   parts = {name: f'part_{place % 2}' for place, name in enumerate(tensors)}
   for part in {*parts.values()}:
-    own = {name: one for name, one in tensors.items() if parts[name] == part}
-    safetensors_numpy.save_file(own, path / f'{part}.safetensors')
+    shard = {
+      name: tensor for name, tensor in tensors.items() if parts[name] == part
+    }
+    safetensors_numpy.save_file(shard, path / f'{part}.safetensors')
   weights.unlink()
   shards = {name: f'{part}.safetensors' for name, part in parts.items()}
   for name, content in {
@@ -154,7 +156,7 @@ def test_a_damaged_model_is_refused_by_name(write, load, tmp_path):
 
 
 def test_a_tensor_that_is_larger_than_its_file_is_refused_at_once(tmp_path):
-  """No memory is asked for its size, which a damaged file may say."""
+  """Its size may be damaged, so no memory is asked for it."""
   _head_file(tmp_path / 'head')
   (file,) = (tmp_path / 'head').iterdir()
   size = lambda number: b'd2t' + struct.pack('<IQ', 1, number)

@@ -16,8 +16,8 @@ from specdec.models.lab.training import run_checkpoints
 from specdec.models.lab.training import trainer
 
 
-def _same(found, expected):
-  jax.tree.map(np.testing.assert_array_equal, found, expected)
+def _same(tree, expected):
+  jax.tree.map(np.testing.assert_array_equal, tree, expected)
 
 
 @contextlib.contextmanager
@@ -50,11 +50,11 @@ def test_nothing_is_written_by_half(tmp_path):
     message = f'{path}(/made)? cannot be written'
     with pytest.raises(OSError, match=message), _full_disk():
       save(path, lambda folder: write(folder, 'large', size=99))
-    assert not [one for one in tmp_path.rglob('*') if one.is_file()]
+    assert not [path for path in tmp_path.rglob('*') if path.is_file()]
   shutil.rmtree(path, ignore_errors=True)
   kept.save(path, write)
   kept.fill(path, lambda folder: write(folder, 'two'))
-  assert sorted(one.name for one in path.iterdir()) == ['one', 'two']
+  assert sorted(child.name for child in path.iterdir()) == ['one', 'two']
 
 
 # A kind of training in a few lines: the logits of the next token by token.
@@ -74,7 +74,7 @@ class _Bigram(trainer.Training):
   num_steps: int = 6
   eval_every: int = 2
   batch_tokens: int = 32
-  nan_after: int = 99  # Steps; then a loss is no number.
+  nan_after: int = 99  # Steps; then a loss is NaN.
   unused: float = 0.0  # A weight that no loss depends on.
 
   def window_length(self, step):
@@ -109,12 +109,12 @@ def _run(folder, report=str, **changed):
     output_dtype='float32',
     report=lambda line: (lines.append(line), report(line)),
   )
-  steps = [one.step for one in lines if isinstance(one, trainer.Progress)]
+  steps = [line.step for line in lines if isinstance(line, trainer.Progress)]
   return dict(np.load(folder / 'output/float32.npz')), steps
 
 
 def _checkpoints(folder):
-  names = sorted(one.name for one in folder.glob('checkpoints/*'))
+  names = sorted(path.name for path in folder.glob('checkpoints/*'))
   return [int(name) for name in names if name.isdecimal()]
 
 
@@ -156,7 +156,9 @@ def test_a_damaged_checkpoint_is_named_and_can_be_removed(
   whole, stopped, tmp_path
 ):
   """By whichever of its files is cut, or that one is not needed."""
-  files = [one for one in stopped.rglob('checkpoints/4/**/*') if one.is_file()]
+  files = [
+    file for file in stopped.rglob('checkpoints/4/**/*') if file.is_file()
+  ]
   refused = 0
   for number, file in enumerate(sorted(files)):
     folder = shutil.copytree(stopped, tmp_path / f'{number}')

@@ -27,21 +27,21 @@ def temporary(monkeypatch, tmp_path):
 
 
 def test_without_a_home_there_is_a_folder_of_the_users_own(temporary, caplog):
-  own = temporary / f'specdec-{os.getuid()}'
+  folder = temporary / f'specdec-{os.getuid()}'
   for name in ('plans', 'kernels'):
-    assert user_cache.folder(name) == own / name
-  assert own.stat().st_mode & 0o777 == 0o700
+    assert user_cache.folder(name) == folder / name
+  assert folder.stat().st_mode & 0o777 == 0o700
   assert caplog.text.count('XDG_CACHE_HOME names another one') == 1
 
 
 def test_a_folder_that_somebody_else_made_is_not_used(temporary):
   """Libraries in it would be run."""
-  own = temporary / f'specdec-{os.getuid()}'
+  link = temporary / f'specdec-{os.getuid()}'
   (temporary / 'theirs').mkdir()
-  own.symlink_to(temporary / 'theirs')
-  found = user_cache.folder('kernels').parent
-  assert found not in (own, temporary / 'theirs')
-  assert found.stat().st_mode & 0o777 == 0o700
+  link.symlink_to(temporary / 'theirs')
+  folder = user_cache.folder('kernels').parent
+  assert folder not in (link, temporary / 'theirs')
+  assert folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_the_home_and_the_variable(temporary, monkeypatch, caplog):

@@ -45,7 +45,7 @@ def test_examples_run(name, monkeypatch, capsys, request, tmp_path):
   assert capsys.readouterr().out
 
 
-# A comment is read from its first line on, so earlier lines are no comment.
+# A match begins at the first line of a comment.
 _START = re.compile(
   r'(?:^(?!\s*(?:#|//)).*\n\s*(?:#|//):? ?|\S.*  (?:#|//):? ?|"""|\'\'\')'
   r'(?:Of|Those of|That of|As of|What|But for|So many)\b.*',
@@ -57,8 +57,8 @@ _MOST_WORDS = 1_200
 def _headless(text):
   """Fragments such as `Of each row.`, with their lines."""
   return [
-    f'{text.count(chr(10), 0, found.end()) + 1}: {found[0].splitlines()[-1]}'
-    for found in _START.finditer(text)
+    f'{text.count(chr(10), 0, match.end()) + 1}: {match[0].splitlines()[-1]}'
+    for match in _START.finditer(text)
   ]
 
 
@@ -67,13 +67,13 @@ def test_comments_begin_with_a_subject():
     ['git', 'ls-files', '*.py', '*.cc', '*.h'],
     **{'cwd': _ROOT, 'capture_output': True, 'text': True, 'check': True},
   )
-  found = [
+  fragments = [
     f'{name}:{fragment}'
     for name in listed.stdout.split()
     if name != 'tests/project/docs_test.py'
     for fragment in _headless((_ROOT / name).read_text('utf-8'))
   ]
-  assert not found, '\n'.join(['give these a subject:', *found])
+  assert not fragments, '\n'.join(['give these a subject:', *fragments])
 
 
 def test_fragments_are_found():
@@ -85,7 +85,7 @@ def test_fragments_are_found():
 
 
 def test_pages_are_short():
-  """A reader has time for so many words, numbers apart."""
+  """A reader has time for `_MOST_WORDS` words; numbers do not count."""
   for page in _ROOT.glob('docs/*.md'):
     texts = page.read_text('utf-8').split()
     words = sum(bool(re.match(r'\W*[^\W\d]', text)) for text in texts)

@@ -1,4 +1,4 @@
-"""Figures in the tables of pages are those of the files that they cite."""
+"""Figures in the tables of pages are in the files that the tables cite."""
 
 import collections
 import json
@@ -27,8 +27,10 @@ _OTHER_ARM = re.compile(r', [\d.]+x of \w+')
 
 def _numbers(text):
   """Values, and the number of their decimal places."""
-  found = _NUMBER.findall(text.replace('-', ' '))
-  return [(float(one), len(one.partition('.')[2])) for one in found]
+  numerals = _NUMBER.findall(text.replace('-', ' '))
+  return [
+    (float(numeral), len(numeral.partition('.')[2])) for numeral in numerals
+  ]
 
 
 def _is_rounded(value, places, exact, own_places):
@@ -43,9 +45,9 @@ def _leaves(value):
   """All figures of a JSON file, as fractions and in per cent, s, ms, MB."""
   if isinstance(value, dict):
     fields = {k: v for k, v in value.items() if k not in _CIRCUMSTANCES}
-    return [one for field in fields.items() for one in _leaves(field)]
+    return [leaf for field in fields.items() for leaf in _leaves(field)]
   if isinstance(value, list | tuple):
-    return [one for field in value for one in _leaves(field)]
+    return [leaf for field in value for leaf in _leaves(field)]
   if isinstance(value, str):
     return _numbers(value)
   exact = float(value or 0)
@@ -79,7 +81,7 @@ def _rows(page):
     elif not was_in_table:
       header = line.strip('|').split('|')
       cited = cited + links
-    elif not any(' the paper' in one for one in header) and '---' not in line:
+    elif not any(' the paper' in cell for cell in header) and '---' not in line:
       name, *cells = (
         cell
         for cell, of in zip(line.strip('|').split('|'), header, strict=False)
@@ -91,18 +93,18 @@ def _rows(page):
         cited = links
       if any(map(_LINK.search, cells)):  # Each cell is of a file of its own.
         for cell, text in zip(cells, texts, strict=True):
-          if found := _numbers(text):
-            yield name.strip(), found, _LINK.findall(cell)
+          if numbers := _numbers(text):
+            yield name.strip(), numbers, _LINK.findall(cell)
       elif figures:
         yield name.strip(), figures, links or cited
 
 
 def _lacking(figures, exact):
-  """Figures that are no rounded ones of a file."""
+  """Figures that do not round any figure of a file."""
   return [
-    one[0]
-    for one in figures
-    if not any(_is_rounded(*one, *other) for other in exact)
+    figure[0]
+    for figure in figures
+    if not any(_is_rounded(*figure, *other) for other in exact)
   ]
 
 
@@ -125,7 +127,7 @@ def test_figures_are_those_of_the_files_that_they_cite(page):
     is_row = by_arm and number < len(rows)
     assert files or not is_row, f'{page.name}: {label} cites no file'
     arms = [*_arms(files).values()]
-    exact = arms if is_row else [[one for arm in arms for one in arm]]
+    exact = arms if is_row else [[figure for arm in arms for figure in arm]]
     lacks = min((_lacking(figures, arm) for arm in exact), key=len)
     assert not (files and lacks), (
       f'{page.name}: {label}: {lacks} are not in {files}'

@@ -39,7 +39,9 @@ def _module(path):
   return f'specdec.{name}' if path.parts[0] == 'models' else name
 
 
-_MODULES = {_module(path): path for one in _FOLDERS for path in _files(one)}
+_MODULES = {
+  _module(path): path for folder in _FOLDERS for path in _files(folder)
+}
 
 
 def _named(node):
@@ -53,12 +55,12 @@ def _named(node):
 
 
 def _imports(path):
-  """Modules that a file imports, and those that its functions import."""
+  """Modules that a file imports, and modules that its functions import."""
   tree = ast.parse((_ROOT / path).read_text('utf-8'))
   functions = [
-    one
-    for one in ast.walk(tree)
-    if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
+    node
+    for node in ast.walk(tree)
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
   ]
   within = itertools.chain(*map(ast.walk, functions))
   return tuple(
@@ -88,14 +90,14 @@ def test_nothing_imports_itself_through_others():
 
 
 def test_imports_point_one_way():
-  """No function imports the packages, which would hide a circle.
+  """No function imports the packages: that would hide a circle.
 
-  Those of scripts do, so that --help is quick.
+  Functions of scripts may import them, so that --help is quick.
   """
   floor = lambda name: max(
     place
-    for place, one in enumerate(_FLOORS)
-    if name == one or name.startswith(f'{one}.')
+    for place, floor in enumerate(_FLOORS)
+    if name == floor or name.startswith(f'{floor}.')
   )
   for name, others in _GRAPH.items():
     # `specdec` itself collects what users need from all its floors.
@@ -220,7 +222,7 @@ def test_the_map_of_the_code_names_functions_that_exist():
 
 
 def test_tests_lie_where_the_source_does():
-  """A test of one folder is in its mirror; `project` has those of none."""
+  """A test of one folder is in its mirror; `project` has all other tests."""
   tests = _ROOT / 'tests'
   folders = {
     path.parent.relative_to(tests) for path in tests.rglob('*_test.py')

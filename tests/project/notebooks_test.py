@@ -26,7 +26,7 @@ def test_it_runs_in_a_kernel(file):
 
 @_for_every_file
 def test_its_cells_run(file, monkeypatch, tmp_path):
-  """In this process, whose programs they share, and with a tiny pair."""
+  """In this process, so that they share its programs, and with a tiny pair."""
   from IPython.core.interactiveshell import InteractiveShell
 
   tiny_demo.stand_in(monkeypatch, tmp_path)

@@ -79,7 +79,7 @@ def _with_template(target, folder, template):
 
 @pytest.fixture(scope='module')
 def instruct(tmp_path_factory, target, pair):
-  """The flags of the pair, whose target has a chat template."""
+  """The flags of the pair; its target has a chat template."""
   folder = tmp_path_factory.mktemp('instruct') / 'target'
   return _with_template(target, folder, _TEMPLATE), *pair[1:], *_CHAIN
 
@@ -246,7 +246,7 @@ def test_a_table_follows_the_text_and_origins_are_marked(pair, monkeypatch):
 
 
 def test_a_text_is_shown_while_it_grows(pair):
-  """And ends before a stop string, whose tokens count."""
+  """It ends before a stop string; the tokens of the string count."""
   letter, line_end = _tokenizer().convert_tokens_to_ids(['x', 'Ċ'])
   flags = [*pair, *_CHAIN, '--prompt=def', '--repetition_penalty=1.5']
   flags += [f'--logit_bias={letter}:100,{line_end}:99', r'--stop=\nxx']
@@ -270,7 +270,7 @@ def _converse(monkeypatch, lines, *flags):
 def test_a_conversation(instruct, monkeypatch):
   """A message that does not fit is refused in a line, and it goes on."""
   lines = ['/show', 'def', '/show', 'add', '/show', '/new', 'x' * 99, 'def']
-  help_, first, shown, _, again, _, refused, anew, _ = _converse(
+  help_, first, shown, _, again, _, refused, last, _ = _converse(
     monkeypatch, [*lines, '/quit', 'add'], *instruct, '--system=x'
   )
   ask = [*instruct, '--chat', '--prompt=def']
@@ -278,7 +278,7 @@ def test_a_conversation(instruct, monkeypatch):
   asked = _generate(*ask, '--system=x')
   assert asked['prompts'] == ['s:x\nu:def\na:']
   cut = ' [cut by --max_new_tokens or --context]\n'
-  assert first == anew == asked['text'][0] + cut
+  assert first == last == asked['text'][0] + cut
   assert help_.startswith('/show: who proposed what')
   assert 'proposed by  ⁰ target ' in shown
   counts = [text.split('read ')[1].split() for text in (shown, again)]
@@ -317,7 +317,7 @@ def test_an_interrupt_ends_an_answer_and_not_the_conversation(
   dropped, *answers, end = _converse(monkeypatch, lines, *instruct)
   assert signal.getsignal(signal.SIGINT) is before
   assert '/quit' in dropped
-  assert [one.endswith(' [stopped]\n') for one in answers] == [True, True]
+  assert [answer.endswith(' [stopped]\n') for answer in answers] == [True, True]
   assert end == '\n'
 
 
@@ -341,21 +341,21 @@ def test_reasoning_is_shown_apart(target, instruct, tmp_path, monkeypatch):
 def test_no_message_ends_a_conversation(
   target, instruct, tmp_path, monkeypatch
 ):
-  """Bytes that are no text, and an answer that the template refuses."""
+  """Bytes that are not UTF-8, and an answer that the template refuses."""
   template = "{% for one in messages %}{% if not one['content'] %}"
   template += "{{ raise_exception('it is empty') }}{% endif %}"
   template += "{{ one['content'] }}{% endfor %}"
   strict = _with_template(target, tmp_path / 'strict', template)
   flags = [strict, *instruct[1:], '--max_new_tokens=0']
   lines = ['caf\udce9', 'def', 'add', 'caf\udce9', '/new', 'def']
-  broken, first, left_out, again, new, anew, _ = _converse(
+  broken, first, left_out, again, new, last, _ = _converse(
     monkeypatch, lines, *flags
   )
   for text in (broken, again):
     assert 'message 0, content has the lone surrogate' in text
     assert text.endswith('your message is left out, /new starts over\n')
   cut = ' [cut by --max_new_tokens or --context]\n'
-  assert (first, new, anew) == (cut, '', cut)
+  assert (first, new, last) == (cut, '', cut)
   assert left_out.startswith('[your last message, without an answer, is left')
   assert left_out.endswith(f': it is empty]\n{cut}')
   # Nor does an answer that goes wrong.
@@ -363,7 +363,7 @@ def test_no_message_ends_a_conversation(
   wrong = lambda chat: dataclasses.replace(result_of(chat), errors=errors)
   monkeypatch.setattr(chat_lib.Chat, 'result', wrong)
   *answers, _ = _converse(monkeypatch, ['def', 'add'], *instruct)
-  assert ['the target gave NaN]' in one for one in answers] == [True, True]
+  assert ['the target gave NaN]' in text for text in answers] == [True, True]
 
 
 # The tests of its parts list what the library refuses: here is how
@@ -410,7 +410,7 @@ def test_benchmark_writes_what_it_prints(pair, prompts, tmp_path, monkeypatch):
 def test_turns_are_decoded_and_counted_by_category(
   instruct, tmp_path, monkeypatch
 ):
-  """After the answers of plain decoding, which `generate.py` gives, too."""
+  """After the answers of plain decoding; `generate.py` gives the same ones."""
   monkeypatch.setattr(times, '_READ_BYTES', {'default': 1 << 20})
   decode, seen = timing.time_arms, []
 
@@ -442,18 +442,20 @@ def test_turns_are_decoded_and_counted_by_category(
   categories = report['categories']
   assert list(categories) == ['code', 'talk']
   for arm, pooled in report['arms'].items():
-    own = [arms[arm] for arms in categories.values()]
-    assert [one['new_tokens'] for one in own] == [18, 9]
-    assert [one['flips'] for one in own] == [[], []]
+    by_category = [arms[arm] for arms in categories.values()]
+    assert [figures['new_tokens'] for figures in by_category] == [18, 9]
+    assert [figures['flips'] for figures in by_category] == [[], []]
     for name in ('new_tokens', 'target_forwards'):
-      assert sum(one[name] for one in own) == pooled[name]
-    histograms = [one['accepted_histogram'] for one in own]
+      assert sum(figures[name] for figures in by_category) == pooled[name]
+    histograms = [figures['accepted_histogram'] for figures in by_category]
     assert np.sum(histograms, axis=0).tolist() == pooled['accepted_histogram']
     accepted = [0, 0, 3] if arm.startswith('chain') else [9]
     assert categories['talk'][arm]['accepted_histogram'] == accepted
     means = report['mean_over_categories'][arm]
     for name in ('speed', 'block_efficiency'):
-      assert means[name] == pytest.approx(np.mean([one[name] for one in own]))
+      assert means[name] == pytest.approx(
+        np.mean([figures[name] for figures in by_category])
+      )
   for table in (printed, output.with_suffix('.md').read_text()):
     for name in (*categories, 'all, pooled', 'mean of categories'):
       assert len(re.findall(rf'^\| {name} ', table, re.M)) == 1 + 2

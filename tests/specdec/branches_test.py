@@ -18,7 +18,7 @@ _ROWS = 2
 
 
 def _decode():
-  """With a jit of its own, which has no program traced before."""
+  """With a new jit: it has not traced any program before."""
   target, draft = (
     tiny.gpt2(seed=seed, num_layers=1, num_heads=1) for seed in range(2)
   )
@@ -68,8 +68,10 @@ def test_a_gpu_decodes_what_a_cpu_decodes(monkeypatch):
 def test_a_row_is_multiplied_as_eight_on_a_tpu():
   rng = np.random.default_rng(0)
   row, weight = rng.normal(size=(1, 24)), rng.normal(size=(5, 24))
-  found = contraction._contract_padded(8, jnp.float32(row), jnp.float32(weight))
-  np.testing.assert_allclose(found, row @ weight.T, rtol=1e-4, atol=1e-4)
+  product = contraction._contract_padded(
+    8, jnp.float32(row), jnp.float32(weight)
+  )
+  np.testing.assert_allclose(product, row @ weight.T, rtol=1e-4, atol=1e-4)
 
 
 def test_a_variance_in_one_pass_is_as_exact_as_one_in_two():
@@ -82,8 +84,10 @@ def test_a_variance_in_one_pass_is_as_exact_as_one_in_two():
   x = rows.astype(np.float32)
   exact = x.var(1, keepdims=True, dtype=float)
   for variance in (layers._variance, layers._variance_by_origin):
-    found = jax.jit(lambda x, of=variance: of(x, x.mean(1, keepdims=True)))(x)
-    np.testing.assert_allclose(found, exact, rtol=5e-4, atol=5e-4)
+    computed = jax.jit(lambda x, of=variance: of(x, x.mean(1, keepdims=True)))(
+      x
+    )
+    np.testing.assert_allclose(computed, exact, rtol=5e-4, atol=5e-4)
 
 
 def test_what_is_looked_up_is_what_a_scatter_writes_and_sums():

@@ -17,16 +17,16 @@ from specdec import model as model_lib
 
 def _assert_masks(masks, drawn):
   """`drawn` are the rows of a batch, the slots of each query as digits."""
-  found = np.asarray(masks).astype(int)
+  digits = np.asarray(masks).astype(int)
   assert [
     ' '.join(''.join(map(str, query)) for query in row)
-    for row in found.tolist()
+    for row in digits.tolist()
   ] == drawn
 
 
 @pytest.mark.parametrize('how', ['_written', '_looked_up'])
 def test_window_mask_by_hand(how):
-  """The root and two children that is drawn there, then in front and behind."""
+  """The root and two children, as drawn, with slots before and after them."""
   window = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)
   make = getattr(cache_lib, how)
   _assert_masks(
@@ -34,14 +34,14 @@ def test_window_mask_by_hand(how):
     ['111000 111100 111010', '100000 110000 101000', '111100 111110 111101'],
   )
   # Fewer queries than slots of the window.
-  one = jnp.asarray(window[None, 2:])
-  _assert_masks(make(jnp.array([1]), one, num_slots=5), ['11010'])
+  part = jnp.asarray(window[None, 2:])
+  _assert_masks(make(jnp.array([1]), part, num_slots=5), ['11010'])
 
 
 def _lettered(rows, length):
   """Keys and hidden states are letters, values the same in upper case."""
   array = lambda rows: np.array(
-    [[ord(one) for one in row] for row in rows], np.float32
+    [[ord(letter) for letter in row] for row in rows], np.float32
   )[:, None, :, None]
   return cache_lib.KVCache(
     keys=(array(rows),),
@@ -62,7 +62,7 @@ def _assert_holds(cache, expected):
   ):
     rows = zip(np.asarray(array)[:, 0, :, 0], cache.length, strict=True)
     assert [
-      ''.join(chr(int(one)) for one in row[:length]) for row, length in rows
+      ''.join(chr(int(code)) for code in row[:length]) for row, length in rows
     ] == texts
 
 
@@ -101,8 +101,8 @@ def test_many_rows_are_written_and_read_at_once():
 
   lower = both.trace(slots, new, start).lower
   count = lambda platform: sum(
-    lower(lowering_platforms=(platform,)).as_text().count(one)
-    for one in ('dynamic_slice', 'dynamic_update_slice')
+    lower(lowering_platforms=(platform,)).as_text().count(name)
+    for name in ('dynamic_slice', 'dynamic_update_slice')
   )
   assert count('cuda') == 0
   assert count('tpu') >= 80
@@ -116,7 +116,7 @@ def test_keeping_nodes_by_hand():
   for window, read, kept in (
     # Nodes r, a, b, c, d are scored in this order; the path is r, b, d.
     ([0, 1, 2, 3, 4], 0, ['', 'r', 'rb', 'rbd']),
-    # In another order; behind two tokens of text that were read late.
+    # In another order, after two tokens of text that were read late.
     ([-1, -1, 4, 0, 2], 2, ['xx', 'xxr', 'xxrb', 'xxrbd']),
     # The last was not scored in time.
     ([2, 0, 3, 1, -1], 0, ['', 'r', 'rb', 'rb']),
@@ -130,7 +130,7 @@ def test_keeping_nodes_by_hand():
     )
     path, count = np.array([[0, 2, 4]] * 4), np.arange(4)
     after = _keep(state, carried_lib.Added(path, path, count, 0 * count))
-    _assert_holds(after.cache, [f'text{one}' for one in kept])
+    _assert_holds(after.cache, [f'text{letters}' for letters in kept])
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
@@ -174,7 +174,7 @@ def test_what_is_not_finite_is_written_as_zero():
 
 
 def _target():
-  """Keeps hidden states, too, which lie beside keys and values."""
+  """Keeps hidden states, too, next to keys and values."""
   return tiny.gpt2(num_layers=1, hidden=(0, 1, cache_lib.AFTER_NORM))
 
 
@@ -185,7 +185,7 @@ def _start(model, tokens, length):
 
 
 def _assert_equals_fresh(model, cache, tokens):
-  """Equals that of the text, as if nothing had ever been guessed."""
+  """Equals the cache of the text, as if nothing had ever been guessed."""
   fresh = jax.device_get(_start(model, tokens, cache.length + 1)).cache
   arrays = lambda cache: jax.tree.leaves(
     (cache.keys, cache.values, cache.hidden)
@@ -220,7 +220,7 @@ def test_text_is_read_from_what_is_kept_to_the_end_of_the_context():
 
 @pytest.mark.parametrize('kind', ['chain', 'staged'])
 def test_caches_of_all_stages_after_every_step(kind):
-  """They equal those of reading the text, as far as they go."""
+  """They equal caches that only read the text, as far as they go."""
   draft = tiny.draft('similar', num_layers=1, hidden=(1,))
   decoding = specdec.Decoding(
     _target(),

@@ -1,4 +1,4 @@
-"""A draft whose context is shorter than that of its target."""
+"""A draft whose context is shorter than the context of its target."""
 
 import jax
 import numpy as np
@@ -75,7 +75,7 @@ def _slow(prompts, is_fixed):
 @pytest.mark.parametrize('batch', _BATCHES)
 @pytest.mark.parametrize('config', [_TREE, _FIXED])
 def test_drafts_go_up_to_the_last_position_exactly(batch, config):
-  """The tokens are those of plain decoding, the origins those of the loop."""
+  """The tokens are the same as by plain decoding; a loop gives the origins."""
   prompts = [_PROMPTS[row] for row in batch]
   generation = _generate(prompts, tiny_drafters.model(_DRAFT, config))
   assert generation.tokens == _generate(prompts).tokens

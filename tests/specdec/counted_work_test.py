@@ -54,16 +54,16 @@ def _versions():
   """Versions that the counts depend on, as far as they can be known."""
   cpuinfo, libtpu = pathlib.Path('/proc/cpuinfo'), programs.LIBTPU
   flags = cpuinfo.read_text().split() if cpuinfo.exists() else []
-  found = [*libtpu.parents[1].glob('libtpu-*.dist-info')]
+  folders = [*libtpu.parents[1].glob('libtpu-*.dist-info')]
   return {
     'jaxlib': importlib.metadata.version('jaxlib'),
-    'libtpu': found[0].name.removesuffix('.dist-info') if found else None,
-    'cpu': ' '.join(one for one in _INSTRUCTIONS if one in flags),
+    'libtpu': folders[0].name.removesuffix('.dist-info') if folders else None,
+    'cpu': ' '.join(name for name in _INSTRUCTIONS if name in flags),
   }
 
 
 def _check(name, counted, update, *, compiler=()):
-  """Compares with the limits of a program, or makes them those.
+  """Compares with the limits of a program, or makes them the new limits.
 
   They can be compared if the `_versions` named in `compiler` are the same.
   """
@@ -119,8 +119,8 @@ def update(request):
 def test_the_compiled_loops_of_the_demo_pair(device, method, update):
   compiled = _compiled(device, method)
   # As XLA would where only a part of a top-k is used.
-  for one in hlo.parse(compiled.text).computations.values():
-    for instruction in one.values() if device == 'cpu' else ():
+  for instructions in hlo.parse(compiled.text).computations.values():
+    for instruction in instructions.values() if device == 'cpu' else ():
       sorts = instruction.opcode == 'sort' and instruction.arrays[0].dims
       assert max(sorts or (0,)) < _TASK.target.vocab_size
   counted = {
@@ -173,7 +173,7 @@ _VOCABULARY = {
 def test_memory_with_a_large_vocabulary(
   device, method, topology, verify, megabytes
 ):
-  """No method holds a float32 embedding (545 MB) beside weights and caches."""
+  """No method holds a float32 embedding (545 MB) next to weights and caches."""
   drafting = settings_lib.DraftSettings(
     topology=topology and settings_lib.parse_topology(topology)
   )
@@ -233,34 +233,36 @@ def test_the_collectives_of_eight_devices(method, update):
   _check(name, counted, update, compiler=('jaxlib', 'libtpu'))
 
 
-# XLA's CPU backend computes so many sums of a product rightly in one fusion;
-# jaxlib 0.10.2 adds zeros to those behind them (jax#39103).
+# XLA's CPU backend computes this number of sums of a product rightly in one
+# fusion; jaxlib 0.10.2 adds zeros to the sums after them (jax#39103).
 _RIGHT_SUMS = 32_768
 
 
 def _large_sums_of_products(program):
   """The computations that have more sums than that, and a product."""
-  found = []
+  names = []
   for name, instructions in program.computations.items():
     sums = [
-      math.prod(one.arrays[0].dims)
-      for one in instructions.values()
-      if one.opcode == 'reduce'
+      math.prod(instruction.arrays[0].dims)
+      for instruction in instructions.values()
+      if instruction.opcode == 'reduce'
     ]
-    if any(one.opcode == 'dot' for one in instructions.values()):
-      found += [name] if max(sums, default=0) > _RIGHT_SUMS else []
-  return found
+    if any(
+      instruction.opcode == 'dot' for instruction in instructions.values()
+    ):
+      names += [name] if max(sums, default=0) > _RIGHT_SUMS else []
+  return names
 
 
 def test_no_program_has_what_a_release_of_jaxlib_compiles_wrongly():
-  """Nor arctan, which 0.10.2 gets wrong on some processors (jax#39352)."""
+  """Nor arctan: 0.10.2 gets it wrong on some processors (jax#39352)."""
   for method in ('plain', 'staged'):
     program = hlo.parse(_compiled('cpu', method).text)
     assert not _large_sums_of_products(program)
     opcodes = {
-      one.opcode
+      instruction.opcode
       for instructions in program.computations.values()
-      for one in instructions.values()
+      for instruction in instructions.values()
     }
     assert {'dot', 'reduce'} < opcodes
     assert not {'atan', 'atan2'} & opcodes
@@ -272,7 +274,7 @@ def test_no_program_has_what_a_release_of_jaxlib_compiles_wrongly():
     version = importlib.metadata.version('jaxlib')
     pytest.xfail(
       f'jaxlib {version} computes sums of small products wrongly on CPU from'
-      f' the {_RIGHT_SUMS + 1}th on (jax#39103); no program here has so many'
+      f' the {_RIGHT_SUMS + 1}th on (jax#39103); all programs here have fewer'
     )
 
 
@@ -283,12 +285,12 @@ _WHOLE_UPDATE, _SMALL_BUFFER = 512, 65_536
 
 
 def _small_updates(program):
-  """Large buffers of a program, of which it replaces a few bytes."""
+  """Large buffers of a program in which it replaces a few bytes."""
   updated = [
-    [instructions[name].arrays[0] for name in one.operands[:2]]
+    [instructions[name].arrays[0] for name in instruction.operands[:2]]
     for instructions in program.computations.values()
-    for one in instructions.values()
-    if one.opcode == 'dynamic-update-slice'
+    for instruction in instructions.values()
+    if instruction.opcode == 'dynamic-update-slice'
   ]
   assert updated
   return [
@@ -304,8 +306,8 @@ def test_no_program_has_updates_that_a_release_of_jaxlib_makes_slow():
     assert not _small_updates(hlo.parse(_compiled('cpu', method).text))
   write = lambda at, buffer: buffer.at[at].set(at)
   loop = jax.jit(lambda buffer: jax.lax.fori_loop(0, 9, write, buffer))
-  own = loop.lower(np.zeros(_SMALL_BUFFER, np.int32)).compile().as_text()
-  assert _small_updates(hlo.parse(own)) == ['s32[1] in s32[65536]']
+  program = loop.lower(np.zeros(_SMALL_BUFFER, np.int32)).compile().as_text()
+  assert _small_updates(hlo.parse(program)) == ['s32[1] in s32[65536]']
 
 
 def test_forwards_of_a_decode(update):

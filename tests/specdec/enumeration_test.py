@@ -152,7 +152,8 @@ def test_as_many_guesses_stand_as_can(children):
   expected = 1 + np.where(is_drawn, likely, best)
   for emitted in _emitted(worlds, 1, children):
     np.testing.assert_allclose(emitted, expected, atol=1e-6)
-  # By traversal as many or, but for point masses, more: those of a block.
+  # Traversal emits as many tokens as a block, and at least as many as one by
+  # one; only point masses gain nothing.
   one_by_one, by_traversal = _emitted(worlds, 3, children)
   block = _block_tokens(worlds, 3, children)
   np.testing.assert_allclose(by_traversal, block, atol=1e-5)
@@ -179,7 +180,7 @@ def test_all_of_a_few_best_guesses_stand():
   np.testing.assert_allclose(accepted, expected, atol=1e-6)
 
 
-# Distributions of which rejection leaves nothing.
+# Rejection leaves nothing of these distributions.
 
 
 def test_normalized():
@@ -225,7 +226,7 @@ def test_drafts_that_leave_nothing(children):
 
 def test_a_weight_of_which_nothing_is_left():
   """Neither NaN nor a weight below 1 at the root, by rounding."""
-  half, one = np.full((3, 2), 0.5, np.float32), np.float32([[1, 0]] * 3)
+  half, certain = np.full((3, 2), 0.5, np.float32), np.float32([[1, 0]] * 3)
   weights = np.float32([1.0, 0.5, 0.0])
   tokens = np.zeros(3, np.int32)
   rule = rejection.TraversalRule()
@@ -234,9 +235,9 @@ def test_a_weight_of_which_nothing_is_left():
   assert chance.tolist() == [1.0, 0.5, 0.0]
   assert left.tolist() == [1.0, 0.0, 0.0]
   np.testing.assert_array_equal(rest[0], half[0])  # the target itself
-  _, _, left, rest, _ = weigh(weights, half, one, tokens)
+  _, _, left, rest, _ = weigh(weights, half, certain, tokens)
   np.testing.assert_allclose(left, [1.0, 1 / 3, 0.0])
-  np.testing.assert_array_equal(rest[:2], 1 - one[:2])
+  np.testing.assert_array_equal(rest[:2], 1 - certain[:2])
 
 
 # Trees that are grown, not drawn: every world has a tree of its own.
@@ -404,7 +405,7 @@ def _random_case(seed, vocab_size=4):
 
 
 def check_walks(children, name='rejection', num_batches=25):
-  """Compares verdicts with those of a slow walk, row by row."""
+  """Compares verdicts with the verdicts of a slow walk, row by row."""
   rule, num_close, numbers = rules_lib.RULES[name](children), 0, []
   for seed in range(num_batches):
     case = _random_case(seed)
@@ -440,12 +441,12 @@ def check_walks(children, name='rejection', num_batches=25):
         continue
       number = int(verdict.accepted[row])
       assert verdict.chosen[row, : number + 1].tolist() == emitted
-      found = np.stack([verdict.index[row], path[row]])
+      walk = np.stack([verdict.index[row], path[row]])
       expected = [places, nodes[row, places]]
-      np.testing.assert_array_equal(found[:, : number + 1], expected)
-      assert np.all(found[:, number + 1 :] == tree_lib.NO_NODE)
+      np.testing.assert_array_equal(walk[:, : number + 1], expected)
+      assert np.all(walk[:, number + 1 :] == tree_lib.NO_NODE)
       numbers.append(number)
-  # It was no poor example.
+  # The example has few close decisions and all numbers of accepted tokens.
   assert num_close < 0.05 * num_batches * _BATCH_SIZE
   assert np.all(np.bincount(numbers, minlength=3)[:3] >= 10)
 
@@ -501,10 +502,10 @@ def test_children_are_drawn_from_what_is_said(children):
         if margin < enumeration.ENOUGH:
           num_close += 1
           continue
-        found = log_probs[row, place] > -100
-        assert tokens[row, place][found].tolist() == expected
-        found, logs = log_probs[row, place][found], np.log(probs[place])
-        np.testing.assert_allclose(found, logs[expected], atol=1e-5)
+        is_child = log_probs[row, place] > -100
+        assert tokens[row, place][is_child].tolist() == expected
+        said, logs = log_probs[row, place][is_child], np.log(probs[place])
+        np.testing.assert_allclose(said, logs[expected], atol=1e-5)
   assert num_close < 20
 
 
@@ -540,8 +541,8 @@ def _grown(scorer, sampling, key, text, length, *, children):
   states = stages_lib.start(drafter, texts, drawn_from)
   ctx = ctx.replace(randomness=randomness)
   [state], tree = growth.grow(drafter.stages, states, ctx.root_trees(), ctx)
-  found = tree, state.proposals, state.scorer.tokens
-  return jax.tree.map(lambda array: array[0], found)
+  grown = tree, state.proposals, state.scorer.tokens
+  return jax.tree.map(lambda array: array[0], grown)
 
 
 def _block_probs(scores, edges, candidates, values):
@@ -600,8 +601,8 @@ def test_a_block_draws_from_the_candidates_of_a_depth(children, num_candidates):
       if margin < enumeration.ENOUGH:
         num_close += 1
         continue
-      found = trees.token[row, trees.parent[row] == node]
-      assert found.tolist() == tokens[expected].tolist()
+      drawn = trees.token[row, trees.parent[row] == node]
+      assert drawn.tolist() == tokens[expected].tolist()
       checked += 1
   assert num_close < 20
   assert checked > 1000
@@ -621,7 +622,7 @@ def test_every_node_draws_children_of_its_own():
 
 
 def test_children_that_float32_gives_no_probability():
-  """Or its probability, when likelier siblings are rejected, is unknown."""
+  """Or whose probability is unknown when likelier siblings are rejected."""
   logits = np.array([0.0, -80.0, -100.0, -110.0, -110.0], np.float32)
   neutral = enumeration.NEUTRAL | {'logit_bias': {}}
   sampling = enumeration.params(neutral, 200, 5)
@@ -656,8 +657,10 @@ def test_the_randomness_of_a_step_is_of_these_keys():
     drawn = noise * np.array([1, 0, 1])[:, None, None]
     for shares_noise, wants_all in itertools.product((True, False), repeat=2):
       is_drawn = np.array([shares_noise, False, shares_noise])
-      found = find(keys, length, is_drawn, wants_all=wants_all)
-      assert jnp.all(found.draft_keys == expected[0])
-      np.testing.assert_array_equal(found.uniforms, expected[1])
-      np.testing.assert_array_equal(found.residual_noise, expected[2])
-      np.testing.assert_array_equal(of_all(found.noise), drawn * shares_noise)
+      randomness = find(keys, length, is_drawn, wants_all=wants_all)
+      assert jnp.all(randomness.draft_keys == expected[0])
+      np.testing.assert_array_equal(randomness.uniforms, expected[1])
+      np.testing.assert_array_equal(randomness.residual_noise, expected[2])
+      np.testing.assert_array_equal(
+        of_all(randomness.noise), drawn * shares_noise
+      )

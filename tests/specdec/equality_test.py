@@ -414,7 +414,7 @@ def test_in_slots(case):
   'case', ['table, tree, moods', 'table, plain, turns', 'tail, staged']
 )
 def test_in_a_conversation(case):
-  """Each turn is that of its text, which goes on, ends before, or changes."""
+  """Each turn equals decoding its text; texts go on, end before, or change."""
   name, shape, under = [*case.split(', '), 'filters'][:3]
   model, _ = pair(name)
   texts, answers = _prompts(model)[:2], []
@@ -539,7 +539,7 @@ def test_the_example_has_texts_that_end_and_the_constraint_matters():
   prompts = _prompts(_table(_TABLE))
   bound, free = (_expected('table', of, prompts) for of in ('turns', 'filters'))
   assert {_END in new for new in bound} == {True, False}
-  assert all(one != other for one, other in zip(bound, free, strict=True))
+  assert all(text != other for text, other in zip(bound, free, strict=True))
 
 
 def test_where_nothing_may_follow_the_row_ends_with_an_error():

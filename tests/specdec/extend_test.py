@@ -25,7 +25,7 @@ _read = []
 
 @functools.cache
 def _counting(spec, name):
-  """The model, which notes how many positions each forward computes."""
+  """The model; it notes the number of positions that each forward computes."""
 
   def apply(params, tokens, positions, mask, cache):
     jax.debug.callback(lambda: _read.append((name, tokens.shape[1])))
@@ -62,7 +62,7 @@ def _started(kind, prompts, **options):
   return decoding, decoding.result()
 
 
-def _anew(prompts, **options):
+def _decoded_again(prompts, **options):
   return _started('plain', prompts, **options)[1]
 
 
@@ -113,7 +113,7 @@ def test_every_turn_is_that_of_decoding_the_whole_text_anew():
     now = loop.extend._cache_size(), loop.advance._cache_size()
     assert turn == 1 or now == programs
     result = decoding.result()
-    _check_equal(result, _anew(prompts))
+    _check_equal(result, _decoded_again(prompts))
     # The draft is perfect where it knows all of the text.
     assert result.stats.block_efficiency == 3
     assert result.stats.stage_forwards['draft'] == _ROWS * 4
@@ -131,13 +131,13 @@ def test_text_that_changed_is_read_again_from_there_on(kind):
   _extend(decoding, rows)
   assert decoding.num_kept == [len(prompts[0]) + 2, 1]
   decoding.run()
-  assert decoding.result().tokens == _anew(rows).tokens
+  assert decoding.result().tokens == _decoded_again(rows).tokens
   # Shorter than what was read, and equal so far: an answer is given again.
   read = _extend(decoding, prompts)
   assert kind != 'chain' or read['target'] == 32  # of row 1 all but a token
   assert decoding.num_kept == [len(prompts[0]) - 1, 1]
   decoding.run()
-  assert decoding.result().tokens == _anew(prompts).tokens
+  assert decoding.result().tokens == _decoded_again(prompts).tokens
   assert _extend(decoding, prompts) == {'target': 0, 'draft': 0}
 
 
@@ -152,4 +152,4 @@ def test_bad_turns_are_refused_and_change_nothing():
     with pytest.raises(ValueError, match=words):
       decoding.extend(prompts, max_new_tokens=limit)
   decoding.run()
-  assert decoding.result().tokens == _anew(_said(0)).tokens
+  assert decoding.result().tokens == _decoded_again(_said(0)).tokens

@@ -83,7 +83,7 @@ def _assert_ends(generation, ends):
 @pytest.mark.parametrize('name', _DRAFTERS)
 def test_a_row_ends_with_the_token_that_breaks_its_target(name):
   """With each token that any row has; the others go on to their end."""
-  found = set()
+  all_ends = set()
   for number, kind in enumerate(_BROKEN):
     for token in range(number % 3, VOCAB_SIZE, 3):
       table = _with_broken(_table(), kind, token)
@@ -91,14 +91,14 @@ def test_a_row_ends_with_the_token_that_breaks_its_target(name):
       for prompt, new in zip(_PROMPTS, _healthy(), strict=True):
         scored = [prompt[-1], *new[:-1]]
         ends.append(scored.index(token) if token in scored else None)
-      found |= {*ends}
+      all_ends |= {*ends}
       likely = _table() + 0.4 * _table(1)
       likely[:, token] += 3
       # The target as it was; one that says the token often; a broken one.
       for draft in (_table(), likely, table):
         drafter = _drafter(name, _model(draft))
         _assert_ends(_generate(_model(table), drafter), ends)
-  assert found >= {None, *range(6)}
+  assert all_ends >= {None, *range(6)}
 
 
 @pytest.mark.parametrize('name', _DRAFTERS[1:])

@@ -29,8 +29,8 @@ def _model(step=1):
 def _rows():
   """Prompts, limits, and the last byte of the stop string of each row.
 
-  The EOS is at each offset behind the prompt, with all limits around it, and a
-  stop string ends before, with, or behind it.
+  The EOS is at each offset after the prompt, with all limits around it, and a
+  stop string ends before, with, or after it.
   """
   prompts, limits, stops = [], [], []
   eos = EOS_IDS[1]

@@ -19,7 +19,7 @@ import tiny
 from specdec.models.checkpoints import hub
 
 _SCRIPTS = pathlib.Path(__file__).parents[2] / 'scripts'
-_DEVICES = 2  # Each host has so many.
+_DEVICES = 2  # Devices of each host.
 _PROMPTS = ('def f(x):', 'import os', 'a', 'if x is None', 'return [')
 
 
@@ -63,7 +63,7 @@ def _begin(script, arguments, *, devices=_DEVICES):
 
 @contextlib.contextmanager
 def _hosts(script, arguments):
-  """Two processes, which are ended at the end."""
+  """Two processes; they are ended at the end."""
   with socket.socket() as free:
     free.bind(('localhost', 0))
     port = free.getsockname()[1]
@@ -84,7 +84,7 @@ def _together(script, arguments):
   """The output of the first host; the other prints nothing."""
   with _hosts(script, arguments) as processes:
     ended = [process.communicate() for process in processes]
-    assert [one.returncode for one in processes] == [0, 0], ended[0][1]
+    assert [process.returncode for process in processes] == [0, 0], ended[0][1]
   first, second = (_GLOO.sub('', output) for output, _ in ended)
   assert second == ''
   return first
@@ -101,11 +101,11 @@ def test_two_hosts_give_the_tokens_of_one(pair):
   arguments = [*pair, '--json', '--mesh=model:4', '--batch_size=2']
   arguments.append('--max_new_tokens=12')
   script = 'generate.py'
-  found, expected = (
+  tokens, expected = (
     json.loads(run(script, arguments))['tokens'] for run in (_together, _alone)
   )
-  assert found == expected
-  assert [*map(len, found)] == [12, 12]
+  assert tokens == expected
+  assert [*map(len, tokens)] == [12, 12]
 
 
 @pytest.mark.long
@@ -117,9 +117,9 @@ def test_rows_of_two_hosts_and_one_output(pair, tmp_path):
     arguments += ['--max_new_tokens=9', '--context=64']
     file = tmp_path / name
     assert run('generate_many.py', [*arguments, f'--output={file}']) == ''
-    found = [json.loads(line) for line in file.read_text().splitlines()]
-    rows.append({row['index']: row['tokens'] for row in found})
-    assert len(found) == len(_PROMPTS)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    rows.append({row['index']: row['tokens'] for row in lines})
+    assert len(lines) == len(_PROMPTS)
   assert rows[0] == rows[1]
 
 
@@ -138,7 +138,7 @@ def test_a_host_that_dies_ends_the_other(pair, killed):
     _, errors = processes[1 - killed].communicate(timeout=120)
     assert time.monotonic() - start < 2 * seconds + 10
     assert processes[1 - killed].returncode != 0
-  # Ours, or that of JAX where the first host was the coordinator.
+  # Our message, or JAX's message where the first host was the coordinator.
   messages = ('this host or another one has failed', 'another task died')
   assert any(message in errors for message in messages), errors
 

@@ -93,7 +93,7 @@ def test_a_row_has_the_same_bits_in_every_shape(vocab_size):
   positions = jax.random.split(jax.random.key(1), len(logits))
   edges = (_edge(vocab_size, rank) for rank in (6, 400))
   for top_p in itertools.chain.from_iterable(map(_around, edges)):
-    found = []
+    by_shape = []
     for batch_size, width in ((1, 1), (1, 8), (4, 2), (8, 1)):
       params = _params(batch_size, vocab_size, top_p=top_p)
       keys = jnp.tile(jax.random.key(0)[None], batch_size)
@@ -104,9 +104,9 @@ def test_a_row_has_the_same_bits_in_every_shape(vocab_size):
       flat = lambda *parts: np.concatenate(
         [np.asarray(part).reshape(-1, *part.shape[2:]) for part in parts]
       )
-      found.append(jax.tree.map(flat, *results))
-    for other in found[1:]:
-      jax.tree.map(np.testing.assert_array_equal, found[0], other)
+      by_shape.append(jax.tree.map(flat, *results))
+    for other in by_shape[1:]:
+      jax.tree.map(np.testing.assert_array_equal, by_shape[0], other)
 
 
 @pytest.mark.parametrize('vocab_size', _SIZES)
@@ -147,16 +147,16 @@ def test_ranks_among_what_is_proposed_are_those_among_all(filters):
   others = np.broadcast_to(np.arange(vocab_size), (2, vocab_size))
   rank = functools.partial(_ranked, logits, keys, params)
   expected = rank(None, others, number=4)
-  found = rank(proposed, others, number=4)
-  np.testing.assert_array_equal(found[0], expected[0])
-  for one, other in zip(found[1:], expected[1:], strict=True):
-    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+  ranked = rank(proposed, others, number=4)
+  np.testing.assert_array_equal(ranked[0], expected[0])
+  for array, other in zip(ranked[1:], expected[1:], strict=True):
+    np.testing.assert_allclose(array, other, rtol=1e-5, atol=1e-5)
   # There are no more than these.
   assert rank(proposed[:3], others, number=4)[0].shape == (2, 1, 3)
 
 
 class _OnlyOfFew(randomness_lib.DrawnNoise):
-  """Noise by which the last token wins, if that of all tokens is read."""
+  """Noise by which the last token wins, if the noise of all tokens is read."""
 
   def of_all(self, vocab_size):
     last = jnp.where(jnp.arange(vocab_size) < vocab_size - 1, 0.0, jnp.inf)
@@ -201,13 +201,13 @@ def test_where_filters_keep_few_tokens_only_their_noise_is_drawn(filters):
   for seed in range(8):
     keys = jax.random.split(jax.random.key(seed), (8, 1))
     params = _params(8, vocab_size, temperature=[1.0, 0.0] * 4, **filters)
-    found, expected = (
+    computed, expected = (
       function(logits, keys, params) for function in (_by_few, _by_all)
     )
-    for one, other in zip(found[:2], expected[:2], strict=True):
-      np.testing.assert_array_equal(one, other)
-    for one, other in zip(found[2:], expected[2:], strict=True):
-      np.testing.assert_allclose(one, other, atol=2e-6)
+    for array, other in zip(computed[:2], expected[:2], strict=True):
+      np.testing.assert_array_equal(array, other)
+    for array, other in zip(computed[2:], expected[2:], strict=True):
+      np.testing.assert_allclose(array, other, atol=2e-6)
 
 
 def test_where_filters_keep_many_tokens_all_noise_is_drawn():
@@ -248,7 +248,7 @@ def test_noise_of_few_tokens_has_the_bits_of_jax():
 
 
 def test_the_best_are_found_in_blocks_as_by_a_sort():
-  """Among equal scores the lowest tokens, which lie in other blocks."""
+  """Among equal scores the lowest tokens win, also from other blocks."""
   rng = np.random.default_rng(0)
   run = jax.jit(best_lib.top_k, static_argnums=1)
   for vocab_size, number in ((151_936, 3), (50_257, 256), (50_257, 500)):

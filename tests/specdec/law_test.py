@@ -2,8 +2,8 @@
 
 `enumeration_test` proves the law. This smoke counts the sequences that 20,000
 rows emit in several steps, under rules that draw, and compares them with plain
-forwards of the target. A bias leaves four tokens, and the drafts that take
-minutes to compile lack one of them.
+forwards of the target. A bias leaves four tokens. The drafts that take minutes
+to compile cannot propose one of the four.
 """
 
 import functools

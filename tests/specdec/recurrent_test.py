@@ -1,4 +1,4 @@
-"""Layers with a state: every node has that of its path, to the last bit."""
+"""Layers with a state: a node has its path's state, to the last bit."""
 
 import jax
 import jax.numpy as jnp
@@ -65,11 +65,11 @@ def test_logits_are_those_of_transformers_however_a_text_is_read(
 
 
 def _check_path(model, tree, logits, cache, row, leaf, atol):
-  """The logits along a path are those of decoding it token by token."""
-  own = _row(cache, row)
+  """Decoding a path token by token gives the same logits."""
+  state = _row(cache, row)
   for node in tree.path(row, leaf):
     token = tree.tokens[row, node][None, None]
-    alone, own = tiny_recurrent.chunk(model, token, own)
+    alone, state = tiny_recurrent.chunk(model, token, state)
     np.testing.assert_allclose(
       logits[row, node], np.asarray(alone)[0, 0], rtol=0, atol=atol
     )
@@ -102,7 +102,7 @@ def test_a_node_has_the_bits_of_plain_decoding_of_its_path(
 
 @_kernels
 def test_keys_near_zero_have_the_length_of_transformers(tmp_path):
-  """It is divided by a root with an epsilon, which matters for these."""
+  """It is divided by a root with an epsilon; the epsilon matters for these."""
   name = 'qwen3_5_shared_keys'
   folder = variants.write(name, tmp_path / name)
   convolutions = {
@@ -136,7 +136,7 @@ def _expected(prompts, number):
 
 
 def test_a_conversation_of_five_turns():
-  """A conversation goes on, and back to what was marked, as if read anew."""
+  """A conversation goes on, and back to what was marked, as if read again."""
   prompts = _prompts(1, 6, 4)
   decoding = specdec.Decoding(
     tiny_recurrent.hashed(_VOCAB),
@@ -219,17 +219,19 @@ def test_lengthening_and_going_back_by_hand():
   ):
     back = cache_lib.rewind(kept, length)
     assert (back.length.tolist(), _states(back)) == (left, states)
-    # A mark of a text that changed is no mark.
+    # A mark counts only while its text is unchanged.
     again = cache_lib.rewind(back.replace(length=back.length + 5), 3)
-    assert again.length.tolist() == [0 if one == 0 else 2 for one in left]
+    assert again.length.tolist() == [0 if size == 0 else 2 for size in left]
     marks = zip(left, _states(cache), strict=True)
-    assert _states(again) == [state if one else 0 for one, state in marks]
+    assert _states(again) == [
+      state if is_marked else 0 for is_marked, state in marks
+    ]
 
 
 def test_parents_and_ancestors_by_hand():
   """A text of one token in the window, then a root and its children."""
   rows = ['x....', 'xx...', 'xxx..', 'xx.x.', 'xx.xx']
-  sees = np.array([[[one == 'x' for one in row] for row in rows]])
+  sees = np.array([[[mark == 'x' for mark in row] for row in rows]])
   assert recurrent_lib.parents(sees).tolist() == [[-1, 0, 1, 1, 3]]
   # Nodes of a later forward say it, too.
   assert recurrent_lib.parents(sees[:, 4:]).tolist() == [[-1, 0, -1, 1, 3]]
@@ -262,14 +264,14 @@ def test_states_are_counted():
 
 
 def mixed_by_kernels(heads, picked):
-  """The kernels of delta nets for some of so many heads: results, states."""
+  """The kernels of delta nets for the heads `picked`: results, states."""
   rng = np.random.default_rng(0)
   draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
   rows, nodes, slots, width = 2, 6, 9, 128
   numbers = lambda *lead: draw(*lead, heads)[..., picked]
 
   def vectors(number, *lead):
-    """Some vectors of each head, all heads beside one another."""
+    """Some vectors of each head, all heads next to one another."""
     arrays = [draw(*lead, heads, width)[..., picked, :] for _ in range(number)]
     return np.concatenate([each.reshape(*lead, -1) for each in arrays], -1)
 

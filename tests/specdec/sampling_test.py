@@ -57,14 +57,18 @@ def test_filters_against_numpy(top_k, top_p, min_p):
   logits = np.random.default_rng(0).normal(size=(6, 4, 20)) * 2
   temperature = [0.3, 1.0, 2.5, 0.3, 1.0, 2.5]
   filters = {'top_k': top_k, 'top_p': top_p, 'min_p': min_p}
-  filters = {name: one for name, one in filters.items() if one is not None}
+  filters = {
+    name: value for name, value in filters.items() if value is not None
+  }
   sampling = specdec.Sampling(temperature=temperature, **filters)
   actual = _probs(logits.astype(np.float32), sampling)
   for row in range(6):
     of_row = lambda value, row=row: np.ravel(value)[row % np.size(value)].item()
     values = {name: of_row(value) for name, value in filters.items()}
     values['temperature'] = temperature[row]
-    expected = np.array([_expected(one, **values) for one in logits[row]])
+    expected = np.array(
+      [_expected(row_logits, **values) for row_logits in logits[row]]
+    )
     np.testing.assert_array_equal(actual[row] > 0, expected > 0)
     np.testing.assert_allclose(actual[row], expected, atol=1e-6)
 

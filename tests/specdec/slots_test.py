@@ -96,15 +96,15 @@ _SAMPLED_BY = [field.name for field in dataclasses.fields(specdec.Sampling)]
 
 @functools.cache
 def _together(kind='plain', verify='match', only=None):
-  """One batch of all, whose rows are as alone: `equality_test`."""
+  """One batch of all; rows are as if decoded alone: `equality_test`."""
   jobs = _JOBS if only is None else [_JOBS[only]]
-  own = lambda name: [job[name] for job in jobs]
+  of_jobs = lambda name: [job[name] for job in jobs]
   sampled = lambda name: [getattr(job['sampling'], name) for job in jobs]
   return specdec.generate(
     tiny.gpt2(num_layers=1),
-    jax.numpy.stack(own('rng_key')),
-    own('prompt'),
-    max_new_tokens=own('max_new_tokens'),
+    jax.numpy.stack(of_jobs('rng_key')),
+    of_jobs('prompt'),
+    max_new_tokens=of_jobs('max_new_tokens'),
     room_for_new_tokens=24,
     drafter=_drafter(kind),
     verify=verify,
@@ -125,34 +125,36 @@ def test_the_tokens_are_those_of_decoding_each_prompt_alone(kind):
     made._cache_size() for made in (loop.start, loop.insert, loop.advance)
   ]
   expected, before = _together(), count()
-  found, order = tiny.in_slots(_slots(kind), _JOBS)
+  results, order = tiny.in_slots(_slots(kind), _JOBS)
   after = count()
   assert max(np.subtract(after, before)) <= 1
-  assert _tokens(found) == expected.tokens
+  assert _tokens(results) == expected.tokens
   assert order != sorted(order)
-  assert [one.finish_reasons[0] for one in found] == expected.finish_reasons
+  assert [
+    result.finish_reasons[0] for result in results
+  ] == expected.finish_reasons
   assert {*expected.finish_reasons} == {'eos', 'length'}
-  for one, log_probs in zip(found, expected.log_probs, strict=True):
+  for result, log_probs in zip(results, expected.log_probs, strict=True):
     np.testing.assert_allclose(
-      one.log_probs[0], log_probs, rtol=1e-4, atol=1e-4
+      result.log_probs[0], log_probs, rtol=1e-4, atol=1e-4
     )
-  # Backwards, every prompt is in another slot beside other prompts.
+  # Backwards, every prompt is in another slot next to other prompts.
   again, _ = tiny.in_slots(_slots(kind), _JOBS[::-1])
   assert _tokens(again[::-1]) == expected.tokens
   assert count() == after
   if kind == 'plain':
-    assert found[1].stats == _together(only=1).stats
+    assert results[1].stats == _together(only=1).stats
 
 
 def test_other_rules_draw_as_alone():
   """With the same drafter: these rules also use the noise of each step."""
-  found, _ = tiny.in_slots(_slots('chain', verify='rejection'), _JOBS)
+  results, _ = tiny.in_slots(_slots('chain', verify='rejection'), _JOBS)
   expected = _together('chain', 'rejection').tokens
-  assert _tokens(found) == expected != _together().tokens
+  assert _tokens(results) == expected != _together().tokens
 
 
 def test_every_slot_has_stop_strings_and_end_tokens_of_its_own():
-  """Also for the prompts that come later, which may have none of them."""
+  """Also for the prompts that come later and may have neither."""
   vocab_size = 12
   names = [bytes([97 + token]) for token in range(vocab_size)]
   following = np.roll(9 * np.eye(vocab_size, dtype=np.float32), 1, axis=1)
@@ -182,30 +184,30 @@ def test_prompts_bring_options_that_others_lack():
     for job, names in zip(_JOBS, _NAMES * 2, strict=True)
   ]
   jobs = [
-    job | {'sampling': specdec.Sampling(**own)}
-    for job, own in zip(_JOBS, fields, strict=True)
+    job | {'sampling': specdec.Sampling(**given)}
+    for job, given in zip(_JOBS, fields, strict=True)
   ]
   slots = _slots('staged', sampling=specdec.Sampling(), log_probs=False)
-  found, _ = tiny.in_slots(slots, jobs)
-  for job, one in zip(jobs, found, strict=True):
+  results, _ = tiny.in_slots(slots, jobs)
+  for job, result in zip(jobs, results, strict=True):
     neutral = {'logit_bias': {}, 'repetition_penalty': 1.0, 'top_p': 1.0}
-    own = {k: v for k, v in vars(job['sampling']).items() if v is not None}
+    given = {k: v for k, v in vars(job['sampling']).items() if v is not None}
     alone = specdec.generate(
       tiny.gpt2(num_layers=1),
       job['rng_key'].reshape(1),
       [job['prompt']],
       max_new_tokens=job['max_new_tokens'],
       room_for_new_tokens=24,
-      sampling=specdec.Sampling(**neutral | {'top_k': [None]} | own),
+      sampling=specdec.Sampling(**neutral | {'top_k': [None]} | given),
       eos_ids=[_EOS],
     )
-    assert one.tokens == alone.tokens
+    assert result.tokens == alone.tokens
 
 
 def test_a_text_is_returned_while_it_grows():
-  """Step by step or by several, it is that of `advance`; the rest goes on."""
+  """By one step or several, it is the text of `advance`; the rest goes on."""
   slots, jobs, texts = _slots('staged'), [*_JOBS[:6]], {}
-  found, rows = {}, {}
+  ended, rows = {}, {}
   while jobs or rows:
     while jobs and slots.free:
       row = slots.insert(**jobs[0])
@@ -217,9 +219,9 @@ def test_a_text_is_returned_while_it_grows():
       if growth.generation is not None:
         assert growth.generation.tokens == [texts[row][0]]
         assert growth.generation.origins == [texts[row][1]]
-        found[rows.pop(row)] = texts[row][0]
+        ended[rows.pop(row)] = texts[row][0]
         assert row in slots.free
-  assert [found[index] for index in range(6)] == _together().tokens[:6]
+  assert [ended[index] for index in range(6)] == _together().tokens[:6]
   assert slots.step() == {}
 
 
@@ -253,11 +255,11 @@ def test_a_cancelled_prompt_frees_its_slot_and_disturbs_no_other():
   assert slots.free == [row for row in range(_SLOTS) if row != second]
   slots.insert(**long)
   slots.insert(**unread)
-  found = []
+  tokens = []
   while len(slots.free) < _SLOTS:
-    found += [one.tokens[0] for one in slots.advance().values()]
+    tokens += [generation.tokens[0] for generation in slots.advance().values()]
   expected = [_together().tokens[index] for index in (1, 2, 3)]
-  assert sorted(found) == sorted(expected)
+  assert sorted(tokens) == sorted(expected)
 
 
 def _expected(target, prompt, limit):
@@ -283,27 +285,27 @@ def test_what_a_slot_has_read_is_not_read_again(kind):
     assert generation.tokens[0] == _expected(target, prompt, limit)
     return slots.num_kept[slot], prompt + generation.tokens[0]
 
-  kept, one = decode([1, 2, 3, 4, 5, 6, 7])
+  kept, text = decode([1, 2, 3, 4, 5, 6, 7])
   assert kept == 0
   kept, other = decode([9, 8, 7])
   assert kept == 0
   for _ in range(3):
-    before = len(one), len(other)
-    kept, one = decode([*one, 11, 12])
+    before = len(text), len(other)
+    kept, text = decode([*text, 11, 12])
     assert kept == before[0] - 1
     kept, other = decode([*other, 13])
     assert kept == before[1] - 1
   # Its answer again: a state can go back to the end of its last prompt.
-  prompt = one[:-6]
+  prompt = text[:-6]
   kept, again = decode(prompt)
-  assert again == one
+  assert again == text
   assert kept == len(prompt) - 1
-  changed = [*one[:-3], (one[-3] + 1) % 40, 5]
+  changed = [*text[:-3], (text[-3] + 1) % 40, 5]
   kept, _ = decode(changed)
-  end = len(prompt) - 1 if kind == 'recurrent' else len(one) - 3
+  end = len(prompt) - 1 if kind == 'recurrent' else len(text) - 3
   assert kept == end
   # Before the mark there is no state to go back to.
-  kept, _ = decode([*one[:5], 30, 31])
+  kept, _ = decode([*text[:5], 30, 31])
   assert kept == 0 if kind == 'recurrent' else 5
 
 
@@ -319,9 +321,9 @@ def test_a_draft_goes_on_from_what_its_slot_has_read():
   text = [3, 2]
   for _ in range(3):
     slots.insert(text, jax.random.key(0), max_new_tokens=9)
-    (found,) = slots.advance().values()
-    assert found.stats.target_forwards == 3
-    text += [*found.tokens[0], 5, 6]
+    (result,) = slots.advance().values()
+    assert result.stats.target_forwards == 3
+    text += [*result.tokens[0], 5, 6]
   assert slots.num_kept[0] == len(text) - 9 - 2 - 2 - 1
   slots.insert(text, jax.random.key(0), max_new_tokens=3, keeps=False)
   assert slots.num_kept[1] == 0

@@ -130,7 +130,7 @@ def test_stages_are_counted_by_stage():
   assert stats.origins == of(2, 2 * 2, 2 * 9)
   assert {'target': 2 * steps} | stats.stage_forwards == stats.origins
   # Rows share their forwards.
-  forwards = {name: one['forwards'] for name, one in stats.reads.items()}
+  forwards = {name: reads['forwards'] for name, reads in stats.reads.items()}
   assert forwards == {'plain': LIMIT} | of(1, 2, 9)
   assert stats.reads['target']['slots'] == sum(
     len(prompt) + 12 * step + 11 for prompt in prompts for step in range(steps)
@@ -143,7 +143,7 @@ def test_stages_are_counted_by_stage():
 
 
 def test_figures_of_long_texts_do_not_overflow():
-  """A step sees so many slots that those of few steps exceed 32 bits."""
+  """A step sees millions of slots; the sum over few steps exceeds 32 bits."""
   length, limit, g = 2**22, 1650, 2
   model = table_model.table_model(
     tiny.table(VOCAB_SIZE), max_positions=length + limit
@@ -155,7 +155,7 @@ def test_figures_of_long_texts_do_not_overflow():
     max_new_tokens=limit,
     drafter=tiny_drafters.simple('chain', model, length=g),
   ).stats
-  slots = {name: one['slots'] for name, one in stats.reads.items()}
+  slots = {name: reads['slots'] for name, reads in stats.reads.items()}
   steps = range(length, length + limit, g + 1)
   assert slots == {
     'plain': sum(range(length, length + limit)),

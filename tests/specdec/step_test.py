@@ -58,8 +58,8 @@ def _params():
   table[:, _BROKEN] = -1e9
   token, sees = rng.normal(size=(2, _VOCAB_SIZE))
   token[_BROKEN] = np.nan
-  found = {'table': table, 'token': token, 'sees': sees}
-  return {name: array.astype(np.float32) for name, array in found.items()}
+  arrays = {'table': table, 'token': token, 'sees': sees}
+  return {name: array.astype(np.float32) for name, array in arrays.items()}
 
 
 def _logits(params, text):
@@ -147,8 +147,10 @@ def test_values_of_tokens_that_are_no_text_are_dropped():
   new = np.array([[7, 8, 9], [1, 2, 3]])
   count, length = np.array([0, 2]), np.array([1, 3])
   added = carried_lib.Added(new, new, count, length)
-  found = jax.jit(carried_lib.Added.append)(added, np.zeros((2, 4), int), new)
-  assert found.tolist() == [[0, 0, 0, 0], [0, 0, 0, 1]]
+  appended = jax.jit(carried_lib.Added.append)(
+    added, np.zeros((2, 4), int), new
+  )
+  assert appended.tolist() == [[0, 0, 0, 0], [0, 0, 0, 1]]
 
 
 def test_hidden_states_by_hand():
@@ -157,12 +159,12 @@ def test_hidden_states_by_hand():
   positions = np.array([[0, 1, 2], [3, 4, 5]])
 
   @jax.jit
-  def found(states, length):
+  def both_ways(states, length):
     cache = cache_lib.init_empty_cache(2, 6).replace(hidden={0: states})
     both = carried_lib.of_text(cache), carried_lib.before_root(cache, length, 3)
     return [hidden.before(positions, (0,))[0][:, :, 0] for hidden in both]
 
   # The roots are at 1 and 4, and three states are read of each row.
-  of_text, before_root = found(states, np.array([2, 5]))
+  of_text, before_root = both_ways(states, np.array([2, 5]))
   assert of_text.tolist() == [[0, 1, 2], [9, 10, 11]]
   assert before_root.tolist() == [[0, 1, 2], [9, 10, 0]]

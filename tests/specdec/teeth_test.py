@@ -1,8 +1,8 @@
 """Plants known bugs in a copy of the source; the suite must detect each.
 
 Most of them were seen in other systems. Each is listed with a test that must
-fail with it, which runs on a fresh import of all modules, one place of the
-source replaced.
+fail with it. The test runs on a fresh import of all modules, with one place of
+the source replaced.
 """
 
 import ast
@@ -387,8 +387,8 @@ def _whole(name):
 class _Finder:
   """Finds the modules of this project, one of them with a bug.
 
-  It precedes pytest's own finder, whose rewritten assertions compare long lists
-  for hours where the variable `CI` is set.
+  It precedes pytest's own finder. The assertions that pytest rewrites compare
+  long lists for hours where the variable `CI` is set.
   """
 
   def __init__(self, name, old, new):
@@ -407,7 +407,7 @@ class _Finder:
 
 @contextlib.contextmanager
 def _planted(name, old, new):
-  """All modules are imported anew, one of them with a bug."""
+  """All modules are imported again, one of them with a bug."""
   pop = lambda: {
     module: sys.modules.pop(module)
     for module in list(sys.modules)
@@ -448,7 +448,7 @@ def test_a_bug_is_noticed(name):
   ],
 )
 def test_without_a_bug_nothing_fails(test):
-  """Nor does the way in which they are planted break anything."""
+  """The way of planting bugs breaks nothing either."""
   harmless = 'for _ in range(num_steps):'
   with _planted('tree.tree', harmless, harmless):
     _run(test)

@@ -122,7 +122,7 @@ def test_drafts_of_other_vocabularies_are_refused(target, tokenizer, tmp_path):
   with pytest.raises(ValueError, match=message) as error:
     of_draft(size, tokenizer)
   assert f'has {len(tokenizer)} tokens' in str(error.value)
-  # Another tokenizer of the same size, which shares little but bytes.
+  # Another tokenizer of the same size; it shares little but bytes.
   other = _train(_TEXT.upper())
   assert len(other) == len(tokenizer)
   draft = save(SIZE, other)

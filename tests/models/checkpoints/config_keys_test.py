@@ -28,8 +28,8 @@ _OF_TYPE = {
     *variants.VARIANTS.values(),
   )
 }
-# Fields of the classes that change nothing. Those of windows are read where a
-# window is; `mlp_only_layers` and others are refused.
+# Fields of the classes that change nothing. Fields of windows are read where
+# a window is; `mlp_only_layers` and others are refused.
 _IDLE = """
   attention_dropout attn_pdrop embd_pdrop resid_pdrop bos_token_id eos_token_id
   pad_token_id use_cache initializer_range pretraining_tp output_router_logits
@@ -50,7 +50,7 @@ _LISTS = ('layer_types', 'no_rope_layers')
 _WINDOW = {'use_sliding_window': True, 'sliding_window': 5}
 _FIRST = {kind: {'max_window_layers': 0} for kind in ('qwen2', 'qwen3')}
 _FIRST['smollm3'] = {'no_rope_layer_interval': 2}
-# Keys that are no fields, but read in older files.
+# Keys that only older files have.
 _OLDER = {'rope_theta', 'rope_scaling', 'partial_rotary_factor', 'head_dim'}
 # Values of every type; and others that are unusual and good.
 _VALUES = [True, False, 'relu', {'a': 1}, {'rope_theta': 50.0}]
@@ -64,11 +64,13 @@ def _read(config):
 
 
 def _keys(kind):
-  found = transformers.AutoConfig.for_model(kind)
-  base = {one.name for one in dataclasses.fields(transformers.PreTrainedConfig)}
-  own = {one.name for one in dataclasses.fields(found)}
+  config = transformers.AutoConfig.for_model(kind)
+  base = {
+    field.name for field in dataclasses.fields(transformers.PreTrainedConfig)
+  }
+  names = {field.name for field in dataclasses.fields(config)}
   gemma = {'sliding_window_pattern'} if kind == 'gemma3_text' else set()
-  return sorted((own - base) | (_OLDER if kind != 'gpt2' else set()) | gemma)
+  return sorted((names - base) | (_OLDER if kind != 'gpt2' else set()) | gemma)
 
 
 def _tried(config, key, value):
@@ -94,11 +96,11 @@ def test_every_key_changes_the_shape_or_is_refused_or_idle(kind):
   idle = {*_IDLE.split()} | _IDLE_OF_TYPE.get(kind, set())
   idle |= {key for key in keys if key.startswith('mamba_')}
   for key in keys:
-    found = {_tried(config, key, value) for value in _VALUES}
+    outcomes = {_tried(config, key, value) for value in _VALUES}
     # Sizes that do not fit are called by the names of fields.
-    assert found & {'other', 'refused'} or (key in idle), (key, found)
-    assert 'other' not in found or key not in idle, key
-    assert 'wrong type' in found, key
+    assert outcomes & {'other', 'refused'} or (key in idle), (key, outcomes)
+    assert 'other' not in outcomes or key not in idle, key
+    assert 'wrong type' in outcomes, key
 
 
 @pytest.mark.parametrize('kind', _OF_TYPE)

@@ -1,4 +1,4 @@
-"""Tokenizers of folders: the ids are those of tokenizer.json itself."""
+"""Tokenizers of folders: the ids are the same as by tokenizer.json itself."""
 
 import itertools
 import json
@@ -120,7 +120,7 @@ def test_what_the_other_files_state(tmp_path, caplog):
   named = [{'name': 'default', 'template': 'old'}]
   config = {'chat_template': named, 'model_max_length': 'much'}
   _write(tmp_path, 'digits', pad_token='<new>', **config)
-  # Without tokenizer_config.json the config has roles, as that of GPT-2.
+  # Without tokenizer_config.json the config has roles, as GPT-2's config does.
   _write_json(
     tmp_path, 'config.json', {'eos_token_id': 2, 'bos_token_id': None}
   )
@@ -128,7 +128,7 @@ def test_what_the_other_files_state(tmp_path, caplog):
   tokenizer = folder_tokenizer.load_tokenizer(tmp_path)
   roles = (tokenizer.eos_token, tokenizer.unk_token, tokenizer.bos_token)
   assert roles == ('</s>', '<unk>', None)
-  # A token beyond those of the file would not be one of the model.
+  # A token that is not in the file would not be in the model.
   assert tokenizer.pad_token is None
   assert "pad_token '<new>' is left out" in caplog.text
   assert 'says add_bos_token' not in caplog.text

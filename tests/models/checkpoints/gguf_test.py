@@ -164,9 +164,9 @@ def test_parameters_and_shape_are_those_that_were_written(name, kind, path):
   module = hub.load_module(path)
   assert module.config == _CONFIGS[name]
   expected = {k: v for k, v in expected.items() if not k.startswith('rope_')}
-  found = dict(gguf_files.tensors_of(module, name.partition(',')[0]))
-  assert found.keys() == expected.keys()
-  for key, array in found.items():
+  tensors = dict(gguf_files.tensors_of(module, name.partition(',')[0]))
+  assert tensors.keys() == expected.keys()
+  for key, array in tensors.items():
     np.testing.assert_array_equal(array, expected[key], err_msg=key)
 
 
@@ -189,9 +189,9 @@ _VARIANTS = {
 def test_a_file_of_a_folder_is_the_same_model(name, path, tmp_path):
   module = hub.load_module(variants.write(name, tmp_path / name))
   gguf_files.write(path, module, _VARIANTS[name])
-  found = hub.load_module(path)
-  assert found.config == module.config
-  both = map(tiny.parameters, (module, found))
+  loaded = hub.load_module(path)
+  assert loaded.config == module.config
+  both = map(tiny.parameters, (module, loaded))
   jax.tree.map(np.testing.assert_array_equal, *both)
 
 
@@ -392,7 +392,7 @@ def test_so_many_pairs_are_rotated_as_a_file_says():
 
 
 def test_a_file_that_was_cut(path):
-  """Within its last tensor, which is a matrix."""
+  """The cut is within the last tensor, a matrix."""
   by_axes = lambda all_: dict(sorted(all_.items(), key=lambda x: x[1][0].ndim))
   _write(path, 'gpt2', change=by_axes)
   path.write_bytes(path.read_bytes()[:-64])
@@ -414,7 +414,7 @@ def test_tensors_lie_by_the_alignment_that_a_file_says(path):
 
 
 def test_a_file_of_any_name(path):
-  """Such as those that Ollama keeps; the folder of a model is none of them."""
+  """Ollama keeps such files; the folder of a model is not such a file."""
   _write(path, 'gpt2')
   for name in ('model.GGUF', 'sha256-0123abcd'):
     renamed = path.rename(path.with_name(name))
@@ -437,10 +437,10 @@ def test_matrices_stay_as_they_are_stored(name, kind, path, caplog):
     return tensors | {key: (exact.astype(np.float16), Kind.F16)}
 
   _write(path, name, kind, change=change)
-  found = hub.flat_params(hub.load_module(path, dtype='stored'))[1]
+  leaves = hub.flat_params(hub.load_module(path, dtype='stored'))[1]
   expected = hub.flat_params(hub.load_module(path))[1]
   floats = set()
-  for key, leaf in found.items():
+  for key, leaf in leaves.items():
     values = np.asarray(expected[key])
     if isinstance(leaf, blocks_lib.GroupedMatrix):
       assert leaf.codes.dtype == blocks_lib.KINDS[kind.name].code_dtype
@@ -466,7 +466,7 @@ def test_auto_is_what_is_stored_and_native(path, monkeypatch):
     (Kind.Q8_0, set(), 'float32'),
     (Kind.F32, {'float16', 'bfloat16'}, 'float32'),
   ):
-    monkeypatch.setattr(dtypes, 'native_dtypes', lambda found=native: found)
+    monkeypatch.setattr(dtypes, 'native_dtypes', lambda native=native: native)
     _write(path, 'gpt2', kind)
     stored = hub.locate(path)
     name = lambda *args, **options: (

@@ -69,7 +69,7 @@ _WORDS = {
   'qwen2': [_TEKKEN[0], *_LLAMA[1:]],
   'tekken': _TEKKEN,
   'gpt-4o': [["we'RE", ' a', '123', '45'], *_TEKKEN[1:]],
-  # Among its signs are the letters of ASCII, which are cut from others.
+  # Among its signs are the letters of ASCII; they are cut from other letters.
   'deepseek-llm': [*_DEEPSEEK[:2], ['mixUp', ' É', 'd'], _DEEPSEEK[3]],
   'deepseek-coder': [_SMOLLM[0], *_DEEPSEEK[1:]],
   'deepseek-v3': _LLAMA,
@@ -94,12 +94,12 @@ def test_texts_are_split_as_for_llama_cpp(pre, path, caplog):
   words = list(tokens)
   keys = {'pre': pre, 'merges': list(merges), 'add_bos_token': False}
   tokenizer = hub.locate(_write(path, words, **keys)).tokenizer
-  known = pre in _WORDS
-  expected_words = _WORDS[pre if known else 'default']
+  is_known = pre in _WORDS
+  expected_words = _WORDS[pre if is_known else 'default']
   for text, expected in zip(_TEXTS, expected_words, strict=True):
     ids = [words.index(_spelled(word)) for word in expected]
     assert tokenizer(text)['input_ids'] == ids, text
-  assert ("pre-tokenizer 'other' is not known" in caplog.text) == (not known)
+  assert ("pre-tokenizer 'other' is not known" in caplog.text) == (not is_known)
   # Where the file does not say whether texts begin with a token.
   del keys['add_bos_token']
   tokenizer = hub.locate(_write(path, words, bos_token_id=9, **keys)).tokenizer
@@ -132,7 +132,7 @@ _WHOLE = ['\n', '\n\n', 'i\n']
 
 
 def _write_pieces(path, **keys):
-  """SentencePiece, whose unknown, begin and end tokens have own names."""
+  """SentencePiece; unknown, begin and end tokens have names of their own."""
   words = ['<none>', '<begin>', '<end>', *_BYTES, *_PIECES, *_WHOLE]
   kinds = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL]
   kinds += [TokenType.BYTE] * 256 + [TokenType.NORMAL] * len(_PIECES)
@@ -203,7 +203,7 @@ def test_sentencepiece_is_as_for_llama_cpp(text, prefix, expected, path):
 
 @pytest.mark.parametrize('kind', [None, *TokenType])
 def test_tokens_that_end_a_text_by_their_names(kind, path):
-  """The 22 names of llama.cpp, and those of code that is filled in."""
+  """The 22 names of llama.cpp, and the names for code that is filled in."""
   ends = '<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|>'
   ends += ' <end_of_turn> <|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT]'
   ends += ' [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> [e~['
@@ -227,8 +227,8 @@ def test_tokens_that_end_a_text_by_their_names(kind, path):
 def test_tokens_that_only_fill_the_vocabulary_up(name, path):
   """The converter once gave them another type."""
   words = [*_ALPHABET, 'er', *(name.format(index) for index in (257, 258))]
-  own = name.startswith('[')
-  kind = TokenType.USER_DEFINED if own else TokenType.UNUSED
+  is_user_defined = name.startswith('[')
+  kind = TokenType.USER_DEFINED if is_user_defined else TokenType.UNUSED
   kinds = [1] * 257 + [kind] * 2
   tokenizer = hub.locate(_write(path, words, kinds=kinds, **_GPT2)).tokenizer
   expected = {word: token for token, word in enumerate(words[:257])}
@@ -251,9 +251,9 @@ def test_metadata_that_does_not_fit(change, message, path):
     _write(path, words, **_GPT2 | change)
   else:  # The writer would refuse it.
     _write(path, ['e'], **_GPT2 | change)
-    one = b'\x08\0\0\0\x01' + bytes(7) + b'\x01' + bytes(7) + b'e'
+    array = b'\x08\0\0\0\x01' + bytes(7) + b'\x01' + bytes(7) + b'e'
     none = b'\x08\0\0\0' + bytes(8)
-    path.write_bytes(path.read_bytes().replace(one, none))
+    path.write_bytes(path.read_bytes().replace(array, none))
   with pytest.raises(ValueError, match=f'{re.escape(str(path))}.*{message}'):
     _ = hub.locate(path).tokenizer
 

@@ -53,8 +53,8 @@ _SAVED = ('gpt2', 'llama', 'qwen3')
 def _says(ours, theirs):
   """Whether a value is another one, or an object has its entries."""
   if isinstance(ours, dict) and isinstance(theirs, dict):
-    own = {key: theirs[key] for key in theirs if key != 'type'}
-    return all(_says(ours.get(key), own[key]) for key in own)
+    keys = {key: theirs[key] for key in theirs if key != 'type'}
+    return all(_says(ours.get(key), keys[key]) for key in keys)
   return ours == theirs
 
 
@@ -73,7 +73,7 @@ def _cached_logits(model, tokens):
 
 
 def _error(module, name):
-  """Error of the logits, compared with those of transformers."""
+  """Error of the logits, compared with the logits of transformers."""
   tokens = jnp.asarray(variants.tokens(name))
   logits = _cached_logits(adapter.as_model(module), tokens)
   return np.abs(logits - np.load(variants.RESULTS)[name])
@@ -289,9 +289,9 @@ def test_what_stands_in_the_place_of_a_file(folder, tmp_path):
 
 def _with_shards(folder, index=None, **files):
   """Changes of an index, and files that get more tensors."""
-  found = json.loads((folder / INDEX).read_text())
-  found['weight_map'] |= index or {}
-  (folder / INDEX).write_text(json.dumps(found))
+  described = json.loads((folder / INDEX).read_text())
+  described['weight_map'] |= index or {}
+  (folder / INDEX).write_text(json.dumps(described))
   for number, tensors in files.items():
     path = folder / f'model-0000{number[1:]}.safetensors'
     stored = safetensors_numpy.load_file(path) | tensors
@@ -302,22 +302,22 @@ def test_the_index_decides_which_of_two_tensors_counts(tmp_path):
   folder = _write(tmp_path, 'gpt2_sharded')
   before = hub.load_module(folder)
   index = json.loads((folder / INDEX).read_text())['weight_map']
-  name = next(one for one in index if one.endswith('c_fc.weight'))
+  name = next(key for key in index if key.endswith('c_fc.weight'))
   number = int(index[name][6:11])
-  others = [one for one in (0, 1) if one != number]
+  others = [other for other in (0, 1) if other != number]
   stored = safetensors_numpy.load_file(folder / index[name])[name]
-  _with_shards(folder, **{f'_{one}': {name: 0 * stored} for one in others})
+  _with_shards(folder, **{f'_{other}': {name: 0 * stored} for other in others})
   _assert_same(hub.load_module(folder), before)
   other = f'model-0000{others[0]}.safetensors'
   _with_shards(folder, {name: other})
-  found = hub.flat_params(hub.load_module(folder))[1]
-  assert any(np.all(np.asarray(one) == 0) for one in found.values())
+  params = hub.flat_params(hub.load_module(folder))[1]
+  assert any(np.all(np.asarray(array) == 0) for array in params.values())
   lacks = {0, 1, 2, 3} - {number, *others}
   _with_shards(folder, {name: f'model-0000{lacks.pop()}.safetensors'})
   message = f'says that model-.* has the tensor {name}, but .* has it'
   with pytest.raises(ValueError, match=message):
     hub.load_module(folder)
-  both = {one: {'extra': stored} for one in ('_0', '_1')}
+  both = {shard: {'extra': stored} for shard in ('_0', '_1')}
   _with_shards(folder, {name: other}, **both)
   with pytest.raises(ValueError, match='both have the tensor extra, and'):
     hub.load_module(folder)

@@ -1,4 +1,4 @@
-"""Files beside the weights: tokenizer and end-of-text tokens."""
+"""Files next to the weights: tokenizer and end-of-text tokens."""
 
 import codecs
 import dataclasses
@@ -74,11 +74,11 @@ def test_byte_order_marks_change_nothing(saved, tmp_path):
     (folder / name).write_text(text)
 
   def read():
-    found = hub.locate(folder)
-    tokenizer = found.tokenizer
+    source = hub.locate(folder)
+    tokenizer = source.tokenizer
     roles = tokenizer.special_tokens_map, tokenizer.chat_template
     text = tokenizer(_TEXT)['input_ids']
-    return found.config, found.eos_ids, found.files, text, roles
+    return source.config, source.eos_ids, source.files, text, roles
 
   expected = read()
   assert expected[1] == (7,)

@@ -56,10 +56,10 @@ def test_models_have_the_published_sizes(name):
   assert read[1] - read[0] == kv_bytes
   assert bool(billions) == (config.num_experts > 1)
   if billions:
-    one = cost_model.forward_cost(config)
-    assert (one.matmul_flops / 2 + embedding) / 1e9 == near(*billions)
+    cost = cost_model.forward_cost(config)
+    assert (cost.matmul_flops / 2 + embedding) / 1e9 == near(*billions)
     dense = cost_model.forward_cost(cost_model.dense_baseline(config))
-    assert dense.matmul_flops == pytest.approx(one.matmul_flops, rel=0.005)
+    assert dense.matmul_flops == pytest.approx(cost.matmul_flops, rel=0.005)
 
 
 def test_forward_cost_by_hand():
@@ -105,13 +105,13 @@ def _speculation(shape, acceptance, **changes):
 
 def _mean_tokens(shape, acceptance):
   """The mean of emitted tokens over all texts of the target, by enumeration."""
-  known = set(shape.paths)
+  paths = set(shape.paths)
   outcomes = [*enumerate(acceptance), (None, 1 - sum(acceptance))]
   mean = 0.0
   for text in itertools.product(outcomes, repeat=shape.max_depth):
     path = ()
     for rank, _ in text:
-      if (*path, rank) not in known:
+      if (*path, rank) not in paths:
         break
       path = (*path, rank)
     mean += np.prod([chance for _, chance in text]) * (len(path) + 1)
@@ -158,7 +158,7 @@ def test_the_page_has_the_figures_that_its_examples_print(capsys):
 
 def test_bad_input_is_refused():
   uneven = dataclasses.replace(_SMALL, inner_width=(10, 12))
-  one = topology_lib.chain(1)
+  chain = topology_lib.chain(1)
   for message, call in {
     'layers of one shape': lambda: cost_model.forward_cost(uneven),
     'got 1, 0 and 0': lambda: cost_model.forward_cost(_SMALL, num_tokens=0),
@@ -166,8 +166,8 @@ def test_bad_input_is_refused():
     'acceptance has 1 ranks, but the tree has 2': (
       lambda: _speculation(topology_lib.k_ary(2, 1), [0.5])
     ),
-    'together at most 1': lambda: _speculation(one, [1.2]),
-    'got .nan': lambda: _speculation(one, [float('nan')]),
+    'together at most 1': lambda: _speculation(chain, [1.2]),
+    'got .nan': lambda: _speculation(chain, [float('nan')]),
   }.items():
     with pytest.raises(ValueError, match=message):
       call()

@@ -43,16 +43,18 @@ def test_attend_equals_one_query_and_head_at_a_time(length, heads, dtype):
   attend = jax.jit(lambda *a: attention.attend(*a, scale=_SCALE))
   result = attend(*operands, mask)
   assert result.dtype == jnp.float32
-  expected = _reference(*(one.astype('float32') for one in operands), mask)
+  expected = _reference(
+    *(operand.astype('float32') for operand in operands), mask
+  )
   tolerance = 1e-5 if dtype == 'float32' else 2e-2
   np.testing.assert_allclose(result, expected, rtol=tolerance, atol=tolerance)
   # A query that sees nothing.
   assert np.isfinite(attend(*operands, np.zeros_like(mask))).all()
 
 
-# A text of three tokens, then a tree whose two branches lie between each other
-# and of which one reaches beyond a window of three positions: what each node
-# sees, as its path, and what of it is within the window.
+# A text of three tokens, then a tree of two branches. Their nodes alternate,
+# and one branch is longer than a window of three positions. For each node: what
+# it sees, as its path, and what of it is within the window.
 _PATHS = {
   (0,): (0,),
   (0, 1, 2): (0, 1, 2),
@@ -70,8 +72,8 @@ def test_a_window_is_counted_along_the_path_of_a_query():
     [[[slot in path for slot in range(9)] for path in paths]]
   )
   mask = jnp.asarray(is_in(_PATHS))
-  found = attention.within_window(mask, 3)
-  np.testing.assert_array_equal(found, is_in(_PATHS.values()))
+  narrowed = attention.within_window(mask, 3)
+  np.testing.assert_array_equal(narrowed, is_in(_PATHS.values()))
   assert attention.within_window(mask, None) is mask
   np.testing.assert_array_equal(attention.within_window(mask, 6), mask)
 

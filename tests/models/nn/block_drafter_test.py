@@ -26,7 +26,7 @@ from specdec.tree import topology as topology_lib
 
 _GOLDEN = np.load(block_folders.GOLDEN)
 _PACKAGES = [
-  one for one in block_folders.CONFIGS if f'{one}: scores' in _GOLDEN
+  case for case in block_folders.CONFIGS if f'{case}: scores' in _GOLDEN
 ]
 _PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]  # As in `make_block_drafters.py`.
 _BEFORE = [3, 7, 2, 5]
@@ -41,16 +41,16 @@ def _target():
 
 
 def _load(path, **options):
-  found = heads.locate(path, _target().config)
-  assert found.config.reads == (1, 3)  # Layers 0 and 2 write them.
-  return heads.load(found, adapter.as_model(_target()), **options)
+  source = heads.locate(path, _target().config)
+  assert source.config.reads == (1, 3)  # Layers 0 and 2 write them.
+  return heads.load(source, adapter.as_model(_target()), **options)
 
 
 @jax.jit
 def _block(drafter):
-  """Scores of a block behind a text, edges, and confidence."""
+  """Scores of a block after a text, edges, and confidence."""
   spec, length = drafter.spec, block_folders.TEXT
-  states = tuple(jnp.asarray(one)[None] for one in block_folders.states())
+  states = tuple(jnp.asarray(array)[None] for array in block_folders.states())
   positions = jnp.arange(length)[None]
   cache = spec.init_cache(1, 24)
   cache = spec.read(drafter.params, states, positions, cache)
@@ -65,24 +65,24 @@ def _block(drafter):
   before = jnp.array([_BEFORE[: spec.depth]])
   every = jnp.arange(spec.vocab_size)[None, None]
   every = jnp.broadcast_to(every, (*before.shape, spec.vocab_size))
-  found = {'scores': scores}
+  results = {'scores': scores}
   if spec.edges is not None:
-    found['edges'] = spec.edges(drafter.params, states, before, every)
+    results['edges'] = spec.edges(drafter.params, states, before, every)
   if spec.confidence is not None:
-    found['confidence'] = spec.confidence(drafter.params, states, before)
-  return found
+    results['confidence'] = spec.confidence(drafter.params, states, before)
+  return results
 
 
-def _difference(case, found):
+def _difference(case, results):
   """The largest difference from what a package computes."""
   differences = []
-  for name, values in found.items():
+  for name, values in results.items():
     expected, values = _GOLDEN[f'{case}: {name}'], np.asarray(values)
     if values.shape[-1] > expected.shape[-1] == len(block_folders.KEPT):
       values = values[..., block_folders.KEPT]
     depth = min(expected.shape[1], values.shape[1])
     differences.append(np.abs(values[:, :depth] - expected[:, :depth]))
-  return max(one.max() for one in differences)
+  return max(difference.max() for difference in differences)
 
 
 @pytest.mark.parametrize('case', _PACKAGES)
@@ -90,12 +90,12 @@ def test_forwards_of_other_packages(case):
   with tempfile.TemporaryDirectory() as made:
     folder = block_folders.write(pathlib.Path(made), case)
     drafter = _load(folder)
-  found = _block(drafter)
-  names = {one.split(': ')[1] for one in _GOLDEN if one.startswith(f'{case}:')}
-  assert found.keys() == names - {'text', 'fed'}
-  for name, values in found.items():
+  results = _block(drafter)
+  names = {key.split(': ')[1] for key in _GOLDEN if key.startswith(f'{case}:')}
+  assert results.keys() == names - {'text', 'fed'}
+  for name, values in results.items():
     assert values.shape[1] == _GOLDEN[f'{case}: {name}'].shape[1]
-  assert _difference(case, found) < 2e-4
+  assert _difference(case, results) < 2e-4
   if case == 'speculators gated':
     ids = drafter.spec.outputs(drafter.params)
     np.testing.assert_array_equal(ids, block_folders.KEPT)
@@ -127,9 +127,9 @@ def test_only_a_window_that_is_used_hides_later_rows(keys, is_used, tmp_path):
   case = 'speculators dspark'
   folder = block_folders.write(tmp_path, case, keys=_with_layers(case, keys))
   config = heads.locate(folder, _target().config).config
-  found = config.of_layers('causal'), config.of_layers('window')
+  flags = config.of_layers('causal'), config.of_layers('window')
   windowed = (True, False), (4, None)
-  assert found == (windowed if is_used else ((False,) * 2, (None,) * 2))
+  assert flags == (windowed if is_used else ((False,) * 2, (None,) * 2))
   if keys == _UNUSED:  # The package computes the same as without a window.
     assert _difference(case, _block(_load(folder))) < 2e-4
 
@@ -225,7 +225,7 @@ def test_other_layouts_of_the_same_drafter(layout, case, tmp_path):
 
 @pytest.mark.parametrize('case', ['z-lab windows', 'z-lab causal', 'z-lab 2'])
 def test_chains_of_another_package(case, tmp_path):
-  text, fed = (_GOLDEN[f'{case}: {one}'].tolist() for one in ('text', 'fed'))
+  text, fed = (_GOLDEN[f'{case}: {name}'].tolist() for name in ('text', 'fed'))
   drafter = _load(block_folders.write(tmp_path, case))
   chain = topology_lib.chain(drafter.spec.depth)
   decoding = specdec.Decoding(
@@ -276,7 +276,7 @@ def _check_rows_are_alone(drafter):
   length = states.shape[1]
 
   def read(cache, start, end):
-    some = tuple(jnp.asarray(one[start:end])[None] for one in states)
+    some = tuple(jnp.asarray(array[start:end])[None] for array in states)
     positions = jnp.arange(start, end)[None]
     cache = jax.jit(spec.read)(drafter.params, some, positions, cache)
     return cache.replace(length=jnp.array([end]))

@@ -85,9 +85,9 @@ def test_four_bits_are_near_the_weights(width, is_head, kind, simpler):
   parts = [(slice(10), weights[:10]), (slice(10, 30), weights[10:])]
   matrix = make(parts, shape)
   assert matrix.kind == kind
-  found = blocks_lib.expand(matrix.words, kind, width, np)
-  assert not found[3].any()
-  error = np.square(found - weights).mean()
+  expanded = blocks_lib.expand(matrix.words, kind, width, np)
+  assert not expanded[3].any()
+  error = np.square(expanded - weights).mean()
   if simpler is None:
     assert error < (1e-4 if is_head else 0.006)
   else:
@@ -109,7 +109,7 @@ def test_bytes_of_four_bits_are_counted_and_cannot_be_saved(tmp_path):
   packed = lambda leaf: isinstance(leaf, blocks_lib.PackedBlocks)
   leaves = jax.tree.leaves(target.params, is_leaf=packed)
   matrices = [leaf for leaf in leaves if packed(leaf)]
-  assert {one.kind for one in matrices} == {'Q4_1', 'Q8_0'}
+  assert {matrix.kind for matrix in matrices} == {'Q4_1', 'Q8_0'}
   read = sum(leaf.nbytes for leaf in jax.tree.leaves(target.params))
   read -= target.params['wte']['embedding'].words.nbytes
   read -= target.params['wpe']['embedding'].nbytes
@@ -210,7 +210,7 @@ def test_the_product_is_the_one_of_integers():
   expected = exact.astype(np.float32) * (scale * np.asarray(weight.scale)[None])
   result = _matmul(x, weight)
   np.testing.assert_allclose(result, expected, rtol=1e-6)
-  # Nor does a row depend on those beside it.
+  # Nor does a row depend on the rows next to it.
   alone = _matmul(x[3:4], weight)
   np.testing.assert_array_equal(alone, result[3:4])
 

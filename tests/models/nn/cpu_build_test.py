@@ -43,7 +43,7 @@ def test_a_compiler_may_have_arguments(monkeypatch, tmp_path):
     return subprocess.CompletedProcess(command, 0, stdout=b'g++ 1')
 
   monkeypatch.setattr(build.subprocess, 'run', run)
-  found = []
+  libraries = []
   for compiler, words in (
     ('g++', ['g++']),
     ('env A=b g++', ['env', 'A=b', 'g++']),
@@ -52,12 +52,12 @@ def test_a_compiler_may_have_arguments(monkeypatch, tmp_path):
   ):
     monkeypatch.setenv('CXX', f' {compiler} ')
     assert build.find_compiler() == compiler
-    found.append(build.compile_library(compiler, tmp_path))
+    libraries.append(build.compile_library(compiler, tmp_path))
     assert commands
     assert all(command[: len(words)] == words for command in commands)
     commands.clear()
-  assert found[0] == found[3]  # Other arguments make another library.
-  assert len({*found}) == 3
+  assert libraries[0] == libraries[3]  # Other arguments make another library.
+  assert len({*libraries}) == 3
 
 
 @pytest.mark.parametrize(

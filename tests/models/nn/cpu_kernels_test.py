@@ -1,4 +1,4 @@
-"""Kernels for CPU: against XLA, and the same bits whatever is beside."""
+"""Kernels for CPU: against XLA, and the same bits next to any other rows."""
 
 import functools
 import itertools
@@ -245,7 +245,7 @@ def test_attention_equals_that_of_xla(width, dtype):
   ):
     np.testing.assert_array_equal(part, same)
   # A query has the same bits wherever the slots are that it sees. Its own entry
-  # is written behind them.
+  # is written after them.
   for row, place in np.ndindex(mask.shape[:2]) if width == 5 else ():
     seen = np.flatnonzero(mask[row, place])
     slots = [*seen, 0]
@@ -256,7 +256,7 @@ def test_attention_equals_that_of_xla(width, dtype):
       *(array[row : row + 1, :, slots] for array in written),
     )
     np.testing.assert_array_equal(alone[0][0, 0], result[row, place])
-  # Masked slots change no bit, and those around the others are not read.
+  # Masked slots change no bit, and slots around the visible ones are not read.
   cache[0][:, :, 7], cache[1][:, :, 7] = np.nan, -3.0
   for array in cache:
     array[:, :, [0, 44]] = np.nan
@@ -366,14 +366,14 @@ def test_a_token_has_the_same_bits_in_any_forward(family, dtype, num_experts):
     0
   ]
   alone = np.concatenate([read([row], 1) for row in range(3)])
-  # The second of each two nodes is a wrong guess beside the first.
+  # The second of each two nodes is a wrong guess next to the first.
   order = [1, 0, 2]
   nodes = np.repeat(tokens[order], 2, axis=1)
   nodes[:, 1::2] //= 2
   parents = np.maximum(np.arange(24) // 2 * 2 - 2, -1)
   tree = tiny_recurrent.Tree(nodes, np.tile(parents, (3, 1)))
-  found = tree.logits(model, tiny_recurrent.empty(model.spec, 3))
-  np.testing.assert_array_equal(found[:, ::2], alone[order])
+  logits = tree.logits(model, tiny_recurrent.empty(model.spec, 3))
+  np.testing.assert_array_equal(logits[:, ::2], alone[order])
   # Each shape of a mixture takes long to compile.
   shapes = ([0, 1, 2], 1), ([2, 0, 1], 4), ([1], 12)
   for rows, chunk in () if num_experts else shapes:
@@ -405,8 +405,8 @@ def test_xla_sums_nothing_in_a_forward(variant, dtype, tmp_path):
   assert not sums(packed=True)
 
 
-# Branches of the source: flags that choose them, of which the last ones count,
-# and what the processor must have.
+# Branches of the source: flags that choose them, and what the processor must
+# have. If flags contradict each other, the last one counts.
 _BRANCHES = {
   'plain': ('-march=x86-64', 'sse2'),
   'avx2': ('-march=haswell', 'avx2 bmi2 f16c fma movbe'),

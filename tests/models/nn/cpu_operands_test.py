@@ -186,8 +186,8 @@ def test_blocks_have_as_many_words_in_both_languages(width):
     return np.asarray(out)
 
   kinds = [
-    (known.number, known.blocks(width) * known.words)
-    for known in blocks_lib.KINDS.values()
+    (layout.number, layout.blocks(width) * layout.words)
+    for layout in blocks_lib.KINDS.values()
   ]
   assert not multiply(kinds).any()
   for wrong in (kinds, 1), (kinds, -1), ([(0, 0)], 0):

@@ -81,8 +81,8 @@ def _in_floats(module, floats):
 def _error(module, name):
   """The errors of some logits at all positions."""
   with np.load(variants.FAMILY_RESULTS) as results:
-    found = np.asarray(_logits(module))
-    return np.abs(found[:, variants.SOME_WORDS] - results[name])
+    logits = np.asarray(_logits(module))
+    return np.abs(logits[:, variants.SOME_WORDS] - results[name])
 
 
 def _loaded(name, parent, **options):
@@ -97,17 +97,19 @@ def test_logits_are_those_of_transformers(name, tmp_path):
   # A tree whose branches go on after the same beginning: nodes see windows,
   # sinks and factors by their own positions.
   start, size = 16, 12
-  one, branch = (
+  stretch, branch = (
     np.arange(start, start + size),
     np.arange(start + size, _LENGTH),
   )
   positions, mask = np.arange(_LENGTH), variants.CAUSAL.copy()
-  positions[branch], mask[np.ix_(branch, one)] = one, False
-  found = _logits(module, variants.LONG, positions, mask)
+  positions[branch], mask[np.ix_(branch, stretch)] = stretch, False
+  logits = _logits(module, variants.LONG, positions, mask)
   text = np.roll(variants.LONG, -size)
   text[:start] = variants.LONG[:start]
   expected = _logits(module, text)
-  np.testing.assert_allclose(found[branch], expected[one], rtol=0, atol=2e-4)
+  np.testing.assert_allclose(
+    logits[branch], expected[stretch], rtol=0, atol=2e-4
+  )
 
 
 def test_layers_that_share_do_so_in_training_and_in_the_form_for_a_gpu(
@@ -121,22 +123,24 @@ def test_layers_that_share_do_so_in_training_and_in_the_form_for_a_gpu(
   )(module)
   assert cache is None  # Nor was there one.
   gpu = adapter.as_model(module, on_gpu=True)
-  found = _forward(gpu, variants.LONG, positions[0], variants.CAUSAL)
+  of_gpu = _forward(gpu, variants.LONG, positions[0], variants.CAUSAL)
   with np.load(variants.FAMILY_RESULTS) as results:
-    for logits in (free[0], found):
+    for logits in (free[0], of_gpu):
       error = np.abs(logits[:, variants.SOME_WORDS] - results[name])
       assert np.max(error) < 2e-4
 
 
 def test_longrope_has_the_context_of_the_training(tmp_path, caplog):
   config = variants.FAMILIES['phi4_mini_0']['config']
-  known = config['original_max_position_embeddings']
+  context = config['original_max_position_embeddings']
   target = adapter.as_model(_loaded('phi4_mini_0', tmp_path))
-  assert f'context is {known} tokens, so --context may' in caplog.text
+  assert f'context is {context} tokens, so --context may' in caplog.text
   with pytest.raises(
-    ValueError, match=f'context of the target, {known} tokens'
+    ValueError, match=f'context of the target, {context} tokens'
   ):
-    specdec.generate(target, jax.random.key(0), [[1] * 9], max_new_tokens=known)
+    specdec.generate(
+      target, jax.random.key(0), [[1] * 9], max_new_tokens=context
+    )
 
 
 @pytest.mark.parametrize('name', _NAMES)
@@ -151,10 +155,10 @@ def test_a_gguf_file_of_a_folder_is_the_same_model(name, tmp_path):
   if raw.get('sliding_window'):  # Perhaps no layer has it.
     keys['attention.sliding_window'] = raw['sliding_window']
   gguf_files.write(tmp_path / 'model.gguf', module, arch, keys=keys)
-  found = hub.load_module(tmp_path / 'model.gguf')
-  both = map(tiny.parameters, (module, found))
+  loaded = hub.load_module(tmp_path / 'model.gguf')
+  both = map(tiny.parameters, (module, loaded))
   jax.tree.map(np.testing.assert_array_equal, *both)
-  assert np.max(_error(found, name)) < 2e-4
+  assert np.max(_error(loaded, name)) < 2e-4
 
 
 @pytest.mark.parametrize(
@@ -172,9 +176,9 @@ def test_tensors_that_contradict_the_config(
 
 @pytest.mark.parametrize('name', _FIRST)
 def test_kernels_and_few_bits(name, tmp_path):
-  """Logits in few bits are those of the rounded weights.
+  """Logits in few bits are the logits of the rounded weights.
 
-  Rows are rounded to eight bits, which changes logits about as much as weights
+  Rows are rounded to eight bits. This changes logits about as much as weights
   in eight bits do; a step of four bits is 17 times as large. Medians, because
   a few tokens may go to other experts.
   """
@@ -183,12 +187,12 @@ def test_kernels_and_few_bits(name, tmp_path):
   if packs:
     assert np.max(_error(load(packed=True), name)) < 2e-4
   floats, rounding, logits = load(), {}, _logits
-  difference = lambda one, other: np.median(np.abs(one - other))
+  difference = lambda values, other: np.median(np.abs(values - other))
   for dtype, packed in (('int8', False), ('int4', packs)):
     expected = logits(_in_floats(load(dtype=dtype), floats))
     rounding[dtype] = difference(expected, logits(floats))
-    found = logits(load(dtype=dtype, packed=packed))
-    assert 0 < difference(found, expected) < 3 * rounding['int8']
+    computed = logits(load(dtype=dtype, packed=packed))
+    assert 0 < difference(computed, expected) < 3 * rounding['int8']
   assert 2 < rounding['int4'] / rounding['int8'] < 34
 
 
@@ -222,7 +226,7 @@ def test_greedy_text_is_that_of_a_forward_without_a_cache(name, kind, tmp_path):
   np.testing.assert_array_equal(
     text[start:], np.argmax(logits, axis=1)[start - 1 : -1]
   )
-  # Some Gemmas, whose embeddings are scaled, repeat a token even so.
+  # Some Gemmas scale their embeddings; they repeat a token even so.
   if name in _FIRST or not name.startswith('gemma4'):
     assert len({*text[start:]}) > 3
   assert (result.stats.block_efficiency > 1) == (kind != 'plain')
@@ -272,10 +276,10 @@ def test_folders_in_mxfp4_are_read_as_they_are_stored(tmp_path):
   )
   assert hub.locate(tmp_path).stored_dtypes == ['float32', 'stored']
   for dtype, count in (('float32', 0), ('stored', 12)):
-    found = hub.flat_params(hub.load_module(tmp_path, dtype=dtype))[1]
+    leaves = hub.flat_params(hub.load_module(tmp_path, dtype=dtype))[1]
     grouped = lambda leaf: isinstance(leaf, blocks_lib.GroupedMatrix)
-    assert sum(map(grouped, found.values())) == count
-    for key, leaf in found.items():
+    assert sum(map(grouped, leaves.values())) == count
+    for key, leaf in leaves.items():
       if grouped(leaf):
         leaf = leaf.take(np.arange(len(expected[key])))
       elif dtype == 'stored':

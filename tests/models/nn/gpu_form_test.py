@@ -33,15 +33,15 @@ def _steps(model):
 
   def run(params, tokens):
     del params
-    cache, found = model.spec.init_cache(1, 16), []
+    cache, parts = model.spec.init_cache(1, 16), []
     for part in jnp.split(tokens, (4, 5, 6), axis=1):
       length = part.shape[1]
       positions = cache.length[:, None] + jnp.arange(length)[None]
       mask = cache_lib.causal_mask(cache.length, length, cache.num_slots)
       logits, cache = model.apply(part, positions, mask, cache)
       cache = cache_lib.advance(cache, jnp.full(1, length, jnp.int32))
-      found.append(logits)
-    return jnp.concatenate(found, axis=1), cache
+      parts.append(logits)
+    return jnp.concatenate(parts, axis=1), cache
 
   tokens = np.random.default_rng(0).integers(40, size=(1, 9))
   return jax.jit(run)(model.params, tokens)
@@ -55,19 +55,21 @@ _CASES += [('lfm2', 0), ('delta', 1 << 23)]
 def test_it_computes_what_the_other_form_computes(name, most_sums, monkeypatch):
   monkeypatch.setattr(attention, '_MOST_SUMS', most_sums)
   common, for_gpu = _forms(name)
-  (logits, cache), (found, one) = _steps(common), _steps(for_gpu)
-  assert found.shape == logits.shape
-  np.testing.assert_allclose(found, logits, rtol=0.05, atol=0.1)
-  assert (len(one.keys), len(one.values)) == (1, 0)
+  (logits, cache), (gpu_logits, gpu_cache) = _steps(common), _steps(for_gpu)
+  assert gpu_logits.shape == logits.shape
+  np.testing.assert_allclose(gpu_logits, logits, rtol=0.05, atol=0.1)
+  assert (len(gpu_cache.keys), len(gpu_cache.values)) == (1, 0)
   for layer in range(len(cache.keys)):
-    for ours, theirs in zip(one.layer(layer), cache.layer(layer), strict=True):
+    for ours, theirs in zip(
+      gpu_cache.layer(layer), cache.layer(layer), strict=True
+    ):
       np.testing.assert_allclose(
         *(each[:, :, :9].astype('float32') for each in (ours, theirs)),
         0.05,
         0.05,
       )
   for ours, theirs in zip(
-    *map(jax.tree.leaves, (one.recurrent, cache.recurrent)), strict=True
+    *map(jax.tree.leaves, (gpu_cache.recurrent, cache.recurrent)), strict=True
   ):
     np.testing.assert_allclose(ours, theirs, rtol=0.05, atol=0.1)
 
@@ -89,7 +91,7 @@ def test_it_decodes_as_plainly():
 
 
 def test_long_texts_have_an_array_per_layer():
-  """A layer's slots are copied for a forward, which many would make slow."""
+  """A forward copies a layer's slots; copies of many slots would be slow."""
   _, model = _forms('gpt2')
   caches = [
     jax.eval_shape(lambda size=size: model.spec.init_cache(1, size))

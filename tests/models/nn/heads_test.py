@@ -2,7 +2,7 @@
 
 A head that is fed wrongly changes no output, so equality with plain decoding
 proves nothing here. What it drafts in every step is compared with a slow head
-that reads the whole text anew (`slow_head`).
+that reads the whole text again (`slow_head`).
 """
 
 import dataclasses
@@ -84,7 +84,7 @@ def test_logits_are_those_of_the_formulas(name):
   slow = slow_head.SlowHead(
     values, heads=tiny_heads.HEADS, head_width=tiny_heads.HEAD_WIDTH, **flags
   )
-  of_layers = np.stack([hidden[one][0, 0] for one in head.spec.reads], 1)
+  of_layers = np.stack([hidden[layer][0, 0] for layer in head.spec.reads], 1)
   index = tiny_heads.IDS if reduced else None
   drafted, expected = slow.draft(text, of_layers, 4, index)
 
@@ -98,20 +98,20 @@ def test_logits_are_those_of_the_formulas(name):
   ]
   states = head.spec.fuse(head.params, *shifted)
   mask = cache_lib.causal_mask(cache.length, len(text), slots)
-  found = []
+  computed = []
   for token in drafted:
     logits, states, cache = _forward(
       head, tokens, positions, mask, cache, states
     )
-    found.append(np.asarray(logits[0, -1]))
+    computed.append(np.asarray(logits[0, -1]))
     states, tokens = states[:, -1:], jnp.array([[token]])
     positions = positions[:, -1:] + 1
     mask = cache_lib.causal_mask(cache.length, 1, slots)
-  found = np.array(found)
+  computed = np.array(computed)
   if reduced:
-    assert np.isneginf(np.delete(found, index, axis=1)).all()
-    found = found[:, index]
-  np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
+    assert np.isneginf(np.delete(computed, index, axis=1)).all()
+    computed = computed[:, index]
+  np.testing.assert_allclose(computed, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_pickled_weights_are_refused_with_the_remedy(tmp_path):
@@ -133,7 +133,7 @@ _AUX = 'eagle_aux_hidden_state_layer_ids'
 _IDS = {'d2t': 0 * tiny_heads.IDS, 't2d': np.arange(48) > 9}
 
 
-# Keys as those who train heads write them, which change nothing.
+# Keys that trainers of heads write and that change nothing.
 _FILE = pathlib.Path(__file__).parents[2] / 'golden' / 'head_keys.json'
 _SPECFORGE, _OPTIMIZER, _SPECULATORS = json.loads(_FILE.read_text()).values()
 
@@ -194,8 +194,8 @@ _GOOD = (('hidden_act', 'a'), ('rope_scaling', {'a': 1}))
 
 @pytest.mark.parametrize('naming', ['sglang', 'speculators'])
 def test_a_wrong_type_is_an_error_that_names_the_key(naming, tmp_path):
-  known = _SPECFORGE | _OPTIMIZER | _SPECULATORS | tiny_heads.CONFIG
-  keys = [key for key in known if not key.startswith(_IDLE)]
+  config = _SPECFORGE | _OPTIMIZER | _SPECULATORS | tiny_heads.CONFIG
+  keys = [key for key in config if not key.startswith(_IDLE)]
   wrong = ({'a': 1}, ['a'], 'a', float('nan'))
   for key, value in itertools.product(keys, wrong):
     if (key, value) not in _GOOD:
@@ -210,8 +210,8 @@ def test_a_head_rotates_as_its_own_config_says(tmp_path):
   target = dataclasses.replace(target, rope=rope_lib.Rope(theta=5e5))
   for theta, keys in ((1e4, {}), (30.0, {'rope_theta': 30.0})):
     folder = _write(tmp_path, 'sglang', keys=keys)
-    found = heads.locate(folder, target).config.rope
-    assert found == rope_lib.Rope(theta=theta)
+    rope = heads.locate(folder, target).config.rope
+    assert rope == rope_lib.Rope(theta=theta)
 
 
 @pytest.mark.parametrize(
@@ -265,9 +265,9 @@ def test_whose_output_matrix_it_is(is_tied, tmp_path):
   folder = tiny_heads.write(tmp_path, 'sglang', values, keys=keys)
   params = tiny_heads.load(folder).params
   target = tiny_heads.target().params['gpt2']
-  own = values['embed_tokens.weight']
-  np.testing.assert_array_equal(params['embedding'], own)
-  expected = own if is_tied else target['lm_head']
+  embedding = values['embed_tokens.weight']
+  np.testing.assert_array_equal(params['embedding'], embedding)
+  expected = embedding if is_tied else target['lm_head']
   np.testing.assert_array_equal(params['lm_head'], expected)
 
 
@@ -276,9 +276,9 @@ def test_a_gguf_file_is_the_same_head(tmp_path):
   folder = tiny_heads.write(tmp_path / 'folder', 'sglang', values, reduced=True)
   tiny_heads.write_gguf(tmp_path / 'head.gguf', values)
   expected = tiny_heads.load(folder)
-  found = tiny_heads.load(tmp_path / 'head.gguf')
-  assert found.spec.reads == tiny_heads.READS
-  jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+  loaded = tiny_heads.load(tmp_path / 'head.gguf')
+  assert loaded.spec.reads == tiny_heads.READS
+  jax.tree.map(np.testing.assert_array_equal, loaded.params, expected.params)
   # Keys that others write.
   keys = {'block_count': 1, 'attention.head_count_kv': [2], 'vocab_size': 48}
   keys |= {'target_hidden_size': 16, 'rope.dimension_count': 8}
@@ -347,7 +347,7 @@ def _recorded(decoding, prompts):
     prompt + new
     for prompt, new in zip(prompts, decoding.result().tokens, strict=True)
   ]
-  found = []
+  recorded = []
   for step in range(8):
     if step == 5:  # Every row goes on a few tokens later.
       prompts = [text + [8, 2] for text in texts()]
@@ -362,15 +362,15 @@ def _recorded(decoding, prompts):
     trees = jax.device_get(record.record.tree)
     for row in np.flatnonzero(active & (step not in (1, 2))):
       tree = jax.tree.map(lambda array, row=row: array[row], trees)
-      found.append((row, record.starts[row], tree))
-  return texts(), found
+      recorded.append((row, record.starts[row], tree))
+  return texts(), recorded
 
 
 @pytest.mark.parametrize('kind', ['fixed', 'staged'])
 def test_trees_of_every_step_with_plain_steps_and_turns(kind):
-  """Trees are those of a slow head that reads all of the text.
+  """A slow head that reads all of the text drafts the same trees.
 
-  However the text before a step was decoded or given.
+  It does not matter how the text before a step was decoded or given.
   """
   values = tiny_heads.tensors('eagle3', reduced=True)
   with tempfile.TemporaryDirectory() as folder:
@@ -393,7 +393,7 @@ def test_trees_of_every_step_with_plain_steps_and_turns(kind):
   _, hidden = by_heart.hidden(
     np.array([[*text, *[0] * 40][:40] for text in texts])
   )
-  states = np.stack([hidden[one][:, 0] for one in tiny_heads.READS], 2)
+  states = np.stack([hidden[layer][:, 0] for layer in tiny_heads.READS], 2)
   shape = {'heads': tiny_heads.HEADS, 'head_width': tiny_heads.HEAD_WIDTH}
   slow = [slow_head.SlowHead(values, **shape) for _ in texts]
   checked = 0
@@ -413,7 +413,7 @@ def test_trees_of_every_step_with_plain_steps_and_turns(kind):
     decoding._state,
   )
   longest = decoding._drafter.max_depth + 1
-  assert {one.shape[2] for one in ctx.hidden.states.values()} == {longest}
+  assert {array.shape[2] for array in ctx.hidden.states.values()} == {longest}
 
 
 # A head that knows some texts by heart.
@@ -447,9 +447,9 @@ def test_an_overfitted_head_drafts_its_text(tmp_path):
     head_lib.HeadScorer(_trained(tmp_path)), topology_lib.chain(_DRAFTED)
   )
   prompts = texts[:, : by_heart.PROMPT].tolist()
-  found = by_heart.generate(drafter, prompts)
-  assert found.tokens == texts[:, by_heart.PROMPT :].tolist()
-  assert (by_heart.by_position(found.stats.accepted_histogram) >= 0.95).all()
+  result = by_heart.generate(drafter, prompts)
+  assert result.tokens == texts[:, by_heart.PROMPT :].tolist()
+  assert (by_heart.by_position(result.stats.accepted_histogram) >= 0.95).all()
   slots = specdec.Slots(
     target, num_slots=2, context=by_heart.PROMPT + by_heart.NEW, drafter=drafter
   )
@@ -460,10 +460,10 @@ def test_an_overfitted_head_drafts_its_text(tmp_path):
     slots.insert(prompt, jax.random.key(1), max_new_tokens=by_heart.NEW)
   while len(ended) < len(prompts):
     ended += slots.advance().values()
-  tokens = sorted(one.tokens[0] for one in ended)
-  assert tokens == sorted(found.tokens)
-  histograms = [one.stats.accepted_histogram for one in ended]
-  assert np.sum(histograms, 0).tolist() == found.stats.accepted_histogram
+  tokens = sorted(generation.tokens[0] for generation in ended)
+  assert tokens == sorted(result.tokens)
+  histograms = [generation.stats.accepted_histogram for generation in ended]
+  assert np.sum(histograms, 0).tolist() == result.stats.accepted_histogram
 
 
 def test_a_target_whose_states_are_not_kept_is_refused():

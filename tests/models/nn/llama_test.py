@@ -101,8 +101,8 @@ def test_the_language_model_of_a_gemma_that_sees(tmp_path):
     }
     named['vision_tower.embeddings.weight'] = np.ones((2, 2), np.float32)
     safetensors_numpy.save_file(named, folder / 'model.safetensors')
-    found = tiny.parameters(hub.load_module(folder))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    params = tiny.parameters(hub.load_module(folder))
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
 
 
 def test_a_factor_of_yarn_that_is_null_follows_from_the_contexts(tmp_path):

@@ -33,10 +33,10 @@ def _tables(seed=0):
 
 
 def _model(name='gpt2'):
-  own = tiny.gpt2(num_layers=1)
+  draft = tiny.gpt2(num_layers=1)
   if name != 'gpt2':
-    own = adapter.as_model(tiny.llama_module(name))
-  return other_tokens.with_other_tokens(own, *_tables()), own
+    draft = adapter.as_model(tiny.llama_module(name))
+  return other_tokens.with_other_tokens(draft, *_tables()), draft
 
 
 _logits = jax.jit(specdec.LanguageModel.logits)
@@ -44,20 +44,20 @@ _logits = jax.jit(specdec.LanguageModel.logits)
 
 @pytest.mark.parametrize('name', ['gpt2', 'llama'])
 def test_a_token_is_read_as_all_its_parts(name):
-  """The logits are those of the draft after all parts of all tokens."""
-  model, own = _model(name)
+  """The logits are the draft's logits after all parts of all tokens."""
+  model, draft = _model(name)
   same, parts = _tables()
   same = np.where(np.arange(tiny.VOCAB_SIZE) % 5 == 2, -1, same)
   model = model.replace(params=model.params | {'same': same})
   tokens = np.random.default_rng(1).integers(tiny.VOCAB_SIZE, size=(2, 9))
-  found = np.asarray(_logits(model, tokens))
-  assert (found[..., same < 0] == -np.inf).all()
-  for row, text in zip(found, tokens, strict=True):
+  logits = np.asarray(_logits(model, tokens))
+  assert (logits[..., same < 0] == -np.inf).all()
+  for row, text in zip(logits, tokens, strict=True):
     read = parts[text]
     flat = np.pad(read[read >= 0], (0, _PARTS * 9))[None, : _PARTS * 9]
     last = np.cumsum((read >= 0).sum(1)) - 1
     assert last[-1] > 12  # several parts
-    expected = np.asarray(_logits(own, flat))[0, last]
+    expected = np.asarray(_logits(draft, flat))[0, last]
     np.testing.assert_allclose(
       row[:, same >= 0], expected[:, same[same >= 0]], rtol=1e-4, atol=1e-4
     )
@@ -87,12 +87,12 @@ def test_the_caches_keep_the_parts_of_the_path(kind):
   decoding, plain = _decode(kind), _decode('plain').result()
   _, parts = _tables()
   assert (parts[np.ravel(plain.tokens), -2] >= 0).any()
-  found = decoding.result()
-  assert found.tokens == plain.tokens
+  result = decoding.result()
+  assert result.tokens == plain.tokens
   if kind == 'chain':
-    assert found.stats.accepted_histogram == [0, 0, 0, 6]
+    assert result.stats.accepted_histogram == [0, 0, 0, 6]
   # The next turn reads what the caches lack.
-  pairs = zip(_PROMPTS, found.tokens, strict=True)
+  pairs = zip(_PROMPTS, result.tokens, strict=True)
   longer = [prompt + new + [8, 2] for prompt, new in pairs]
   decoding.extend(longer, max_new_tokens=12)
   decoding.run()
@@ -127,20 +127,20 @@ def test_tokens_are_mapped_by_their_bytes():
   draft = byte_level.tokenizer(
     ['b', 'a', 'ba', 'd'], '<x>', '</s>', merges=[('b', 'a')]
   )
-  found = find(draft, sizes=(size, 6), ends=((end,), (5,)))
-  assert found.same.tolist() == [1, 0, *[-1] * 7, 4, -1, 5, -1]
-  # 'abab' is 'a', 'ba', 'b', of which two are kept; a byte is left out.
+  tables = find(draft, sizes=(size, 6), ends=((end,), (5,)))
+  assert tables.same.tolist() == [1, 0, *[-1] * 7, 4, -1, 5, -1]
+  # 'abab' is 'a', 'ba', 'b'; two of them are kept. A byte is left out.
   read = [[-1, 1], [-1, 0], [1, 0], [2, 0], [-1, 5], [-1, 1], [-1, 1]]
-  assert found.parts[: len(read)].tolist() == read
-  assert found.parts[len(read) :, 1].tolist() == [5, 5, 4, 5, 5, 5]
-  assert found.share == 0  # of more than a byte
+  assert tables.parts[: len(read)].tolist() == read
+  assert tables.parts[len(read) :, 1].tolist() == [5, 5, 4, 5, 5, 5]
+  assert tables.share == 0  # of more than a byte
   # This one would put a space before every text, and never says the byte.
   theirs = ['<0x61>', '▁', 'a', 'b', '▁a']
   draft = _metaspace_tokenizer(theirs, [('▁', 'a')])
-  found = find(draft, sizes=(size, 5), ends=((end,), ()))
-  assert found.same.tolist() == [2, 3, *[-1] * 4, 4, 1, *[-1] * 5]
-  assert found.parts[:4].tolist() == [[-1, 2], [-1, 3], [2, 3], [2, 3]]
-  assert 0 < found.share < 0.5
+  tables = find(draft, sizes=(size, 5), ends=((end,), ()))
+  assert tables.same.tolist() == [2, 3, *[-1] * 4, 4, 1, *[-1] * 5]
+  assert tables.parts[:4].tolist() == [[-1, 2], [-1, 3], [2, 3], [2, 3]]
+  assert 0 < tables.share < 0.5
 
 
 _TEXT = 'def add(first, second):\n  return first + second\n' * 20
@@ -185,12 +185,12 @@ def test_tokens_of_the_draft_alone_are_drafted(
     *map(str, paths), dtype='float32', **options
   )
   lm = load(method=method, draft_vocab=size)
-  lines = [one for one in caplog.messages if 'tokenizers of' in one]
+  lines = [message for message in caplog.messages if 'tokenizers of' in message]
   texts = ['def add(first', 'return']
-  found = lm.generate(texts, verify=verify, **_DECODE)
+  result = lm.generate(texts, verify=verify, **_DECODE)
   if verify == 'match':
     plain = load(method='plain')
-    assert found.tokens == plain.generate(texts, **_DECODE).tokens
+    assert result.tokens == plain.generate(texts, **_DECODE).tokens
   same = np.arange(280)
   if draft == 'draft':
     shared = shared_tokens.of_checkpoints(*map(hub.locate, paths))
@@ -199,16 +199,16 @@ def test_tokens_of_the_draft_alone_are_drafted(
     assert all(str(path) in line for path in paths)
     assert f'share {(same >= 0).sum()} tokens' in line
     assert f'about {100 * shared.share:.0f} %' in line
-  label = found.labels.index('draft')
+  label = result.labels.index('draft')
   proposed = [
     token
-    for row in zip(found.tokens, found.origins, strict=True)
+    for row in zip(result.tokens, result.origins, strict=True)
     for token, origin in zip(*row, strict=True)
     if origin == label
   ]
   assert proposed
   # The ids of a draft vocabulary are the draft's; it has all special tokens.
-  assert all(0 <= same[one] < (size or 281) for one in proposed)
+  assert all(0 <= same[token] < (size or 281) for token in proposed)
   (logits,) = jax.jit(lambda draft: draft.logits(np.arange(8)[None]))(
     lm.pair.draft
   )

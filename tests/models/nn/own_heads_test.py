@@ -66,20 +66,20 @@ def _drafted(target, head):
   text, slots = jnp.array(own_heads.TEXT)[None], own_heads.TEXT.size + 3
   cache = jax.jit(lambda: target.spec.init_cache(1, text.size))()
   _, cache = jax.jit(lambda cache: target.causal(text, cache))(cache)
-  hidden = [cache.hidden[one][:, 0] for one in head.spec.reads]
+  hidden = [cache.hidden[layer][:, 0] for layer in head.spec.reads]
   states = head.spec.fuse(head.params, *hidden)[:, :-1]
   cache = head.spec.init_cache(1, slots)
   positions = jnp.arange(1, text.size)[None]
-  tokens, found, drafted = text[:, 1:], [], []
+  tokens, by_depth, drafted = text[:, 1:], [], []
   # Nothing is seen in the first slot, as in front of a text.
   cache = cache.replace(length=cache.length + 1)
   for _ in range(own_heads.DEPTHS + 1):
     logits, states, cache = _forward(head, tokens, positions, cache, states)
-    found.append(np.asarray(logits[0]))
-    drafted.append(int(np.argmax(found[-1][-1])))
+    by_depth.append(np.asarray(logits[0]))
+    drafted.append(int(np.argmax(by_depth[-1][-1])))
     tokens, states = jnp.array([drafted[-1:]]), states[:, -1:]
     positions = positions[:, -1:] + 1
-  return drafted[:-1], np.concatenate(found)
+  return drafted[:-1], np.concatenate(by_depth)
 
 
 def _assistant(parent, number, **options):
@@ -94,7 +94,7 @@ def _assistant(parent, number, **options):
 
 
 def check_logits(family, number):
-  """The logits of a folder are those of the golden file."""
+  """The logits of a folder are equal to the logits in the golden file."""
   with tempfile.TemporaryDirectory() as made:
     folder = pathlib.Path(made)
     nested = family == 'qwen' and number % 2 == 1
@@ -106,8 +106,8 @@ def check_logits(family, number):
   with np.load(own_heads.GOLDEN) as golden:
     name = f'{family}_{number}'
     assert drafted == golden[f'{name}_drafted'].tolist()
-    found = logits[:, own_heads.WORDS]
-    np.testing.assert_allclose(found, golden[name], atol=2e-4, rtol=0)
+    of_words = logits[:, own_heads.WORDS]
+    np.testing.assert_allclose(of_words, golden[name], atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize(('family', 'number'), _SHAPES)
@@ -153,8 +153,8 @@ def _learned():
     for path, leaf in traverse_util.flatten_dict(params).items()
   }
   stored = {
-    own_heads.stored_name(name): one - own_heads.is_norm(name)
-    for name, one in learned.items()
+    own_heads.stored_name(name): array - own_heads.is_norm(name)
+    for name, array in learned.items()
   }
   return _write(folder, **stored), texts
 
@@ -170,9 +170,9 @@ def _file(kind):
   def add(tensors):
     for name, tensor in canonical.tensors():
       array = np.concatenate([rows for _, rows in tensor.blocks()])
-      own = gguf_files.Kind[kind if array.ndim > 1 else 'F32']
+      type_ = gguf_files.Kind[kind if array.ndim > 1 else 'F32']
       stored = gguf_files.nextn_name(name, 'qwen35', layers)
-      tensors |= {stored: (gguf.quantize(array, own), own)}
+      tensors |= {stored: (gguf.quantize(array, type_), type_)}
     return tensors
 
   path = folder / f'{kind}.gguf'
@@ -190,9 +190,9 @@ def _accepted(target, head, kind='chain'):
     topology = topology_lib.k_ary(2, _DRAFTED)
   drafter = specdec.fixed_drafter(head_lib.HeadScorer(head), topology)
   prompts = texts[:, : by_heart.PROMPT].tolist()
-  found = by_heart.generate(drafter, prompts, target)
-  assert found.tokens == texts[:, by_heart.PROMPT :].tolist()
-  return by_heart.by_position(found.stats.accepted_histogram)
+  result = by_heart.generate(drafter, prompts, target)
+  assert result.tokens == texts[:, by_heart.PROMPT :].tolist()
+  return by_heart.by_position(result.stats.accepted_histogram)
 
 
 @pytest.mark.parametrize('kind', ['chain', 'tree'])
@@ -213,7 +213,7 @@ def test_so_does_one_of_few_bits(form):
 
 
 def test_states_before_a_norm_cost_acceptance():
-  """The states of the target, and those that the layer reads of its own."""
+  """The states of the target, and the layer's own states that it reads."""
   folder, _ = _learned()
   target, head = load(folder)
   layers = hub.locate(folder).config.num_layers
@@ -234,9 +234,11 @@ def test_states_before_a_norm_cost_acceptance():
 
 def test_a_gguf_file_has_the_same_layer():
   folder, path = _learned()[0], _file('F32')
-  both = [[tiny.parameters(hub.load_module(one))] for one in (folder, path)]
-  for name, found in zip((folder, path), both, strict=True):
-    found.append(load(name)[1].params)
+  both = [
+    [tiny.parameters(hub.load_module(source))] for source in (folder, path)
+  ]
+  for name, parameters in zip((folder, path), both, strict=True):
+    parameters.append(load(name)[1].params)
   jax.tree.map(np.testing.assert_array_equal, *both)
 
 
@@ -258,9 +260,9 @@ def test_slots_and_constraints_change_no_token():
     slots.insert(prompt, jax.random.key(1), max_new_tokens=by_heart.NEW)
   while len(ended) < len(prompts):
     ended += slots.advance().values()
-  tokens = sorted(one.tokens[0] for one in ended)
+  tokens = sorted(generation.tokens[0] for generation in ended)
   assert tokens == sorted(texts[:, by_heart.PROMPT :].tolist())
-  found = [
+  drafted, plain = (
     specdec.generate(
       target,
       tiny.row_keys(2),
@@ -268,11 +270,11 @@ def test_slots_and_constraints_change_no_token():
       max_new_tokens=24,
       sampling=specdec.Sampling(temperature=[0.0, 0.8]),
       constraint=constraint_test.Turns(),
-      drafter=one,
+      drafter=each_drafter,
     ).tokens
-    for one in (drafter, specdec.PLAIN)
-  ]
-  assert found[0] == found[1]
+    for each_drafter in (drafter, specdec.PLAIN)
+  )
+  assert drafted == plain
 
 
 _NORM = 'mtp.norm.weight'
@@ -280,8 +282,8 @@ _NORM = 'mtp.norm.weight'
 
 def test_what_has_no_such_layer_says_what_it_has(tmp_path):
   names = own_heads.tensors(own_heads.config('qwen', 0))
-  own = {name: None for name in names if name.startswith('mtp.')}
-  bare = own_heads.write(tmp_path / 'bare', 'qwen', 0, **own)
+  removed = {name: None for name in names if name.startswith('mtp.')}
+  bare = own_heads.write(tmp_path / 'bare', 'qwen', 0, **removed)
   for name in (bare, 'demo'):
     choice = choice_lib.ModelChoice(str(name), head='own')
     said = 'has 4 layers of the family .* no MTP layer .*, so head=own'
@@ -328,9 +330,13 @@ def test_an_assistant_changes_no_token(packed, tmp_path):
   prompts = [own_heads.TEXT[:size].tolist() for size in (1, 7, 12)]
   plain, drafted = (
     specdec.generate(
-      target, jax.random.key(0), prompts, max_new_tokens=24, drafter=one
+      target,
+      jax.random.key(0),
+      prompts,
+      max_new_tokens=24,
+      drafter=each_drafter,
     )
-    for one in (specdec.PLAIN, drafter)
+    for each_drafter in (specdec.PLAIN, drafter)
   )
   assert drafted.tokens == plain.tokens
   assert drafted.stats.target_forwards < plain.stats.target_forwards
@@ -353,7 +359,7 @@ def test_an_assistant_of_another_target_is_refused(
     heads.locate(folder, config)
 
 
-# EAGLE-3 heads of models that are supported. The keys are those of their
+# EAGLE-3 heads of models that are supported. The keys are the keys of their
 # config.json; values were not compared with the originals, and sizes are tiny.
 _USUAL = {
   'attention_bias': False,

@@ -58,7 +58,7 @@ def test_each_of_eight_devices_has_an_eighth_of_a_model_of_70b():
 
 
 def test_the_lookup_of_one_row_on_a_mesh_is_of_two():
-  """Or XLA makes it a slice, for which a GPU gathers the whole matrix."""
+  """Or XLA makes it a slice, and a GPU gathers the whole matrix for it."""
   matrix, index = jnp.arange(64.0).reshape(16, 4), jnp.array([3])
   mesh = AbstractMesh((1, 8), sharding_lib.AXES)
   for context, result in (
@@ -68,7 +68,7 @@ def test_the_lookup_of_one_row_on_a_mesh_is_of_two():
     with context:
       traced = jax.make_jaxpr(matrices_lib.take_rows)(matrix, index)
     assert result in str(traced)
-    assert [one.shape for one in traced.out_avals] == [(1, 4)]
+    assert [output.shape for output in traced.out_avals] == [(1, 4)]
 
 
 def test_a_mesh_that_cannot_be_is_refused_by_scripts():

@@ -52,8 +52,8 @@ class _Browser:
       time.sleep(0.05)
 
   def on(self, selector, action, **body):
-    found = self.ask('/element', using='css selector', value=selector)
-    (element,) = found.values()
+    answer = self.ask('/element', using='css selector', value=selector)
+    (element,) = answer.values()
     self.ask(f'/element/{element}/{action}', **body)
 
   def texts(self, selector):

@@ -1,4 +1,4 @@
-"""An endpoint: every answer is that of `generate` alone, whoever else asks."""
+"""An endpoint gives the answer of `generate` alone, whoever else asks."""
 
 import concurrent.futures
 import contextlib
@@ -124,28 +124,28 @@ def _asked(rng):
 
 
 def _alone(kind, bodies):
-  """The same by one plain batch, whose rows are as alone."""
-  own = lambda name, other=None: [body.get(name, other) for body in bodies]
+  """The same by one plain batch; its rows are decoded as if alone."""
+  of_each = lambda name, other=None: [body.get(name, other) for body in bodies]
   bias = [
-    {int(token): value for token, value in (one or {}).items()}
-    for one in own('logit_bias')
+    {int(token): value for token, value in (bias or {}).items()}
+    for bias in of_each('logit_bias')
   ]
   sampling = specdec.Sampling(
     logit_bias=bias,
-    repetition_penalty=own('repetition_penalty', 1.0),
-    temperature=own('temperature'),
-    top_k=own('top_k'),
-    top_p=own('top_p', 1.0),
-    min_p=own('min_p', 0.0),
+    repetition_penalty=of_each('repetition_penalty', 1.0),
+    temperature=of_each('temperature'),
+    top_k=of_each('top_k'),
+    top_p=of_each('top_p', 1.0),
+    min_p=of_each('min_p', 0.0),
   )
   return _plain(kind).generate(
-    own('prompt'),
-    max_new_tokens=own('max_tokens'),
+    of_each('prompt'),
+    max_new_tokens=of_each('max_tokens'),
     room_for_new_tokens=48,
-    seed=own('seed'),
+    seed=of_each('seed'),
     sampling=sampling,
-    stop=own('stop', []),
-    regex=own('regex'),
+    stop=of_each('stop', []),
+    regex=of_each('regex'),
   )
 
 
@@ -188,7 +188,7 @@ def test_every_answer_is_that_of_decoding_it_alone(kind, number):
       streamed = body | {'stream': True}
       return _streamed(http, streamed, None if way == 1 else 2)
 
-    found = [*pool.map(ask, range(number))]
+    answers = [*pool.map(ask, range(number))]
     assert _is_idle(server)
     counts = []
     for _ in range(3):
@@ -200,15 +200,15 @@ def test_every_answer_is_that_of_decoding_it_alone(kind, number):
     assert counts[-1] < counts[0] + 40
     pools = server.engine._pools.values()
     assert all(len(pool.slots.free) == 4 for pool in pools)
-  for index, (text, choice) in enumerate(found):
-    own = bodies[index], expected.tokens[index]
+  for index, (text, choice) in enumerate(answers):
+    message = bodies[index], expected.tokens[index]
     if ways[index] == 2 and 'token_ids' not in choice:
-      assert expected.text[index].startswith(text), own
+      assert expected.text[index].startswith(text), message
       continue
-    assert choice['token_ids'] == expected.tokens[index], own
-    assert text == expected.text[index], own
+    assert choice['token_ids'] == expected.tokens[index], message
+    assert text == expected.text[index], message
     reason = expected.finish_reasons[index].replace('eos', 'stop')
-    assert choice['finish_reason'] == reason, own
+    assert choice['finish_reason'] == reason, message
     evidence = choice['specdec']
     assert evidence['digest'] == engine_lib.digest(expected.tokens[index])
     assert sum(evidence['origins'].values()) == len(expected.tokens[index])
@@ -225,12 +225,12 @@ def test_the_official_client(server):
   lm = _plain()
   expected = lm.generate(['abc', 'de'], max_new_tokens=8, seed=[0, 0])
   assert [model.id for model in client.models.list()] == ['tiny']
-  found = client.completions.create(
+  completion = client.completions.create(
     model='tiny', prompt=['abc', 'de'], max_tokens=8, temperature=0
   )
-  assert [one.text for one in found.choices] == expected.text
-  assert found.usage.prompt_tokens == 5
-  assert found.usage.completion_tokens == sum(map(len, expected.tokens))
+  assert [choice.text for choice in completion.choices] == expected.text
+  assert completion.usage.prompt_tokens == 5
+  assert completion.usage.completion_tokens == sum(map(len, expected.tokens))
   messages = [
     {'role': 'system', 'content': 'x'},
     {'role': 'user', 'content': [{'type': 'text', 'text': 'abc'}]},
@@ -247,10 +247,10 @@ def test_the_official_client(server):
   chat = client.chat.completions.create(
     **options, max_completion_tokens=8, seed=3, n=3
   )
-  texts = [one.message.content for one in chat.choices]
+  texts = [choice.message.content for choice in chat.choices]
   assert texts == whole.text
   assert len({*texts}) > 1
-  digests = [one.specdec['digest'] for one in chat.choices]
+  digests = [choice.specdec['digest'] for choice in chat.choices]
   assert digests == [*map(engine_lib.digest, whole.tokens)]
   stream = client.chat.completions.create(
     **options,
@@ -324,14 +324,14 @@ def test_plain_decoding_proves_what_was_drafted(http):
   body = {'prompt': 'abcab', 'max_tokens': 30, 'temperature': 0.9, 'seed': 1}
   body |= {'logit_bias': _NO_ENDS}
   ask = lambda **more: http.post('/v1/completions', json=body | more).json()
-  own, plain, auto = (
+  tree, plain, auto = (
     ask(method=method)['choices'][0]['specdec']
     for method in ('tree', 'plain', 'auto')
   )
-  assert own['digest'] == plain['digest'] == auto['digest']
-  assert plain['origins'] == {'target': sum(own['origins'].values())}
-  assert plain['forwards'] == plain['origins']['target'] > own['forwards']
-  assert sum(own['accepted_histogram']) == own['forwards']
+  assert tree['digest'] == plain['digest'] == auto['digest']
+  assert plain['origins'] == {'target': sum(tree['origins'].values())}
+  assert plain['forwards'] == plain['origins']['target'] > tree['forwards']
+  assert sum(tree['accepted_histogram']) == tree['forwards']
   # A seed that nobody chose is told, so that the answer can be had again.
   del body['seed']
   first, other = (ask()['choices'][0] for _ in range(2))
@@ -346,15 +346,15 @@ def test_log_probabilities_are_those_of_the_target(http):
   alone = _plain().generate(
     'abcde', max_new_tokens=6, log_probs=True, eos_ids=None
   )
-  found = choice['logprobs']
+  log_probs = choice['logprobs']
   np.testing.assert_allclose(
-    found['token_logprobs'], alone.log_probs[0], atol=1e-4
+    log_probs['token_logprobs'], alone.log_probs[0], atol=1e-4
   )
-  assert found['tokens'] == [
+  assert log_probs['tokens'] == [
     _generator().pair.token_text(token) for token in alone.tokens[0]
   ]
   for log_prob, best in zip(
-    found['token_logprobs'], found['top_logprobs'], strict=True
+    log_probs['token_logprobs'], log_probs['top_logprobs'], strict=True
   ):
     assert max(best.values()) == log_prob  # Greedy.
     assert len(best) == 2
@@ -362,7 +362,7 @@ def test_log_probabilities_are_those_of_the_target(http):
   (echoed,) = http.post('/v1/completions', json=body).json()['choices']
   assert echoed['text'] == 'abcde' + choice['text']
   assert echoed['logprobs']['token_logprobs'][0] is None
-  assert echoed['logprobs']['token_logprobs'][5:] == found['token_logprobs']
+  assert echoed['logprobs']['token_logprobs'][5:] == log_probs['token_logprobs']
   text, last = _streamed(http, body | {'stream': True})
   assert (text, last['logprobs']) == (echoed['text'], echoed['logprobs'])
   messages = [{'role': 'user', 'content': 'a'}]
@@ -411,7 +411,9 @@ _WRONG = {
   'n': [0, -1, 1.5, 'x', 1000],
   'regex': ['[', '(?=a)', 5, '(' * 2000, '\ud800', 'é', '(a{60000}b){60000}'],
   'response_format': ['json', {}, {'type': 'xml'}, _FORM, []]
-  + [_FORM | {'json_schema': {'schema': one}} for one in (3, {'type': 'x'})]
+  + [
+    _FORM | {'json_schema': {'schema': schema}} for schema in (3, {'type': 'x'})
+  ]
   + [_FORM | {'json_schema': {'schema': {'not': {}}}}],
   'method': ['fast', 3, ''],
   'stream': ['yes', 1],
@@ -432,8 +434,10 @@ _WRONG_TEXT = {
 }
 _WRONG_CHAT = {
   'messages': [[], 'x', [5], {}, [{}], [{'role': 'user'}], [{'content': 'a'}]]
-  + [[_MESSAGE | {'content': one}] for one in (5, [{'type': 'x'}], ['a'])]
-  + [[_MESSAGE | {'content': one}] for one in ('\ud800', 'a' * 100)]
+  + [
+    [_MESSAGE | {'content': content}] for content in (5, [{'type': 'x'}], ['a'])
+  ]
+  + [[_MESSAGE | {'content': content}] for content in ('\ud800', 'a' * 100)]
   + [[_MESSAGE | {'role': 5}], [_MESSAGE | {'other': 5}]],
   'max_completion_tokens': [-1, 'x', 5],
   'top_logprobs': [1, -1, 'x'],
@@ -458,11 +462,11 @@ _BODIES = {
 
 def test_bad_input_is_refused_by_name_and_the_server_lives(http, server):
   number = 0
-  for path, base, own in (
+  for path, base, wrong in (
     ('/v1/completions', {'prompt': 'a'}, _WRONG | _WRONG_TEXT),
     ('/v1/chat/completions', {'messages': [_MESSAGE]}, _WRONG_CHAT),
   ):
-    for name, value in [(key, one) for key in own for one in own[key]]:
+    for name, value in [(key, value) for key in wrong for value in wrong[key]]:
       body = json.dumps(base | {'max_tokens': 4} | {name: value})
       reply = http.post(path, content=body)
       assert 400 <= reply.status_code < 500, (name, body, reply.text)
@@ -568,12 +572,12 @@ def test_figures_are_those_of_the_requests():
       http.post('/v1/completions', json=body).json() for body in bodies
     ]
     lines = http.get('/metrics').text.splitlines()
-  found = dict(line.split() for line in lines if line[0] != '#')
-  usages = [one['usage'] for one in choices]
+  figures = dict(line.split() for line in lines if line[0] != '#')
+  usages = [choice['usage'] for choice in choices]
   total = lambda name: str(sum(usage[name] for usage in usages))
-  assert found['specdec_requests_total'] == '3'
-  assert found['specdec_prompt_tokens_total'] == total('prompt_tokens')
-  assert found['specdec_new_tokens_total'] == total('completion_tokens')
+  assert figures['specdec_requests_total'] == '3'
+  assert figures['specdec_prompt_tokens_total'] == total('prompt_tokens')
+  assert figures['specdec_new_tokens_total'] == total('completion_tokens')
   # The second and third are the first again, but for its last token.
-  assert found['specdec_cached_tokens_total'] == '8'
-  assert found['specdec_running'] == found['specdec_waiting'] == '0'
+  assert figures['specdec_cached_tokens_total'] == '8'
+  assert figures['specdec_running'] == figures['specdec_waiting'] == '0'

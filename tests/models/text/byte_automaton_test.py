@@ -51,7 +51,7 @@ def _tokens(rng):
 
 
 def _random(rng, letters, depth):
-  """Mostly such that the next letter says whether a repetition goes on."""
+  """Mostly, the next letter says whether a repetition goes on."""
   if not depth or len(letters) < 2:
     return f'[{letters}]' if rng.random() < 0.5 else rng.choice(letters)
   cut = rng.randrange(1, len(letters))

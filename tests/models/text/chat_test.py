@@ -102,8 +102,8 @@ def test_five_turns_equal_decoding_everything_again(kind, temperature):
     ends.add(result.tokens[0][-1])
     length = len(result.prompt_tokens[0])
     assert chat.num_read == length - num_known
-    # All that was decoded, but for the last token, and an end that is not that
-    # of the template.
+    # All that was decoded, without the last token, and an end that differs from
+    # the template's end.
     num_known = length + len(result.tokens[0]) - 1
     programs = _num_programs()
     assert chat.reply(said) is chat

@@ -104,7 +104,7 @@ def test_rows_match_constraints_of_their_own():
   free = _generate(regex=None, json_schema=None)
   assert result.tokens[3] == free.tokens[3]
   assert not _matches(free.text[0], _REGEX[0], None)
-  # One constraint is that of all rows.
+  # One constraint holds for all rows.
   both = _generate(rows=[0, 0], regex=_REGEX[0], json_schema=None)
   assert both.tokens == [plain.tokens[0]] * 2
 
@@ -137,7 +137,7 @@ def test_every_answer_of_a_chat_matches():
 
 
 def test_prompts_in_slots_have_constraints_of_their_own():
-  """Also where one needs larger tables than those before it."""
+  """Also where a later one needs larger tables than all before it."""
   wanted = [*zip(_REGEX, _SCHEMA, strict=True), ('[a-c]{280}', None)]
   jobs = [
     specdec.Job(

@@ -47,9 +47,9 @@ def test_logits_are_those_of_the_whole_head(folder, name, packed, dtype):
   # Rows of other tokens are looked up.
   tokens = np.arange(12).reshape(2, 6) * 23
   logits = jax.jit(lambda model: model.logits(tokens))
-  expected, found = map(np.asarray, map(logits, (whole, few)))
-  np.testing.assert_array_equal(found[..., ids], expected[..., ids])
-  assert (np.delete(found, ids, axis=-1) == -np.inf).all()
+  expected, of_few = map(np.asarray, map(logits, (whole, few)))
+  np.testing.assert_array_equal(of_few[..., ids], expected[..., ids])
+  assert (np.delete(of_few, ids, axis=-1) == -np.inf).all()
   # The bytes of a forward decide on the cost of the draft.
   saved = whole.spec.parameters - few.spec.parameters
   assert saved == 8 * (_V - len(ids))

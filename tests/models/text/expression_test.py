@@ -1,8 +1,8 @@
 """Expressions accept the texts that `re.fullmatch` accepts, and no others.
 
-Patterns of JSON schemas accept what the engine of Node says, which
-`golden/make_ecma_patterns.js` wrote. All texts over a few characters are tried;
-`constraint_test` has tokens.
+Patterns of JSON schemas accept what the engine of Node accepts;
+`golden/make_ecma_patterns.js` wrote that down. All texts over a few characters
+are tried; `constraint_test` has tokens.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from specdec.models.text import expression
 from specdec.text import automaton as automaton_lib
 
 _HERE = 'models/text'
-# By the characters of which texts are tried: expressions, between spaces.
+# Texts of these characters are tried; the expressions are between spaces.
 _EXPRESSIONS = {
   'ab': r"""
     a|ab ab|a|abb a?b? a(b)? (ab)? a* (a|b)*abb a??b a{2} a{1,3} a{,2} a{2,}
@@ -44,7 +44,9 @@ _EXPRESSIONS = {
     \. \^ \$ ^a\$$ a\\$ \\\\ ^\\$ []a] [^]] [a-] [\]a] [.^$] \] [a^] [\^a] \\z
   """,
 }
-_WITH_SPACES = [('ab', one) for one in ('', '(?x) a b # c', '(?x: a )b')]
+_WITH_SPACES = [
+  ('ab', pattern) for pattern in ('', '(?x) a b # c', '(?x: a )b')
+]
 _WITH_SPACES += [('a\n', 'a\n')]
 
 
@@ -63,7 +65,9 @@ def _cases():
   drawn = [_random_expression(rng, 4) for _ in range(40)]
   table = [(letters, _EXPRESSIONS[letters].split()) for letters in _EXPRESSIONS]
   table.append(('ab', drawn))
-  given = [(letters, one) for letters, patterns in table for one in patterns]
+  given = [
+    (letters, pattern) for letters, patterns in table for pattern in patterns
+  ]
   return given + _WITH_SPACES
 
 
@@ -102,7 +106,7 @@ def test_the_texts_are_those_of_fullmatch():
 
 
 def test_patterns_match_what_node_says():
-  """All that are not refused; those are too large, or have no such tree."""
+  """Patterns that are too large, or have no such tree, are refused."""
   path = pathlib.Path(__file__).parents[2] / 'golden/ecma_patterns.jsonl'
   read = refused = 0
   # Line ends of Unicode are among the characters.
@@ -136,7 +140,7 @@ def _ways(states, accepting, length):
   [r'\w', r'\ud800|é', '[^a-f\u0800-\uffff]', r'(?i)[^\Wk-s]', '(?s).'],
 )
 def test_of_all_characters_those_that_match_are_accepted(pattern):
-  """And no other bytes, which UTF-8 would not write so."""
+  """And no bytes that UTF-8 would not write."""
   states, accepting = _automaton(pattern)
   compiled = re.compile(pattern)
   scalars = map(chr, (*range(0xD800), *range(0xE000, 0x110000)))

@@ -75,8 +75,8 @@ def _conforms(schema, text):
 def _samples(automaton, num_texts, rng):
   """Texts, all ways through the automaton of one length equally likely.
 
-  Bytes after which the same states follow are one way, so that letters beyond
-  ASCII, which are the most, are not all of a text.
+  Bytes that lead to the same states are one way. Most letters are beyond ASCII;
+  without this rule texts would have no others.
   """
   delta, accepting, _ = automaton
   kinds = collections.defaultdict(list)
@@ -102,7 +102,7 @@ def _samples(automaton, num_texts, rng):
 
 
 def test_a_schema_is_obeyed_or_refused():
-  """Texts of those that are obeyed conform."""
+  """Texts of a schema that is obeyed conform."""
   rng, num_obeyed = random.Random(0), 0
   given = [schema for schema, _ in _suite()] + constraints_of_use.schemas(120)
   for schema in given:
@@ -114,7 +114,7 @@ def test_a_schema_is_obeyed_or_refused():
 
 
 def test_values_of_the_suite():
-  """Those that are accepted conform."""
+  """Values that are accepted conform."""
   verdicts = []
   for schema, values in _suite():
     automaton = _automaton(schema)
@@ -162,7 +162,7 @@ def _objects():
       schema['properties'] = {name: {'const': 1} for name in names}
     if others != {}:
       schema['additionalProperties'] = others
-    # The properties in their order, then those that are required besides.
+    # The properties in their order, then the other required names.
     names_of_values = dict.fromkeys((*names, *required)) or 'abc'
     yield (
       schema,

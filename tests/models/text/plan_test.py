@@ -64,7 +64,7 @@ def test_a_plan_comes_back_as_it_was(tmp_path):
     plan = _drafting(drafting)
     plan.save(path)
     assert plan_lib.load_plan(path) == plan
-    assert [one.name for one in path.parent.iterdir()] == ['plan.json']
+    assert [file.name for file in path.parent.iterdir()] == ['plan.json']
 
 
 def test_only_what_differs_is_written():
@@ -74,7 +74,7 @@ def test_only_what_differs_is_written():
 
 
 def _changed(record, changes):
-  """A record with other values at places, None for those that are gone."""
+  """A record with other values at places; None removes a value."""
   for name, value in changes.items():
     *outer, last = name.split('.')
     place = functools.reduce(operator.getitem, outer, record)
@@ -170,17 +170,17 @@ _WAYS = (
 
 
 def test_a_request_takes_the_fastest_way_of_its_length():
-  """Of 65 tokens that of the next longer length, of 257 one that reads less."""
+  """65 tokens take the next longer length's way, 257 one that reads less."""
   names = ['chain'] * 2 + ['lookup'] * 2 + ['chain'] * 2 + ['of the end'] * 2
   for ways in (_WAYS, _WAYS[::-1]):
     plan = _plan(ways=ways)
     lengths = (1, 32, 33, 64, 65, 256, 257, 9999)
-    assert [plan_lib.choose(plan, one).name for one in lengths] == names
+    assert [plan_lib.choose(plan, length).name for length in lengths] == names
   assert plan_lib.choose(_plan(ways=_WAYS[:2]), 257).name == 'plain'
 
 
 def test_each_request_has_the_drafter_that_was_chosen(monkeypatch):
-  """Its tokens are those of plain decoding, whatever is chosen."""
+  """The tokens are the same as by plain decoding, whatever is chosen."""
   context = dataclasses.replace(_CONTEXT, models=_digests('demo', 'demo'))
   plan = _plan(ways=_WAYS, context=context)
   lm = specdec.load('demo', 'demo', dtype='float32', plan=plan)
@@ -190,7 +190,11 @@ def test_each_request_has_the_drafter_that_was_chosen(monkeypatch):
 
   def spy(planned, length):
     drafter, ratio = of_length(planned, length)
-    names = [name for name, one in planned.by_name.items() if one is drafter]
+    names = [
+      name
+      for name, known_drafter in planned.by_name.items()
+      if known_drafter is drafter
+    ]
     seen.append((length, *names, ratio))
     return drafter, ratio
 

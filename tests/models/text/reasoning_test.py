@@ -283,8 +283,8 @@ def test_prompts_of_one_batch_begin_in_sections_of_their_own():
   expected = [('Hi!', 'Hm.\n\nm'), ('H', ''), ('Hi!', 'Hm.\n\nm'), ('H', '')]
   many = lm.generate_many(prompts, batch_size=2, in_order=True, **options)
   results = [completion.result for completion in many]
-  found = [(result.text[0], result.reasoning[0]) for result in results]
-  assert found == expected
+  parts = [(result.text[0], result.reasoning[0]) for result in results]
+  assert parts == expected
   batch = lm.generate(prompts, **options)
   assert [*zip(batch.text, batch.reasoning, strict=True)] == expected
   # The next prompts of a batch may be of another kind.

@@ -12,9 +12,9 @@ def test_the_target_drafts_for_itself(monkeypatch, tmp_path):
   lm = specdec.load('demo', 'self', dtype='float32', method='chain')
   plain = specdec.load('demo', dtype='float32', method='plain')
   options = {'max_new_tokens': 8}
-  found = lm.generate('import ', **options)
-  assert found.text == plain.generate('import ', **options).text
-  assert found.stats.origins['draft'] > 0
+  result = lm.generate('import ', **options)
+  assert result.text == plain.generate('import ', **options).text
+  assert result.stats.origins['draft'] > 0
   draft, target = lm.pair.draft, lm.pair.target
   ids = lambda model: {id(array) for array in jax.tree.leaves(model.params)}
   assert ids(draft) & ids(target), 'norms are shared'

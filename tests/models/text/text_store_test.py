@@ -25,13 +25,13 @@ def _indexed(index):
 
 def test_stores_of_one_folder(tmp_path):
   """Each sees what the other adds; a text that comes again is kept once."""
-  one, other = (
+  store, other = (
     text_store.TextStore(tmp_path / 'new' / 'store', 'digest') for _ in '12'
   )
-  assert not _texts(one)
-  one.add([[1, 2, 3], [4]])
+  assert not _texts(store)
+  store.add([[1, 2, 3], [4]])
   other.add([[5, 6], [1, 2, 3]])
-  assert _texts(one) == _texts(other) == [[5, 6], [1, 2, 3]]
+  assert _texts(store) == _texts(other) == [[5, 6], [1, 2, 3]]
 
 
 def test_the_index_follows():
@@ -40,16 +40,16 @@ def test_the_index_follows():
     _check_index(*(text_store.TextStore(folder, 'digest') for _ in '12'))
 
 
-def _check_index(one, other):
+def _check_index(store, other):
   other.add([[1, 2, 3] * 4])
-  one.add([[7, 8]])
-  assert _indexed(one.index()) == {'1 2 3 1 2 3 1 2 3 1 2 3', '7 8'}
+  store.add([[7, 8]])
+  assert _indexed(store.index()) == {'1 2 3 1 2 3 1 2 3 1 2 3', '7 8'}
   other.add([[5, 6] * 50])
-  sizes = [one.index().num_places.item()]
+  sizes = [store.index().num_places.item()]
   other.add([[5, 6]])
-  sizes.append(one.index().num_places.item())
+  sizes.append(store.index().num_places.item())
   other.add([[5, 9] * 10])
-  sizes.append(one.index().num_places.item())
+  sizes.append(store.index().num_places.item())
   assert sizes == [111, 111, 131]
 
 
@@ -123,9 +123,11 @@ def test_many_prompts_profit_from_the_first(tmp_path):
   options = {'batch_size': 1, 'max_new_tokens': 16, 'context': 64}
   options['sampling'] = specdec.Sampling(temperature=1.0)
   lm = _load(tmp_path)
-  found = [one.result for one in lm.generate_many(prompts, **options)]
-  assert found[0].text == found[1].text
-  forwards = [result.stats.target_forwards for result in found]
+  results = [
+    completion.result for completion in lm.generate_many(prompts, **options)
+  ]
+  assert results[0].text == results[1].text
+  forwards = [result.stats.target_forwards for result in results]
   assert 2 * forwards[1] < forwards[0]
   assert len(_texts(lm.store)) == 2
 

@@ -58,17 +58,20 @@ def test_recycling_against_a_loop():
     state = jax.jit(learner.observe)(
       state, carried_lib.Verified(tokens, logits)
     )
-    for row, known in enumerate(expected):
+    for row, latest in enumerate(expected):
       for token, values in zip(tokens[row], logits[row], strict=True):
         if token >= 0 and not np.isnan(values).any():
           log_probs = values - np.log(2 * np.exp(values).sum())
           best = np.argsort(-values)[:3]
-          known[token % 4] = (token, [*zip(best, log_probs[best], strict=True)])
-    for row, known in enumerate(expected):
+          latest[token % 4] = (
+            token,
+            [*zip(best, log_probs[best], strict=True)],
+          )
+    for row, latest in enumerate(expected):
       of_row = jax.tree.map(lambda array, row=row: array[row], state)
       for token in range(_V):
         said = _proposed(learner, of_row, [token])
-        owner, best = known.get(token % 4, (None, []))
+        owner, best = latest.get(token % 4, (None, []))
         assert owner == token or not said
         if said:
           np.testing.assert_allclose(said, best, rtol=1e-5)
@@ -100,10 +103,10 @@ def test_a_step_shows_the_logits_of_every_node():
   _, table = state.stages[0].scorer.learned
   owners = np.asarray(table.owner)
   assert np.all(owners[1] == -1), 'a row that is done learns nothing'
-  known = owners[0][owners[0] >= 0]
+  owning = owners[0][owners[0] >= 0]
   emitted = {*state.tokens[0, : state.length[0]].tolist()}
-  assert {*known.tolist()} - emitted, 'no node was rejected'
-  for token in known:
+  assert {*owning.tolist()} - emitted, 'no node was rejected'
+  for token in owning:
     best = np.argsort(-logits[token])[:2]
     assert table.tokens[0, token].tolist() == best.tolist()
 
@@ -220,23 +223,23 @@ def _drafter(name, target_name='gpt2'):
   'name', ['recycling', 'store', 'all', 'other texts', 'chain', 'staged']
 )
 def test_decoding_equals_plain(name):
-  found = _generate(name)
-  assert found.tokens == _generate('plain').tokens
-  origins = found.stats.origins
-  if 'store' in found.labels and name != 'other texts':
+  result = _generate(name)
+  assert result.tokens == _generate('plain').tokens
+  origins = result.stats.origins
+  if 'store' in result.labels and name != 'other texts':
     assert origins['store'] > 0
-    assert found.stats.block_efficiency > 1.2
+    assert result.stats.block_efficiency > 1.2
   if name == 'recycling':
     assert origins['recycling'] > 0
 
 
 def test_a_target_with_states_and_a_fallback():
-  found = _generate('all', 'recurrent')
-  assert found.tokens == _generate('plain', 'recurrent').tokens
-  assert found.stats.block_efficiency > 1.5
-  found = _generate('other texts', break_even=4.0)
-  assert found.tokens == _generate('plain').tokens
-  assert found.stats.plain_steps > 0
+  result = _generate('all', 'recurrent')
+  assert result.tokens == _generate('plain', 'recurrent').tokens
+  assert result.stats.block_efficiency > 1.5
+  result = _generate('other texts', break_even=4.0)
+  assert result.tokens == _generate('plain').tokens
+  assert result.stats.plain_steps > 0
 
 
 def test_slots_start_anew():
@@ -255,8 +258,8 @@ def test_slots_start_anew():
     }
     for row in (0, 1, 2, 0, 1, 2)
   ]
-  found, _ = tiny.in_slots(slots, jobs)
-  for one, again in zip(found[:3], found[3:], strict=True):
-    assert one.tokens == again.tokens
-    assert one.stats.target_forwards == again.stats.target_forwards
-  assert found[0].tokens[0] == _generate('plain').tokens[0]
+  results, _ = tiny.in_slots(slots, jobs)
+  for first, again in zip(results[:3], results[3:], strict=True):
+    assert first.tokens == again.tokens
+    assert first.stats.target_forwards == again.stats.target_forwards
+  assert results[0].tokens[0] == _generate('plain').tokens[0]

@@ -35,8 +35,8 @@ def _forwards(probs, config, *active):
   table = np.full((3 * size, 3 * size), -30.0, np.float32)
   following = np.roll(np.eye(size, dtype=bool), 1, axis=1)
   for row, p in enumerate(probs):
-    own = slice(size * row, size * (row + 1))
-    table[own, own] = np.log(np.where(following, p, (1 - p) / (size - 1)))
+    block = slice(size * row, size * (row + 1))
+    table[block, block] = np.log(np.where(following, p, (1 - p) / (size - 1)))
   drafter = list_trees.TableStage(table, config).drafter()
   return _run(drafter, [[0], [size], [2 * size]], 3 * size, *active)
 

@@ -64,7 +64,9 @@ def check(names, config=()):
     trees, scored, forwards = list_trees.run(drafter, step)
     # Rows that are done grow as far as the others take them.
     for row, nodes in enumerate(trees):
-      by_stage = [set(np.flatnonzero(one[row]).tolist()) for one in scored]
+      by_stage = [
+        set(np.flatnonzero(is_scored[row]).tolist()) for is_scored in scored
+      ]
       _check_tree(stages, step, row, nodes, by_stage)
       if len(stages) == 1:
         assert by_stage[0] == _best_first(nodes, forwards[0], outer.width)
@@ -92,30 +94,31 @@ def _check_tree(stages, step, row, nodes, scored):
     assert node.cond_log_prob <= 0
     below[node.parent].append(node)
   for at, children in below.items():
-    own = [stage for stage, of_it in enumerate(scored) if at in of_it]
-    if not own:
+    scoring = [stage for stage, of_it in enumerate(scored) if at in of_it]
+    if not scoring:
       assert not children
       continue
-    path = [nodes[one].token for one in reversed(list_trees.up(nodes, at))][1:]
+    above = [*reversed(list_trees.up(nodes, at))]
+    path = [nodes[node].token for node in above[1:]]
     said = [stage.log_probs(step, row, path) for stage in stages]
     best = [
-      np.argsort(-one, kind='stable')[: stage.config.branching].tolist()
-      for one, stage in zip(said, stages, strict=True)
+      np.argsort(-log_probs, kind='stable')[: stage.config.branching].tolist()
+      for log_probs, stage in zip(said, stages, strict=True)
     ]
     # The outermost stage that has scored a node has the say on its children.
     np.testing.assert_allclose(
       [child.cond_log_prob for child in children],
-      [said[own[0]][child.token] for child in children],
+      [said[scoring[0]][child.token] for child in children],
       1e-4,
       1e-4,
     )
     tokens = [child.token for child in children]
     assert len({*tokens}) == len(tokens), 'a duplicate'
     if nodes[at].depth < max_depth and len(nodes) < stages[0].config.capacity:
-      assert {*tokens} >= {*best[own[0]]}
+      assert {*tokens} >= {*best[scoring[0]]}
     proposers = [child.origin - 1 for child in children]
     for token, proposer in zip(tokens, proposers, strict=True):
-      assert proposer in own
+      assert proposer in scoring
       assert token in best[proposer]
     # Nothing is drafted below what a stage outside has scored.
     assert proposers == sorted(proposers, reverse=True)
@@ -125,8 +128,10 @@ def _best_first(nodes, rounds, width):
   """Nodes that a single stage scores: in each round the best that it knows."""
   scored = set()
   for _ in range(rounds):
-    known = [at for at, one in enumerate(nodes) if one.parent in {-1, *scored}]
-    new = [at for at in known if at not in scored]
+    reached = [
+      at for at, node in enumerate(nodes) if node.parent in {-1, *scored}
+    ]
+    new = [at for at in reached if at not in scored]
     scored |= {*sorted(new, key=lambda at: -nodes[at].log_prob)[:width]}
   return scored
 

@@ -22,14 +22,14 @@ _SETTINGS = tiny_drafters.Settings(topology=topology_lib.k_ary(2, 2))
 
 
 def _of_tail(drafter, num_tokens=_C):
-  """The drafter, whose outermost model reads the ends of prompts."""
+  """The drafter, but its outermost model reads only the ends of prompts."""
   outer, *others = drafter.stages
   scorer = specdec.PromptTailScorer(outer.scorer, num_tokens)
   return drafter.replace(stages=(outer.replace(scorer=scorer), *others))
 
 
 def _check_trees(tree, texts, firsts, *rest):
-  """The trees are those of a draft that has nothing but the rest of texts."""
+  """A draft that has nothing but the rest of the texts grows the same trees."""
   whole = tiny_drafters.model(tiny.draft('similar', num_layers=1), _SETTINGS)
   shorter = [text[at:] for text, at in zip(texts, firsts, strict=True)]
   _, expected = list_trees.grown(whole, *list_trees.padded(shorter), *rest)
@@ -82,7 +82,7 @@ def test_it_drafts_as_if_the_end_of_the_text_were_all_of_it():
   check((12, 1), (5, 4), (8, 0), firsts=[5, 5, 1], reads=(True, True, False))
   # Other text from within what it has, from before it, and from its start.
   check((8, 2), (3, 4), (0, 9), firsts=[5, 3, 5])
-  # Shorter text of which it has all, some and nothing.
+  # Shorter texts: it has all of one, some of the next, nothing of the last.
   check((9, 0), (6, 0), (3, 0), firsts=[5, 2, 0])
 
 

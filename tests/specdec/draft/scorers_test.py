@@ -35,7 +35,7 @@ def _said(tokens, log_probs):
 def _random_case(rng, length=None):
   """A text, a tree below its last token, and nodes of it."""
   length = int(rng.integers(1, _MAX_LENGTH + 1)) if length is None else length
-  # Garbage behind the text is likely to match.
+  # Garbage after the text is likely to match.
   tokens = np.int32(rng.integers(_NUM_TOKENS, size=_MAX_LENGTH))
   nodes = list_trees.random_tree(rng)
   nodes[0] = dataclasses.replace(nodes[0], token=int(tokens[length - 1]))
@@ -98,7 +98,10 @@ def test_lookup_against_a_loop():
 
 def test_bad_settings_of_lookup():
   for settings, words in (
-    *(((one,), 'at least 0 and below 1') for one in ((0.5, 1.0), (-0.1,))),
+    *(
+      ((calibration,), 'at least 0 and below 1')
+      for calibration in ((0.5, 1.0), (-0.1,))
+    ),
     (((),), 'needs an entry'),
     (((0.5,), 0), 'of at least 1, got 0'),
   ):
@@ -118,7 +121,7 @@ def test_an_ngram_table_is_asked_about_the_path(order):
   table = tiny_drafters.ngram_table(
     [text], list_trees.NUM_TOKENS, order=order, num_continuations=3
   )
-  proposer, found = specdec.NGram(table), set()
+  proposer, contexts = specdec.NGram(table), set()
   for _ in range(30):
     tokens, length, nodes, chosen = _random_case(rng)
     said = _propose(
@@ -128,11 +131,11 @@ def test_an_ngram_table_is_asked_about_the_path(order):
       path = _path(tokens, length, nodes, node)
       history = [*reversed(path), *[-1] * order][: order - 1]
       index = _find_context(table, np.array(history, np.int32))
-      known = table.next_tokens, table.next_log_probs
-      for one, other in zip(said, known, strict=True):
-        np.testing.assert_array_equal(one[place], other[index])
-      found.add(int(index))
-  assert order == 1 or len(found) >= list_trees.NUM_TOKENS
+      stored = table.next_tokens, table.next_log_probs
+      for values, other in zip(said, stored, strict=True):
+        np.testing.assert_array_equal(values[place], other[index])
+      contexts.add(int(index))
+  assert order == 1 or len(contexts) >= list_trees.NUM_TOKENS
 
 
 # Several proposers as one scorer.
@@ -149,15 +152,15 @@ def _bigrams(rng, num_candidates, total, name):
 
 
 def _slow_merge(proposers):
-  """One table that says what they say; each shares what those before left.
+  """One table that says what they say; each shares what earlier ones left.
 
   Also `[V, V]`, who was the first to propose a token after a token.
   """
   probs = np.zeros((_NUM_TOKENS, _NUM_TOKENS))
   sources, left = np.full(probs.shape, -1), np.ones(_NUM_TOKENS)
-  for source, one in enumerate(proposers):
+  for source, proposer in enumerate(proposers):
     shared = np.zeros(_NUM_TOKENS)
-    for last, row in enumerate(_said(one.tokens, one.log_probs)):
+    for last, row in enumerate(_said(proposer.tokens, proposer.log_probs)):
       for token, log_prob in row:
         shared[last] += left[last] * np.exp(log_prob)
         probs[last, token] += left[last] * np.exp(log_prob)
@@ -172,7 +175,7 @@ def _slow_merge(proposers):
 
 @functools.partial(jax.jit, static_argnums=4)
 def _score(scorer, tree, ctx, nodes, config):
-  """The `Scores`, `log_prob_of` that of the children in the tree."""
+  """The `Scores`, with `log_prob_of` of the children in the tree."""
   scores, _ = scorer.score((), tree, nodes, ctx, config)
   place = jnp.argmax(tree.parent[:, :, None] == nodes[:, None], axis=2)
   return vars(scores) | {'log_prob_of': scores.log_prob_of(place, tree.token)}
@@ -208,7 +211,7 @@ def test_merging_proposers(num_proposers):
     scorer = specdec.CandidateScorer(tuple(proposers))
     assert scorer.facts.labels == tuple(names)
     table, source_of = _slow_merge(proposers)
-    doubled += sum(one.tokens.size for one in proposers)
+    doubled += sum(proposer.tokens.size for proposer in proposers)
     doubled -= np.sum(source_of >= 0)
     tokens, length, trees, nodes = zip(
       *(_random_case(rng) for _ in temperatures), strict=True
@@ -217,24 +220,26 @@ def test_merging_proposers(num_proposers):
     nodes[:, 2] = -1
     tree = list_trees.stack(list(map(list_trees.to_arrays, trees)))
     ctx = _context(rng, tokens, length, temperatures)
-    found, expected = (
-      jax.device_get(_score(one, tree, ctx, nodes, config))
-      for one in (scorer, specdec.CandidateScorer((table,)))
+    scores, expected = (
+      jax.device_get(_score(each_scorer, tree, ctx, nodes, config))
+      for each_scorer in (scorer, specdec.CandidateScorer((table,)))
     )
-    np.testing.assert_array_equal(found['nodes'], nodes)
-    assert not np.any(found['slots_read'])
-    edges, said = found['cond_log_probs'], found['tokens']
+    np.testing.assert_array_equal(scores['nodes'], nodes)
+    assert not np.any(scores['slots_read'])
+    edges, said = scores['cond_log_probs'], scores['tokens']
     possible = expected['cond_log_probs'] > sampling_lib.EXCLUDED
     assert not possible[:, 2].any()
     np.testing.assert_array_equal(edges > sampling_lib.EXCLUDED, possible)
     np.testing.assert_array_equal(said[possible], expected['tokens'][possible])
     last = np.take_along_axis(tree.token, np.maximum(nodes, 0), axis=1)
     sources = source_of[last[:, :, None], said]
-    np.testing.assert_array_equal(found['sources'][possible], sources[possible])
+    np.testing.assert_array_equal(
+      scores['sources'][possible], sources[possible]
+    )
     # Also what it says about children that are in the tree already.
     for name in ('cond_log_probs', 'log_prob_of'):
       np.testing.assert_allclose(
-        found[name], expected[name], rtol=1e-3, atol=1e-3
+        scores[name], expected[name], rtol=1e-3, atol=1e-3
       )
   assert doubled > 100
 
@@ -289,12 +294,14 @@ def test_a_block_drafter_by_hand():
     work = scores.forwards, scores.slots_read
     return scores.tokens[0], scores.cond_log_probs[0], work
 
-  tokens, found, work = score(state, tree, np.array([[1, 2]]), ctx)
+  tokens, cond_log_probs, work = score(state, tree, np.array([[1, 2]]), ctx)
   log_softmax = lambda x: x - np.log(np.exp(x).sum())
   log_probs = log_softmax((marginals[1] + edges[3])[best[1]])
   expected = log_softmax(0.4 * (log_probs + 0.5 * noise[0, 1, best[1]]))
   order = np.argsort(-expected)
   assert tokens[0].tolist() == best[1][order].tolist()
-  np.testing.assert_allclose(found[0], expected[order] + np.log(0.6), rtol=1e-4)
-  assert (found[1] == sampling_lib.EXCLUDED).all()
-  assert not np.any(np.concatenate([np.ravel(one) for one in work]))
+  np.testing.assert_allclose(
+    cond_log_probs[0], expected[order] + np.log(0.6), rtol=1e-4
+  )
+  assert (cond_log_probs[1] == sampling_lib.EXCLUDED).all()
+  assert not np.any(np.concatenate([np.ravel(array) for array in work]))

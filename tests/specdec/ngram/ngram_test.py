@@ -38,10 +38,12 @@ def _text(vocab_size: int, length: int, seed: int = 0, skew: int = 3) -> list:
 
 
 def _texts(vocab_size: int) -> st.SearchStrategy[list[list[int]]]:
-  """At least one token; some repeat themselves, some lack the last token."""
+  """At least one token; some texts repeat, some never have the last token."""
   tokens = st.integers(0, vocab_size - 1)
   periods = st.lists(tokens, min_size=1, max_size=4)
-  repeated = st.builds(lambda one, n: one * n, periods, st.integers(1, 20))
+  repeated = st.builds(
+    lambda period, n: period * n, periods, st.integers(1, 20)
+  )
   drawn = st.builds(
     _text,
     st.sampled_from([max(vocab_size - 1, 1), vocab_size]),
@@ -54,7 +56,7 @@ def _texts(vocab_size: int) -> st.SearchStrategy[list[list[int]]]:
 
 
 def _save(folder, texts: list[list[int]]) -> list:
-  """A shard for each text, narrow or wide, as those of different sources."""
+  """A shard for each text, narrow or wide, as different sources write them."""
   shards = []
   for number, tokens in enumerate(texts):
     fits = all(0 <= token < 1 << 16 for token in tokens)
@@ -97,7 +99,7 @@ def _frequent(level, min_count):
   return {ngram: count for ngram, count in level.items() if kept(ngram[1:])}
 
 
-def _found(counts):
+def _ngrams_of(counts):
   """The same from `NGramCounts`, following parents."""
   levels, names = [], [()]
   for length, level in enumerate(counts.levels):
@@ -105,15 +107,15 @@ def _found(counts):
       edges = zip(level.parents, level.edge_token, strict=True)
       names = [(*names[parent], token) for parent, token in edges]
     assert names == sorted(names)
-    found = {}
+    ngrams = {}
     spans = itertools.pairwise(level.first)
     for name, (start, stop) in zip(names, spans, strict=True):
       assert start < stop
       tokens = level.tokens[start:stop].tolist()
       assert tokens == sorted(set(tokens))
       for token, count in zip(tokens, level.counts[start:stop], strict=True):
-        found[(token, *name)] = count
-    levels.append(found)
+        ngrams[(token, *name)] = count
+    levels.append(ngrams)
   return levels
 
 
@@ -130,18 +132,20 @@ def test_counts_are_those_of_a_counter(
   # The largest ids of the vocabulary.
   texts = [[vocab_size - 1 - token for token in text] for text in texts]
   # A negative token ends a text, as the end of a shard does.
-  one = [token for text in texts for token in (*text, -1)]
-  shards = _save(folder, [one] if joined else texts)
+  joined_text = [token for text in texts for token in (*text, -1)]
+  shards = _save(folder, [joined_text] if joined else texts)
   counts = counting.count_ngrams(
     shards, order=order, vocab_size=vocab_size, min_count=min_count
   )
   expected = _counted(texts, order)
-  assert _found(counts) == [_frequent(level, min_count) for level in expected]
+  assert _ngrams_of(counts) == [
+    _frequent(level, min_count) for level in expected
+  ]
   assert counts.num_tokens == sum(map(len, texts))
   # Rare contexts are counted, too.
   for level, row in zip(expected, counts.seldom, strict=True):
-    found = collections.Counter(level.values())
-    assert row.tolist() == [found[1], found[2]]
+    seldom = collections.Counter(level.values())
+    assert row.tolist() == [seldom[1], seldom[2]]
 
 
 def test_bad_shards_are_refused(tmp_path):
@@ -239,14 +243,14 @@ def _check(table, reference, k):
     expected = np.array([reference.prob(context, w) for w in all_tokens])
     assert expected.sum() == pytest.approx(1)
     best = np.sort(expected[expected > 0])[::-1][:k]
-    known = len(best)
+    number = len(best)
     tokens = table.next_tokens[index]
     log_probs = table.next_log_probs[index]
-    assert len(set(tokens[:known].tolist())) == known
-    for probs in (best, expected[tokens[:known]]):
-      np.testing.assert_allclose(np.exp(log_probs[:known]), probs, rtol=1e-5)
-    assert np.all(tokens[known:] == 0)
-    assert np.all(log_probs[known:] == -np.inf)
+    assert len(set(tokens[:number].tolist())) == number
+    for probs in (best, expected[tokens[:number]]):
+      np.testing.assert_allclose(np.exp(log_probs[:number]), probs, rtol=1e-5)
+    assert np.all(tokens[number:] == 0)
+    assert np.all(log_probs[number:] == -np.inf)
 
 
 def _case(vocab_size):
@@ -313,13 +317,13 @@ def _table(texts, vocab_size, order, k=2):
 
 
 def _expected(index, histories):
-  found = []
+  nodes = []
   for history in histories.tolist():
-    known = 0
-    while known < len(history) and tuple(history[: known + 1]) in index:
-      known += 1
-    found.append(index[tuple(history[:known])])
-  return found
+    length = 0
+    while length < len(history) and tuple(history[: length + 1]) in index:
+      length += 1
+    nodes.append(index[tuple(history[:length])])
+  return nodes
 
 
 def _random(order, vocab_size, low):
@@ -346,9 +350,9 @@ def _random(order, vocab_size, low):
 def test_the_longest_known_context_is_found(order, vocab_size, low):
   table, index, histories = _random(order, vocab_size, low)
   expected = _expected(index, histories)
-  found = _find(table, histories)
-  assert found.dtype == jnp.int32
-  assert found.tolist() == expected
+  nodes = _find(table, histories)
+  assert nodes.dtype == jnp.int32
+  assert nodes.tolist() == expected
   names = [*index]
   assert {len(names[context]) for context in expected} == set(range(order))
 
@@ -371,8 +375,8 @@ def test_any_leading_shape_and_vmap_take_the_same_steps():
 def test_bytes_of_a_lookup_and_a_table_without_contexts():
   texts = [[1, token, 0] for token in range(5)]
   table = _table(texts, 9, 3, k=4)
-  # The child of the root; then ends and edge of its children, of which each
-  # context has one; then 4 tokens with log-probabilities.
+  # The child of the root; then ends and edge of its children (each context has
+  # one child); then 4 tokens with log-probabilities.
   assert table.lookup_bytes == 4 * (1 + (2 + 0 + 1) + 2 * 4)
   assert _table([[0]], 9, 1, k=4).lookup_bytes == 4 * 2 * 4
   table = _table([[0]], 9, 3)
@@ -387,8 +391,8 @@ def test_a_file_holds_the_table(vocab_size, tmp_path):
   path = tmp_path / 'new' / 'table.safetensors'
   provenance = {'draft': 'a', 'tokens': 3, 'discounts': [0.5]}
   table_lib.save_table(path, table, provenance)
-  loaded, found = table_lib.load_table(path)
-  assert found == provenance
+  loaded, stored = table_lib.load_table(path)
+  assert stored == provenance
   assert (loaded.order, loaded.vocab_size) == (4, vocab_size)
   for field in ('edge_token', 'first_child', 'next_tokens'):
     assert np.array_equal(getattr(loaded, field), getattr(table, field))

@@ -39,7 +39,7 @@ def _arguments(shape):
   """The arguments of a decode; if the tree has gaps, with a fallback."""
   guesses = tiny_drafters.exact(tiny.table(_VOCAB_SIZE, 2) + _TABLE)
   target, draft = (
-    table_model.table_model(one, max_positions=96) for one in _TABLES
+    table_model.table_model(table, max_positions=96) for table in _TABLES
   )
   drafter = tiny_drafters.simple('staged', draft, guesses)
   if shape == 'gaps':
@@ -84,7 +84,7 @@ def test_it_tells_what_generate_says(shape):
     assert sums[name] == forwards > 0
   for accepted, count in enumerate(stats.accepted_histogram):
     assert sums[accepted] == count
-  sizes = [len(block.tokens) for one in traces for block in one.blocks]
+  sizes = [len(block.tokens) for trace in traces for block in trace.blocks]
   if shape == 'staged':
     verified = stats.nodes_per_forward * stats.target_forwards
     assert sum(sizes) == pytest.approx(verified)

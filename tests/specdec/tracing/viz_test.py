@@ -52,7 +52,7 @@ class _Page(HTMLParser):
 
   def __init__(self, text):
     super().__init__()
-    self.found = collections.defaultdict(list)
+    self.elements = collections.defaultdict(list)
     self._open = []
     self.feed(text)
     self.close()
@@ -60,7 +60,7 @@ class _Page(HTMLParser):
 
   def handle_starttag(self, tag, attrs):
     element = {'text': '', **dict(attrs)}
-    self.found[tag].append(element)
+    self.elements[tag].append(element)
     if tag != 'meta':
       self._open.append((tag, element))
 
@@ -79,7 +79,9 @@ def _svg(picture):
 
 
 def _of_kind(elements, kind):
-  return [one for one in elements if kind in one.get('class', '').split()]
+  return [
+    element for element in elements if kind in element.get('class', '').split()
+  ]
 
 
 def test_every_node_is_a_box_and_the_accepted_ones_stand_out():
@@ -92,7 +94,7 @@ def test_every_node_is_a_box_and_the_accepted_ones_stand_out():
     assert len(boxes) == len(block.tokens) + bonus
     assert len(_of_kind(find('path'), 'edge')) == len(boxes) - 1
     fills = [svg.style_of(origin).fill for origin in block.origins]
-    assert [one.get('fill') for one in boxes[: len(fills)]] == fills
+    assert [box.get('fill') for box in boxes[: len(fills)]] == fills
   assert len({svg.style_of(origin).line for origin in range(5)}) == 5
   assert tracing.tree(_TRACE, -1) == tracing.tree(_TRACE, 2)
   for draw in (tracing.tree, tracing.mask):
@@ -105,24 +107,26 @@ def test_the_parts_of_a_tree():
   find = _svg(tracing.tree(_TRACE, 0))
   boxes = _of_kind(find('rect'), 'box')
   spans = collections.defaultdict(list)
-  for one in boxes:
-    x, width = float(one.get('x')), float(one.get('width'))
-    spans[one.get('y')].append((x, x + width))
+  for box in boxes:
+    x, width = float(box.get('x')), float(box.get('width'))
+    spans[box.get('y')].append((x, x + width))
   for line in spans.values():
     for (_, end), (start, _) in itertools.pairwise(sorted(line)):
       assert end < start
-  assert len({one.get('y') for one in boxes if one.get('class') != 'box '}) == 1
+  assert len({box.get('y') for box in boxes if box.get('class') != 'box '}) == 1
   # Root, two accepted, bonus; below them 2 more lines of the first and root.
   assert len(spans) == 4
   # Labels show sources and probabilities.
-  sources, marks, *labels = (one.text for one in find('text'))
+  sources, marks, *labels = (element.text for element in find('text'))
   assert sources == 'sources: ⁰ target, ¹ draft, ² lookup, ³ ngram, ⁵ far'
   assert marks.startswith('thick: accepted; dashed: bonus token')
   assert labels[0] == '⏎'
   assert labels[2] == '²\u2009␣def 0.10'
   assert labels[7] == '⁰\u2009漢字'
   assert len(svg.visible('x' * 99)) == 16
-  _, accepted, lookup, _, other, far, *_ = (one.text for one in find('title'))
+  _, accepted, lookup, _, other, far, *_ = (
+    element.text for element in find('title')
+  )
   assert 'source: lookup' in lookup
   assert '0.900 given its parent, 0.169 with its path' in far
   assert accepted.endswith('; accepted')
@@ -147,19 +151,19 @@ def test_the_mask_is_the_one_of_the_device():
 def test_the_text_is_the_text_with_its_origins():
   page = _Page(tracing.text(_TRACE))
   blocks, spans = (
-    [one for one in page.found['span'] if key in one]
+    [span for span in page.elements['span'] if key in span]
     for key in ('data-block', 'title')
   )
-  texts = [(one['data-block'], one['text']) for one in blocks]
+  texts = [(span['data-block'], span['text']) for span in blocks]
   assert texts == [('0', f'{_NASTY}\ufffd漢字'), ('1', ' def'), ('2', '\t')]
-  texts = [one['text'] for one in spans]
+  texts = [span['text'] for span in spans]
   assert texts == [_NASTY, '\ufffd', '漢字', ' def', '\t']
   assert 'token 2, position 2, block 1, source: draft' in spans[0]['title']
   assert spans[0]['title'].endswith('log-probability -0.500')
   assert svg.style_of(1).fill in spans[0]['style']
   assert spans[2]['style'] == ''
-  assert page.found['pre'][0]['text'].startswith(_TRACE.prompt)
-  [legend] = page.found['ul']
+  assert page.elements['pre'][0]['text'].startswith(_TRACE.prompt)
+  [legend] = page.elements['ul']
   assert '¹ draft  40% (solid)' in legend['text']
   assert '<i>' in legend['text']
 
@@ -167,15 +171,17 @@ def test_the_text_is_the_text_with_its_origins():
 def test_the_report_is_one_page_that_needs_nothing():
   text = tracing.report(_TRACE, title='A <title>')
   page = _Page(text)
-  assert page.found['title'][0]['text'] == 'A <title>'
-  assert not {'link', 'img', 'iframe', 'object'} & page.found.keys()
-  for one in itertools.chain(*page.found.values()):
-    assert not {'src', 'href', 'action', 'srcset'} & one.keys()
-    assert not any(name.startswith('on') for name in one)
-  [policy] = [one for one in page.found['meta'] if 'http-equiv' in one]
+  assert page.elements['title'][0]['text'] == 'A <title>'
+  assert not {'link', 'img', 'iframe', 'object'} & page.elements.keys()
+  for attributes in itertools.chain(*page.elements.values()):
+    assert not {'src', 'href', 'action', 'srcset'} & attributes.keys()
+    assert not any(name.startswith('on') for name in attributes)
+  [policy] = [
+    element for element in page.elements['meta'] if 'http-equiv' in element
+  ]
   assert policy['content'].startswith("default-src 'none'")
   # Two scripts, whatever the texts say: the trace and what turns its pages.
-  data, _ = page.found['script']
+  data, _ = page.elements['script']
   assert data['type'] == 'application/json'
   assert specdec.Trace.from_json(data['text']) == _TRACE
   assert data['text'] == _TRACE.to_json().replace('<', '\\u003c')
@@ -183,16 +189,16 @@ def test_the_report_is_one_page_that_needs_nothing():
 
 def test_the_report_has_every_block_for_eyes_and_ears():
   page = _Page(tracing.report(_TRACE))
-  blocks = _of_kind(page.found['section'], 'block')
+  blocks = _of_kind(page.elements['section'], 'block')
   assert len(blocks) == 3
-  for number, one in enumerate(blocks):
-    assert one['data-summary'].startswith(f'Block {number + 1} of 3.')
-    assert 'hidden' not in one  # without the script all are there
+  for number, block in enumerate(blocks):
+    assert block['data-summary'].startswith(f'Block {number + 1} of 3.')
+    assert 'hidden' not in block  # without the script all are there
   assert 'bonus token: “␣def”' in blocks[1]['data-summary']
-  assert all(one['aria-label'] for one in page.found['svg'])
+  assert all(element['aria-label'] for element in page.elements['svg'])
   # Three blocks with 5 tokens; 5 + 0 + 3 forwards of the inner drafter.
   stages = 'target30.600draft30.600lookup+ngram81.600'
-  assert any(stages in one['text'] for one in page.found['table'])
+  assert any(stages in element['text'] for element in page.elements['table'])
 
 
 def test_a_block_that_is_cut_says_why_and_counts_as_accepted():
@@ -211,7 +217,7 @@ def test_a_block_that_is_cut_says_why_and_counts_as_accepted():
     trace = dataclasses.replace(_TRACE, blocks=(first, second), **changes)
     assert end in svg.sentence(trace, second)
     tables = [
-      one['text'] for one in _Page(tracing.report(trace)).found['table']
+      table['text'] for table in _Page(tracing.report(trace)).elements['table']
     ]
     [survival] = [text for text in tables if 'at least this' in text]
     # One of two forwards had three accepted.

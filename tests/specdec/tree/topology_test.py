@@ -16,7 +16,7 @@ NOWHERE = np.iinfo(np.int32).max
 
 _PATH = strategies.lists(strategies.integers(0, 3), min_size=1, max_size=4)
 _PATHS = strategies.lists(_PATH.map(tuple), min_size=1, max_size=8).map(
-  lambda paths: [one[:end] for one in paths for end in range(1, 5)]
+  lambda paths: [path[:end] for path in paths for end in range(1, 5)]
 )
 
 
@@ -151,7 +151,7 @@ def _drafters(rounds, **settings):
   settings = [
     tiny_drafters.Settings(rounds=count, **settings) for count in rounds
   ]
-  return [one.drafter(specdec.PromptLookup()) for one in settings]
+  return [config.drafter(specdec.PromptLookup()) for config in settings]
 
 
 def test_the_stage_of_a_topology_has_its_sizes():
@@ -162,17 +162,20 @@ def test_the_stage_of_a_topology_has_its_sizes():
 
 
 def test_staging_is_associative_and_leaves_fixed_shapes_alone():
-  one, two, three = _drafters((2, 3, 1))
+  first, second, third = _drafters((2, 3, 1))
   staged = specdec.staged
   for drafter in (
-    staged(one, staged(two, three)),
-    staged(staged(one, two), three),
+    staged(first, staged(second, third)),
+    staged(staged(first, second), third),
   ):
     assert [stage.config.rounds for stage in drafter.stages] == [2, 3, 1]
   fixed = specdec.fixed_drafter(specdec.PromptLookup(), topology_lib.chain(2))
-  stages = (*one.stages, *fixed.stages)
+  stages = (*first.stages, *fixed.stages)
   both = {'shape': topology_lib.chain(2), 'stages': stages}
-  for make in (lambda: specdec.staged(fixed, one), lambda: one.replace(**both)):
+  for make in (
+    lambda: specdec.staged(fixed, first),
+    lambda: first.replace(**both),
+  ):
     with pytest.raises(ValueError, match='a fixed topology leaves no room'):
       make()
 

@@ -15,7 +15,7 @@ NUM_TREES = 200
 
 
 def _lists_of(batch) -> list[list[list_trees.Node]]:
-  """The rows of a batch of trees, whose unused entries must be blank."""
+  """The rows of a batch of trees; unused entries must be blank."""
   unused = np.arange(list_trees.CAPACITY) >= np.asarray(batch.size)[:, None]
   assert (np.asarray(batch.parent)[unused] == tree_lib.NO_NODE).all()
   assert (np.asarray(batch.log_prob)[unused] == -np.inf).all()
@@ -52,9 +52,9 @@ def test_walks_and_masks():
   masks = _batched(tree_lib.ancestor_mask, list_trees.CAPACITY)(
     batch.parent, nodes, others
   )
-  for row, one in enumerate(lists):
+  for row, nodes_of_row in enumerate(lists):
     for place, node in enumerate(nodes[row]):
-      above = list_trees.up(one, node)
+      above = list_trees.up(nodes_of_row, node)
       padding = [tree_lib.NO_NODE] * (list_trees.CAPACITY + 1 - len(above))
       assert walks[row, place].tolist() == above + padding
       assert masks[row, place].tolist() == [
@@ -100,7 +100,7 @@ _NEW_EDGES = {
 
 
 def _rescored(seed, edges):
-  """Lists and their arrays, which have new edges, and sums of the old ones."""
+  """Lists and their arrays with new edges, and sums of the old edges."""
   lists, _, rng = _random_trees(seed)
   old = []
   for nodes in lists:
@@ -120,9 +120,9 @@ def _rescored(seed, edges):
 def test_accumulating_new_edges(edges):
   lists, summed = _rescored(5, edges)
   assert _lists_of(jax.device_get(summed)) == lists
-  for one in lists:
-    for node in one[1:]:
-      assert node.log_prob <= one[node.parent].log_prob
+  for nodes in lists:
+    for node in nodes[1:]:
+      assert node.log_prob <= nodes[node.parent].log_prob
 
 
 @pytest.mark.parametrize('edges', ['different', 'ties', 'huge'])
@@ -135,17 +135,19 @@ def test_the_best_nodes_are_a_connected_subtree(number, edges):
   kept = _batched(tree_lib.select_best, number)(batch)
   assert kept.dtype == jnp.int32
   equals = 0
-  for row, one in enumerate(lists):
+  for row, nodes_of_row in enumerate(lists):
     # The most likely; of equals the first.
-    order = sorted(range(len(one)), key=lambda index: -one[index].log_prob)
+    order = sorted(
+      range(len(nodes_of_row)), key=lambda index: -nodes_of_row[index].log_prob
+    )
     expected = order[:number]
     padding = [tree_lib.NO_NODE] * (number - len(expected))
     assert kept[row].tolist() == sorted(expected) + padding
     assert tree_lib.ROOT in expected
-    for node in one[1:]:
-      equals += node.log_prob == one[node.parent].log_prob
+    for node in nodes_of_row[1:]:
+      equals += node.log_prob == nodes_of_row[node.parent].log_prob
     above = [*expected, tree_lib.NO_NODE]
-    assert all(one[index].parent in above for index in expected)
+    assert all(nodes_of_row[index].parent in above for index in expected)
   assert (equals > NUM_TREES) == (edges != 'different')
 
 
@@ -154,8 +156,8 @@ def test_the_accepted_path():
   # Half of the choices are right somewhere below.
   shape = (NUM_TREES, list_trees.CAPACITY)
   chosen = np.int32(rng.integers(4, size=shape))
-  for row, one in enumerate(lists):
-    for node in one[1:]:
+  for row, nodes_of_row in enumerate(lists):
+    for node in nodes_of_row[1:]:
       if rng.random() < 0.5:
         chosen[row, node.parent] = node.token
   for number in (list_trees.CAPACITY, 5):
@@ -164,10 +166,10 @@ def test_the_accepted_path():
     places, accepted = _batched(tree_lib.accepted_path, list_trees.CAPACITY)(
       batch, nodes, np.take_along_axis(chosen, at, axis=1)
     )
-    for row, one in enumerate(lists):
+    for row, nodes_of_row in enumerate(lists):
       selected, path = nodes[row].tolist(), [tree_lib.ROOT]
-      follow = lambda at, one=one, row=row: list_trees.find(
-        one, at, chosen[row, at]
+      follow = lambda at, nodes_of_row=nodes_of_row, row=row: list_trees.find(
+        nodes_of_row, at, chosen[row, at]
       )
       while (below := follow(path[-1])) in {*selected} - {tree_lib.NO_NODE}:
         path.append(below)

@@ -83,8 +83,8 @@ def test_a_rule_says_its_own_conditions(arguments, options, message):
 def test_origins_by_hand():
   """Whoever proposed the next node of the path; nobody the bonus token."""
   nodes = [(0,), (1, 0, 1, 0, 0, 3), (2, 0, 1, 0, 0, 1), (3, 2, 2, 0, 0, 2)]
-  one = list_trees.to_arrays([list_trees.Node(*node) for node in nodes], 6)
-  tree, none = list_trees.stack([one] * 3), tree_lib.NO_NODE
+  arrays = list_trees.to_arrays([list_trees.Node(*node) for node in nodes], 6)
+  tree, none = list_trees.stack([arrays] * 3), tree_lib.NO_NODE
   place = jnp.array([[0, 2, 3], [0, 1, none], [0, none, none]])
   chosen = jnp.zeros((3, 3), jnp.int32)
   verdict = accept.Verdict(place, jnp.array([2, 1, 0]), chosen)

@@ -1,4 +1,4 @@
-"""Arms by name, and servers of other programs beside our own."""
+"""Arms by name, and servers of other programs next to our own."""
 
 import contextlib
 import http.server
@@ -81,15 +81,15 @@ def _arm(url, sampling=specdec.Sampling()):
 
 @pytest.mark.parametrize('kind', ['vllm', 'llamacpp', 'other'])
 def test_tokens_and_forwards_of_servers_are_counted_as_ours(kind, monkeypatch):
-  """Ids are those of the text where there are none."""
+  """Where an answer has no ids, its text is encoded."""
   monkeypatch.setenv(endpoint_lib.KEY, 'secret')
   with _serving(kind) as (server, url):
     arm = _arm(url, specdec.Sampling(temperature=0.5, top_k=3))
-    found = arm([[10, 11], [20, 21]], 5)
-    assert found.tokens == [[12, 13, 14, 15, 16], [22, 23, 24, 25, 26]]
-    assert found.finish_reasons == ['length', 'length']
+    result = arm([[10, 11], [20, 21]], 5)
+    assert result.tokens == [[12, 13, 14, 15, 16], [22, 23, 24, 25, 26]]
+    assert result.finish_reasons == ['length', 'length']
     accepted = 0 if kind == 'other' else 4
-    assert found.stats.target_forwards == 10 - accepted
+    assert result.stats.target_forwards == 10 - accepted
     assert arm([[10, 11]], 0).tokens == [[]]
     ended = arm([[3, 4]], 9)
     assert (ended.tokens, ended.finish_reasons) == ([[5, 6, _EOS]], ['eos'])
@@ -114,11 +114,11 @@ def test_what_a_server_cannot_do_is_told():
 
 
 def test_rows_are_cut_after_their_ends():
-  found = arms_lib.as_generation([[4, 5, 6, 9], [7, 8]], [6], 5)
-  assert found.tokens == [[4, 5, 6], [7, 8]]
-  assert found.finish_reasons == ['eos', 'length']
-  assert found.stats.target_forwards == 5
-  assert found.stats.block_efficiency == 1
+  result = arms_lib.as_generation([[4, 5, 6, 9], [7, 8]], [6], 5)
+  assert result.tokens == [[4, 5, 6], [7, 8]]
+  assert result.finish_reasons == ['eos', 'length']
+  assert result.stats.target_forwards == 5
+  assert result.stats.block_efficiency == 1
 
 
 def test_methods_dtypes_and_options_are_told_apart():

@@ -115,10 +115,14 @@ def test_an_arm_that_plans_decodes_each_batch_in_its_own_way():
     assert [arm(rows, 0).labels for rows in batches] == [
       arm(rows, 8).labels for rows in batches
     ]
-    results[method] = [timing.Measurement(1.0, arm(one, 8)) for one in batches]
-  tokens = [[one.generation.tokens for one in arm] for arm in results.values()]
+    results[method] = [
+      timing.Measurement(1.0, arm(batch, 8)) for batch in batches
+    ]
+  tokens = [
+    [measured.generation.tokens for measured in arm] for arm in results.values()
+  ]
   assert tokens[0] == tokens[1]
-  labels = [one.generation.labels for one in results['plan']]
+  labels = [measured.generation.labels for measured in results['plan']]
   assert labels == [('target',), ('target', 'draft')]
   pooled = timing.summarize_arms(results, baseline='plain')['plan']
   # Three steps of two drafted tokens, one more after two; eight plain steps.
@@ -170,7 +174,7 @@ def test_each_category_has_so_many_questions():
     for number, name in enumerate(names)
   ]
   chosen = lambda *of: [
-    int(one.turns[0]) for one in questions_lib.choose(asked, *of)
+    int(question.turns[0]) for question in questions_lib.choose(asked, *of)
   ]
   assert chosen(2, ()) == [0, 1, 2, 4, 5]
   assert chosen(2, ['c', 'a']) == [0, 1, 5]
@@ -213,7 +217,7 @@ def test_arms_take_turns_in_an_order_that_is_reversed():
   ]
   expected = ['before', *turns('ab', 7), 'before', *turns('ba', 8)]
   assert calls == expected
-  assert {name: len(found) for name, found in results.items()} == dict(a=2, b=2)
+  assert {name: len(runs) for name, runs in results.items()} == dict(a=2, b=2)
 
 
 def test_every_arm_is_warmed_up_once_for_every_shape():
@@ -222,7 +226,7 @@ def test_every_arm_is_warmed_up_once_for_every_shape():
   arms = _recorded(calls)
   timing.warm_up(arms, batches, max_new_tokens=20)
   limits = [(9, 0), (9, 0), (7, 0), (7, 0), (7, 8)]
-  assert calls == [(name, *one) for name in 'ab' for one in limits]
+  assert calls == [(name, *limit) for name in 'ab' for limit in limits]
 
 
 def test_no_batch_is_begun_when_time_is_up(monkeypatch):

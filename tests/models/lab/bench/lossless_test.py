@@ -58,13 +58,13 @@ def test_a_divergence_is_reported_with_its_margin(monkeypatch):
   monkeypatch.setattr(lossless, '_decode', spoiled)
   check = run()
   assert not check.passed
-  (one,) = check.divergences
-  assert (one.prompt, one.offset) == (2, 5)
-  assert one.drafted[0] == one.plain[0] + 1
-  assert one.margin > 0
-  assert dataclasses.replace(check, max_margin=one.margin).passed
+  (divergence,) = check.divergences
+  assert (divergence.prompt, divergence.offset) == (2, 5)
+  assert divergence.drafted[0] == divergence.plain[0] + 1
+  assert divergence.margin > 0
+  assert dataclasses.replace(check, max_margin=divergence.margin).passed
   assert str(check).startswith('FAILED: ')
-  assert f'prompt 2, new token 5: plain [{one.plain[0]},' in str(check)
+  assert f'prompt 2, new token 5: plain [{divergence.plain[0]},' in str(check)
 
 
 def test_the_margin_is_of_logits_with_bias_and_penalty():
@@ -102,10 +102,10 @@ def test_servers_are_compared_as_methods_are():
     )
     for temperature in (0.0, 0.9):
       sampling = specdec.Sampling(temperature=temperature)
-      found = check((ours, ours), sampling=sampling)
-      assert found.passed
-      assert found.num_tokens > 3
-      assert found.block_efficiency > 1
+      report = check((ours, ours), sampling=sampling)
+      assert report.passed
+      assert report.num_tokens > 3
+      assert report.block_efficiency > 1
     parted = check((ours, others), sampling=specdec.Sampling())
     assert not parted.passed
     for divergence in parted.divergences:

@@ -32,18 +32,18 @@ def test_shapes_are_read_with_their_layout():
     hlo.Array('bf16', (4, 2), '0,1:T(8,128)S(1)'),
     hlo.Array('s32', ()),
   )
-  assert [one.memory_space for one in arrays] == [0, 1, 0]
-  assert [one.num_bytes for one in arrays] == [24, 16, 4]
+  assert [array.memory_space for array in arrays] == [0, 1, 0]
+  assert [array.num_bytes for array in arrays] == [24, 16, 4]
   bits = hlo.parse_arrays('(pred[7], s4[8], token[])')
-  assert [one.num_bytes for one in bits] == [7, 4, 0]
+  assert [array.num_bytes for array in bits] == [7, 4, 0]
   assert str(arrays[1]) == 'bf16[4,2]'
 
 
 def test_kernels_of_a_step_by_layer_and_next_to_the_model():
   step = _step()
   row = step.figures(frozenset())
-  # gemm, write, row, turn, noise, send; single numbers are no kernels, and of
-  # the branches the longer one counts.
+  # gemm, write, row, turn, noise, send; single numbers are not counted as
+  # kernels, and the longer branch counts.
   assert row['kernels'] == 6
   assert step.layers == {'0': 1, '1': 1}
   assert row['kernels_per_layer'] == 1.0
@@ -85,7 +85,7 @@ def test_exchanges_between_devices():
   }
   assert row['collectives_per_layer'] == 1.0  # Only the sum is in a layer.
   assert row['collective_bytes'] == 4 * 64 + 4 * 8 * 64 + 2 * 8 * 64 * 8
-  # A weight of [8, 512], of which each device has [64, 8].
+  # A weight of [8, 512]; each device has [64, 8] of it.
   for elements, count in ((8 * 512, 1), (8 * 511, 0)):
     assert step.figures(frozenset({elements}))['whole_tensors'] == count
 

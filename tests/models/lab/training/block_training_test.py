@@ -69,16 +69,16 @@ def test_a_drafter_drafts_what_it_knows_by_heart(dtype, kind, tmp_path):
   drafter = tiny_heads.load(tmp_path, dtype=dtype)
   assert drafter.spec.depth == _ROWS
   texts = by_heart.texts()
-  found = by_heart.generate(
+  result = by_heart.generate(
     _drafter(block_lib.BlockScorer(drafter), kind),
     texts[:, : by_heart.PROMPT].tolist(),
   )
-  assert found.tokens == texts[:, by_heart.PROMPT :].tolist()
-  accepted = by_heart.by_position(found.stats.accepted_histogram)
+  assert result.tokens == texts[:, by_heart.PROMPT :].tolist()
+  accepted = by_heart.by_position(result.stats.accepted_histogram)
   # Where rounding to four bits leaves it depends on the processor.
   assert (accepted[:_ROWS] >= (0.8 if dtype == 'int4' else 0.95)).all()
-  forwards = found.stats.stage_forwards['block']
-  assert forwards == found.stats.target_forwards
+  forwards = result.stats.stage_forwards['block']
+  assert forwards == result.stats.target_forwards
 
 
 @pytest.mark.parametrize('markov_rank', [0, 8])
@@ -87,9 +87,9 @@ def test_what_is_written_is_read_again(markov_rank, tmp_path):
   assert config.depth == _ROWS - (markov_rank == 0)
   module = nnx.merge(*_module(config))
   block_drafters.save(module, tmp_path, num_target_layers=2)
-  found = heads.locate(tmp_path, tiny_heads.TARGET).config
+  loaded = heads.locate(tmp_path, tiny_heads.TARGET).config
   without = {'conv_group': 1}  # There are no convolutions.
-  assert found == dataclasses.replace(config, **without)
+  assert loaded == dataclasses.replace(config, **without)
   drafter = tiny_heads.load(tmp_path)
   jax.tree.map(
     np.testing.assert_array_equal,
@@ -105,7 +105,7 @@ _LENGTH, _DEPTH = 12, 3
 def _block(drafter, states, tokens, anchor):
   """The scores of a drafter at an anchor of a window, as when it decodes.
 
-  Log-probabilities `[D, O]` behind the true tokens, and how it rates these.
+  Log-probabilities `[D, O]` after the true tokens, and how it rates these.
   """
   spec, params = drafter.spec, drafter.params
   positions = jnp.arange(_LENGTH)[None]
@@ -117,16 +117,16 @@ def _block(drafter, states, tokens, anchor):
   slots = jnp.arange(cache.num_slots)[None, None]
   mask = slots < anchor + spec.block_size
   mask = jnp.broadcast_to(mask, (1, spec.block_size, cache.num_slots))
-  logits, found, _ = spec.propose(params, fed, anchor + rows, mask, cache)
+  logits, of_rows, _ = spec.propose(params, fed, anchor + rows, mask, cache)
   parents = tokens[anchor + jnp.arange(_DEPTH)][None]
   every = jnp.broadcast_to(tiny_heads.IDS, logits.shape)
-  logits = logits + spec.edges(params, found, parents, every)
-  rated = spec.confidence(params, found, parents)
+  logits = logits + spec.edges(params, of_rows, parents, every)
+  rated = spec.confidence(params, of_rows, parents)
   return jax.nn.log_softmax(logits)[0], rated[0]
 
 
 def test_the_loss_is_that_of_blocks_as_they_are_decoded():
-  """All blocks of a window in one forward are those of decoding."""
+  """One forward gives all blocks of a window, the same as decoding."""
   training = _training(
     **{'block_size': _DEPTH, 'markov_rank': 4, 'inner_width': 24},
     **{'length': _LENGTH - 1, 'answer_tokens': 8},
@@ -168,6 +168,6 @@ def test_the_loss_is_that_of_blocks_as_they_are_decoded():
   expected = np.mean(losses, 0) @ weights / weights.sum()
   loss = block_trainer.loss_function(graph, config, first, 100, 'float32')
   frozen = jnp.asarray(embedding), jnp.asarray(lm_head), ids
-  found, accepted = jax.jit(lambda: loss(frozen, params, batch))()
-  np.testing.assert_allclose(found, expected, rtol=3e-6)
+  computed, accepted = jax.jit(lambda: loss(frozen, params, batch))()
+  np.testing.assert_allclose(computed, expected, rtol=3e-6)
   np.testing.assert_allclose(accepted, np.mean(hits, 0), atol=1e-6)

@@ -128,7 +128,9 @@ def test_a_killed_run_resumes_to_the_same_file(
     patch.setattr(np, 'save', save_a_half_of_the_last)
     with pytest.raises(KeyboardInterrupt):
       _build(draft, tmp_path)
-  written = lambda: {one: one.stat().st_mtime_ns for one in _shards(tmp_path)}
+  written = lambda: {
+    shard: shard.stat().st_mtime_ns for shard in _shards(tmp_path)
+  }
   survivors = written()
   assert len(survivors) == 2
   assert not (tmp_path / 'table').exists()

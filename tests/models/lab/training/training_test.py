@@ -60,7 +60,7 @@ def test_any_text_round_trips_also_once_saved(tokenizer, tmp_path):
   config = json.loads((tmp_path / 'config.json').read_text())
   loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
   assert loaded.eos_token == tokenizer_lib.END_OF_TEXT
-  ends = [one.eos_token_id for one in (loaded, tokenizer)]
+  ends = [each_tokenizer.eos_token_id for each_tokenizer in (loaded, tokenizer)]
   assert ends == [config['eos_token_id']] * 2
   assert loaded.model_max_length == 64
   for text in TEXTS:
@@ -93,7 +93,7 @@ def root(tmp_path):
 
 
 def test_files_are_split_by_their_relative_path_alone(root):
-  """Only that of texts, and not of what is skipped."""
+  """Only texts are split; other files are skipped."""
   names = ['site-packages/x.py', 'lib/site-packages/deep/x.py', 'readme.txt']
   _write_files(root, [*names, '__pycache__/x.py', '.git/x.py'])
   (root / 'latin1.py').write_bytes('café'.encode('latin-1'))
@@ -109,8 +109,8 @@ def test_files_are_split_by_their_relative_path_alone(root):
   # Other contents of the same names, and other names.
   _write_files(root, NAMES, end='!')
   _write_files(root, ['new.py', 'a/new.py'])
-  known = [text for text in _texts(root, held_out=True) if text.endswith('!')]
-  assert known == [f'{text}!' for text in held_out]
+  texts = [text for text in _texts(root, held_out=True) if text.endswith('!')]
+  assert texts == [f'{text}!' for text in held_out]
   # The folder itself may be called like one that is skipped.
   skipped = root / 'site-packages'
   assert _texts(skipped, percent=2) == ['text of site-packages/x.py']
@@ -219,7 +219,7 @@ def _pure(module):
 @pytest.mark.parametrize(('name', 'number'), [('muon', 4), ('adamw', 0)])
 def test_muon_is_for_the_matrices_of_blocks_alone(name, number):
   _, gradients = _pure(tiny.module(tie_embeddings=False, num_layers=1))
-  # At zero there is no weight decay to see.
+  # At zero, weight decay changes nothing.
   params = jax.tree.map(jnp.zeros_like, gradients)
   optimizer = trainer.make_optimizer(
     name, num_steps=10, learning_rate=0.1, warmup_steps=0
@@ -260,7 +260,9 @@ def test_loss_is_that_of_the_next_token_or_of_the_teacher():
   losses = make(dtype='float32'), make(dtype='bfloat16')
   losses += (make(dtype='float32', teacher=teacher),)
   run = jax.jit(jax.value_and_grad(lambda *args: args[1](args[0], _WINDOWS)[0]))
-  (loss, _), rounded, (distilled, _) = (run(params, one) for one in losses)
+  (loss, _), rounded, (distilled, _) = (
+    run(params, function) for function in losses
+  )
   logits = tiny.logits(module, _WINDOWS[:, :-1])
   log_probs = np.asarray(jax.nn.log_softmax(logits))
   targets = _WINDOWS[:, 1:, None]
@@ -357,12 +359,14 @@ def test_a_model_learns_a_corpus_and_another_its_distribution(
   assert drafted.get_vocab() == vocabulary.get_vocab()
   weights = _pure(module)[1]
   jax.tree.map(np.testing.assert_array_equal, begun[0].loss.args[0], weights)
-  embeddings = [one['wte']['embedding'] for one in (weights, begun[0].params)]
+  embeddings = [
+    params['wte']['embedding'] for params in (weights, begun[0].params)
+  ]
   np.testing.assert_array_equal(*embeddings)
 
 
 def _learned(training, tmp_path, depth):
-  """The folder of a killed run, which has the weights of a whole one."""
+  """The folder of a killed run; it has the weights of a whole run."""
   folder, lines = _train_killed(training, tmp_path / 'killed')
   accepted = [line.accepted for line in lines if hasattr(line, 'accepted')]
   assert np.shape(accepted) == (2, depth)
@@ -418,8 +422,8 @@ def test_a_block_drafter_learns_from_answers_and_drafts(trained, tmp_path):
   # The rows of a file have temperatures from 0 to 1.
   file = tmp_path / 'whole/work/answers/train/windows_00000.npy'
   greedy, *others = np.load(file).tolist()
-  found = plain.generate(greedy[:9], max_new_tokens=8)
-  assert found.tokens == [greedy[9:]]
+  result = plain.generate(greedy[:9], max_new_tokens=8)
+  assert result.tokens == [greedy[9:]]
   *_, last = others
   assert plain.generate(last[:9], max_new_tokens=8).tokens != [last[9:]]
   stats = lm.generate(greedy[:9], max_new_tokens=8).stats
@@ -439,5 +443,5 @@ def test_a_head_has_one_rotation_whatever_the_layers_of_the_target_have():
     (dataclasses.replace(local, query_growth=0.1), local),
   ):
     target = dataclasses.replace(base, rope=ropes)
-    found = head_trainer.HeadTraining(target='tiny').config(target)
-    assert found.rope == expected
+    of_head = head_trainer.HeadTraining(target='tiny').config(target)
+    assert of_head.rope == expected

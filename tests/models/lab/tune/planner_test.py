@@ -236,7 +236,11 @@ def _pair():
 
 def _plan(monkeypatch, prompts, **options):
   """A plan by real decodes, on a clock that ticks whenever it is read."""
-  few = [one for one in planner._CANDIDATES if one[0] in ('chain 2', _NGRAM)]
+  few = [
+    candidate
+    for candidate in planner._CANDIDATES
+    if candidate[0] in ('chain 2', _NGRAM)
+  ]
   monkeypatch.setattr(planner, '_CANDIDATES', few)
   ticks, lines = itertools.count(), []
   plan = planner.make_plan(
@@ -266,15 +270,15 @@ def test_a_plan_by_real_decodes(monkeypatch):
   assert any(f'{_NGRAM} is left out: the n-gram' in line for line in lines)
   assert plan.ways[0].name == 'plain'
   assert {way.name for way in plan.ways} <= {'plain', 'chain 2'}
-  whole = [one for limit, one in runs if limit == 20]
+  whole = [measured for limit, measured in runs if limit == 20]
   assert whole
-  for one in whole:
-    assert 0 < one.tokens <= one.expected <= 40
-    assert 0 < one.steps <= 20
-    assert one.reading > 0
-    assert one.decoding > 0
+  for measured in whole:
+    assert 0 < measured.tokens <= measured.expected <= 40
+    assert 0 < measured.steps <= 20
+    assert measured.reading > 0
+    assert measured.decoding > 0
   # A chain of a perfect draft takes a third of the steps.
-  assert min(one.steps for one in whole) <= 7
+  assert min(measured.steps for measured in whole) <= 7
   way = plans.way('plain', plan.ways[0].tokens_per_second)
   assert plans.plan(_CONTEXT, way).usual.name == 'plain'
 
