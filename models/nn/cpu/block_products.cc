@@ -3,6 +3,18 @@
 #include "blocks.h"
 #include "multiply.h"
 
+namespace specdec {
+
+// Compiled at the same time, in blocks_of_256.cc.
+extern template void Blocks::MultiplyKind<Q4_K>(const Rows&, int64_t, int64_t,
+                                                const Group&, float*);
+extern template void Blocks::MultiplyKind<Q5_K>(const Rows&, int64_t, int64_t,
+                                                const Group&, float*);
+extern template void Blocks::MultiplyKind<Q6_K>(const Rows&, int64_t, int64_t,
+                                                const Group&, float*);
+
+}  // namespace specdec
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     specdec_multiply_blocks,
     (specdec::Multiply<specdec::Blocks, specdec::Blocks>),

@@ -345,18 +345,6 @@ constexpr int kBlockRows = 8;
 // has registers for the sums of eight.
 constexpr int kDirectRows = kLanes == kBlock ? 8 : 4;
 
-// Where the memory is read next.
-struct Ahead {
-  const char* at;
-
-  void Prefetch(int lines) {
-    for (int i = 0; i < lines; ++i, at += 64) {
-      __builtin_prefetch(at + kBlocksFar, 0, 2);
-      __builtin_prefetch(at + kBlocksNear);
-    }
-  }
-};
-
 // Lines that are prefetched with each group of kLanes outputs, so that all of a
 // block's are.
 template <typename Kind>
@@ -365,6 +353,30 @@ constexpr int kAhead = [] {
       kPart / 4 / Kind::kGroupWords * Kind::kParts * kBlock / kLanes;
   return (Kind::kWords + kSets - 1) / kSets;
 }();
+
+// Where the memory is read next.
+struct Ahead {
+  const char* at;
+
+  // GCC unrolls the loop over groups only if it unrolls this one. With AVX-512
+  // that is faster, but takes twice as long to compile, so it is done for the
+  // kinds that most files have.
+  template <typename Kind>
+  void Prefetch() {
+    if constexpr (Kind::kParts == 2 && kLanes == kBlock) {
+#pragma GCC unroll 32
+      for (int i = 0; i < kAhead<Kind>; ++i) PrefetchLine();
+    } else {
+      for (int i = 0; i < kAhead<Kind>; ++i) PrefetchLine();
+    }
+  }
+
+  void PrefetchLine() {
+    __builtin_prefetch(at + kBlocksFar, 0, 2);
+    __builtin_prefetch(at + kBlocksNear);
+    at += 64;
+  }
+};
 
 // A part of a block of kLanes outputs as it is in memory.
 template <typename Kind>
@@ -392,7 +404,7 @@ struct Unpacked {
     const Kind kind(lines, part);
 #pragma GCC unroll 8
     for (int group = 0; group < kGroups; ++group) {
-      ahead->Prefetch(kAhead<Kind>);
+      ahead->template Prefetch<Kind>();
       scales[group] = kind.Scale(group);
 #pragma GCC unroll 8
       for (int word = 0; word < kGroupWords; ++word) {
@@ -487,7 +499,7 @@ __attribute__((always_inline)) inline void AddPart(const Source& source,
   if constexpr (std::is_same_v<Source, Packed<Kind>>) {
 #pragma GCC unroll 8
     for (int group = 0; group < kGroups; ++group) {
-      ahead->Prefetch(kAhead<Kind>);
+      ahead->template Prefetch<Kind>();
       AddGroup<Source, R>(source, row, group, results);
     }
   } else {
@@ -592,13 +604,13 @@ struct Blocks {
     std::fill_n(sums, count * kGroup, 0);
     Of(group.kind, [&](auto* kind) {
       using Kind = std::remove_pointer_t<decltype(kind)>;
-      if (count <= kDirectRows) {
-        MultiplyFew<Kind>(rows, first, count, group, sums);
-      } else {
-        MultiplyKind<Kind>(rows, first, count, group, sums);
-      }
+      MultiplyKind<Kind>(rows, first, count, group, sums);
     });
   }
+
+  template <typename Kind>
+  static void MultiplyKind(const Rows& rows, int64_t first, int64_t count,
+                           const Group& group, float* sums);
 
  private:
   // Calls `add(source, x, to)` for each part of kLanes outputs.
@@ -639,7 +651,7 @@ struct Blocks {
   }
 
   template <typename Kind>
-  static void MultiplyKind(const Rows& rows, int64_t first, int64_t count,
+  static void MultiplyMany(const Rows& rows, int64_t first, int64_t count,
                            const Group& group, float* sums) {
     const int64_t tiles = (count + kBlockRows - 1) / kBlockRows;
     const int64_t least = count / tiles, larger = count % tiles;
@@ -656,6 +668,17 @@ struct Blocks {
         });
   }
 };
+
+// Outside of the class, so that several units can share the kinds out.
+template <typename Kind>
+void Blocks::MultiplyKind(const Rows& rows, int64_t first, int64_t count,
+                          const Group& group, float* sums) {
+  if (count <= kDirectRows) {
+    MultiplyFew<Kind>(rows, first, count, group, sums);
+  } else {
+    MultiplyMany<Kind>(rows, first, count, group, sums);
+  }
+}
 
 }  // namespace specdec
 
