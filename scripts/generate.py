@@ -77,6 +77,8 @@ def _comparison(generator, begin):
   import specdec
   from specdec.models.text import text_decoding
 
+  # A store would have the answers of the round before.
+  generator = dataclasses.replace(generator, store=None)
   ways = generator, dataclasses.replace(generator, drafter=specdec.PLAIN)
   rounds = [
     [text_decoding.timed(functools.partial(begin, way)) for way in ways]

@@ -62,6 +62,10 @@ def _check() -> None:
       '--plan=auto measures, and hosts would find different plans; make one'
       ' with tune.py and name its file'
     )
+  if (store := getattr(flags.FLAGS, 'store', None)) is not None:
+    raise ValueError(
+      f'--store={store}: every host would find other texts; leave it out'
+    )
   if address == 'auto':
     if given:
       raise ValueError(f'--coordinator=auto finds --{given[0]}; leave it out')

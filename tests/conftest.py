@@ -1,4 +1,4 @@
-"""What all tests share: how programs are compiled, and helpers to begin with.
+"""All tests share this: how programs are compiled, and helpers to begin with.
 
 Models and drafters:
 

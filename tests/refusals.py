@@ -1,4 +1,4 @@
-"""What is refused, one row a line, in the file `refusals.jsonl` of a folder.
+"""Refused input, one row a line, in the file `refusals.jsonl` of a folder.
 
 A row says who refuses it, what is given, and a part of the message as a regular
 expression.

@@ -376,7 +376,7 @@ class Engine:
     added = {'requests': 1, 'failed_requests': 1}
     if isinstance(end, Answer):
       if self._store is not None:
-        self._store.add([end.tokens])
+        self._store.add_decoded([end.tokens])
       num_tokens = len(end.tokens)
       added = {
         'requests': 1,

@@ -305,7 +305,8 @@ def load(choice: GeneratorChoice) -> Generator:
     chat_template.conversation_ids(sources.tokenizer, choice.messages)
   pair = pair_lib.load_weights(vocabulary_lib.read_vocabulary(sources))
   if plan is not None:
-    store = drafters.open_store(plan.usual.drafting, pair)
+    settings = [way.drafting for way in plan.ways if way.drafting.store]
+    store = drafters.open_store(settings[0], pair) if settings else None
     return Generator(pair, drafters.make_planned(plan, pair), store)
   store = drafters.open_store(drafting, pair)
   return Generator(pair, drafters.make_drafter(method, pair, drafting), store)

@@ -205,7 +205,7 @@ class ManyDecoding(Iterator[Completion]):
   ) -> Completion:
     ids = request.ids
     if self._store is not None:
-      self._store.add(generation.tokens)
+      self._store.add_decoded(generation.tokens)
       self._slots.change_drafters(self._store.refreshed)
     result = text_decoding.text_generation(
       self._pair,

@@ -130,7 +130,7 @@ OPTIONS: Mapping[str, fields.Option] = fields.options_of(DraftSettings)
 
 
 class Method(NamedTuple):
-  """What drafts in a method of decoding, and what can be set."""
+  """The drafter and the options of a method of decoding."""
 
   uses_draft: bool  # Whether it has a draft model or a head.
   options: tuple[str, ...]  # Names in `OPTIONS`; others have no effect.
@@ -139,6 +139,7 @@ class Method(NamedTuple):
 _INNER_OPTIONS = (
   *(name for name in OPTIONS if name.startswith('inner')),
   'ngram',
+  'store',
 )
 _STOPPING = ('rounds', 'calibration', 'cost_ratio')
 _CHAIN = ('num_draft_tokens', 'draft_prompt')

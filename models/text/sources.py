@@ -65,6 +65,16 @@ class Sources:
     return has_kernels or form.name == 'float32'
 
 
+def _own_head(target: checkpoint_lib.Checkpoint) -> heads.Stored | None:
+  """The target's MTP layer; a warning if it has one that is not supported."""
+  try:
+    layer = mtp.find(target.path, target.config)
+    return layer if layer is not None and layer.config else None
+  except ValueError as error:
+    logging.warning('the MTP layer is not used (head=none): %s', error)
+    return None
+
+
 def open_sources(choice: choice_lib.ModelChoice) -> Sources:
   """Finds the files of the chosen models, and reads the models' shapes.
 
@@ -78,7 +88,7 @@ def open_sources(choice: choice_lib.ModelChoice) -> Sources:
   if choice.head == choice_lib.OWN:
     head = heads.own(target)
   elif choice.head == dtypes.AUTO:
-    head = mtp.find(target.path, config)
+    head = _own_head(target)
   elif choice.head is not None:
     head = heads.locate(choice.head, config)
   elif choice.draft == choice_lib.SELF:

@@ -94,7 +94,7 @@ class TextDecoding:
     if self.done and not self._stored:
       assert self._store is not None
       self._stored = True
-      self._store.add(self._decoding.result().tokens)
+      self._store.add_decoded(self._decoding.result().tokens)
 
   def __iter__(self) -> Iterator[list[str]]:
     """Yields the new text of each row, step by step, until all have ended."""

@@ -11,6 +11,7 @@ import os
 import pathlib
 import time
 
+from absl import logging
 import jax
 import numpy as np
 import safetensors
@@ -28,6 +29,15 @@ MOST_TOKENS = 1 << 20
 _MOST_FILES = 64
 # New tokens are indexed once they are this part of all: an eighth.
 _FEW = 8
+
+
+def _last(texts: Sequence[np.ndarray], most_tokens: int) -> list[np.ndarray]:
+  """The last texts, together at most so long; the first one may be cut."""
+  last = list[np.ndarray]()
+  for text in reversed(texts):
+    last.append(text[max(text.size - most_tokens, 0) :])
+    most_tokens = max(most_tokens - text.size, 0)
+  return [text for text in reversed(last) if text.size]
 
 
 class TextStore:
@@ -59,13 +69,28 @@ class TextStore:
     self._build()
 
   def add(self, texts: Sequence[Sequence[int]]) -> None:
-    """Adds texts of token ids; raises OSError if they cannot be written."""
+    """Adds texts of token ids, of many tokens the last ones.
+
+    Raises:
+      OSError: they cannot be written.
+      ValueError: another process has added texts of another tokenizer.
+    """
     # One token has nothing after it.
     arrays = [np.asarray(text, np.int32) for text in texts if len(text) > 1]
     if arrays:
-      self._write(arrays)
-      if len(self._paths()) > _MOST_FILES:
+      self._read()
+      self._write(_last(arrays, self._most_tokens))
+      is_large = self._num_tokens() > 2 * self._most_tokens
+      if is_large or len(self._paths()) > _MOST_FILES:
         self._join()
+
+  def add_decoded(self, texts: Sequence[Sequence[int]]) -> None:
+    """Adds what was decoded; says so, once, if it cannot be added."""
+    try:
+      self.add(texts)
+    except (OSError, ValueError) as error:
+      message = 'store=%s: new texts are not added: %s'
+      logging.log_first_n(logging.WARNING, message, 1, self._folder, error)
 
   def index(self) -> stored.StoredTexts:
     """The index of the texts, also of those that other processes added.
@@ -88,15 +113,22 @@ class TextStore:
 
   def refreshed(self, drafter: specdec.Drafter) -> specdec.Drafter:
     """The drafter with this index in place of an older one."""
-    index = self.index()
+    try:
+      index = self.index()
+    except ValueError as error:
+      message = 'store=%s: the index stays as it is: %s'
+      logging.log_first_n(logging.WARNING, message, 1, self._folder, error)
+      index = self._index
 
     def with_index(stage: specdec.Stage) -> specdec.Stage:
       scorer = stage.scorer
       if not isinstance(scorer, candidates.CandidateScorer):
         return stage
       proposers = tuple(
-        index if isinstance(one, stored.StoredTexts) else one
-        for one in scorer.proposers
+        index.replace(confidence=proposer.confidence)
+        if isinstance(proposer, stored.StoredTexts)
+        else proposer
+        for proposer in scorer.proposers
       )
       return stage.replace(scorer=scorer.replace(proposers=proposers))
 
@@ -105,13 +137,11 @@ class TextStore:
   def newest(self) -> list[np.ndarray]:
     """The newest texts up to the limit, each once, the oldest first."""
     self._read()
-    kept, left = dict[bytes, np.ndarray](), self._most_tokens
+    texts = dict[bytes, np.ndarray]()
     for path in sorted(self._files, reverse=True):
       for text in reversed(self._files[path]):
-        if text.tobytes() not in kept:
-          kept[text.tobytes()] = text[max(text.size - left, 0) :]
-          left = max(left - text.size, 0)
-    return [text for text in reversed(kept.values()) if text.size]
+        texts.setdefault(text.tobytes(), text)
+    return _last([*texts.values()][::-1], self._most_tokens)
 
   def _paths(self) -> set[pathlib.Path]:
     """The files; the newer ones have greater names."""

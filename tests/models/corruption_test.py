@@ -34,7 +34,7 @@ _CACHE = {
 
 
 def _damaged(content):
-  """What may be left of a file, and what may stand in its place."""
+  """A file may be left in parts, or others may stand in its place."""
   return b'', content[: len(content) // 2], bytes(len(content)), b'3'
 
 

@@ -46,7 +46,7 @@ _KEYS = tiny.row_keys(5)
 _DEPTH = 3  # of chains
 _END = 1
 
-# What changes the logits of a target: as the library has it, and as a function
+# Changes of the logits of a target: as the library has them, and as a function
 # of the logits, a text and the length of the prompt.
 
 
@@ -260,7 +260,7 @@ def _drafter(name, shape):
   }[shape]()
 
 
-# What is expected.
+# The expected result.
 
 _logits = jax.jit(specdec.LanguageModel.logits)
 

@@ -56,7 +56,7 @@ class StoredHead(head_tensors.Drafter):
   """An EAGLE head."""
 
   as_drafter = staticmethod(eagle.as_head)
-  module = mtp.StoredMTP.module
+  module = staticmethod(mtp.StoredMTP.module)
 
   @property
   def name(self) -> str:

@@ -101,11 +101,9 @@ class _File(head_tensors.HeadFile):
       if rest.rpartition('.')[0] not in _NAMES_IN_FILES.values():
         rest = f'layers.{int(layer) - first}.{rest}'
       tensors[rest] = gguf_tensor.Tensor(header.tensors[stored])
-    if tensors:  # Without a norm of its own it has the target's.
-      last = 'output_norm.weight'
-      tensors.setdefault(
-        'norm.weight', gguf_tensor.Tensor(header.tensors[last])
-      )
+    if tensors and 'norm.weight' not in tensors:  # It has the target's.
+      norm = header.tensors['output_norm.weight']
+      tensors['norm.weight'] = gguf_tensor.Tensor(norm)
     yield from tensors.items()
 
 

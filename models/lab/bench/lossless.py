@@ -117,6 +117,8 @@ def check_tokens(
     ValueError: the logits of the target are not finite.
   """
   options |= {'sampling': sampling}
+  # A store would have the answers of plain decoding.
+  generator = dataclasses.replace(generator, store=None)
   plain = dataclasses.replace(generator, drafter=specdec.PLAIN)
   undrafted = options | {'children': None}
   ids, expected, _ = _decode(plain, prompts, seed, 1, 'plain', **undrafted)

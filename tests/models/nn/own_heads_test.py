@@ -62,7 +62,7 @@ def _forward(head, tokens, positions, cache, states):
 
 
 def _drafted(target, head):
-  """What the head drafts after the text, and its logits."""
+  """The tokens that the head drafts after the text, and its logits."""
   text, slots = jnp.array(own_heads.TEXT)[None], own_heads.TEXT.size + 3
   cache = jax.jit(lambda: target.spec.init_cache(1, text.size))()
   _, cache = jax.jit(lambda cache: target.causal(text, cache))(cache)
