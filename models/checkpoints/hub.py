@@ -326,8 +326,8 @@ def _read(
     raise ValueError(f'{stored.path} {lacks}')
   if expanded:
     logging.warning(
-      '%s: %d matrices are in bfloat16, since no kernel computes their types:'
-      ' %s, ...',
+      '%s: %d matrices are in bfloat16, since no kernel multiplies their'
+      ' types; the first is %s',
       stored.path.name,
       len(expanded),
       expanded[0],

@@ -115,7 +115,7 @@ _MOST_EXPONENT = 252  # Twelve times its scale is finite.
 def aligned_zeros(shape: tuple[int, ...]) -> np.ndarray:
   """Zeros of uint32 that JAX can take as they are, without a copy.
 
-  Large ones are in huge pages, where Linux has some, which it reads faster.
+  Large arrays use huge pages if Linux has them; kernels read those faster.
   """
   size = 4 * math.prod(shape)
   huge = size // _HUGE_PAGE * _HUGE_PAGE
@@ -135,7 +135,7 @@ def aligned_zeros(shape: tuple[int, ...]) -> np.ndarray:
 def check_finite(words: np.ndarray, kind: str) -> None:
   """Checks the scales and minima of a matrix on the host.
 
-  Kernels, XLA and looked-up rows would read others of them differently.
+  Kernels, XLA and look-ups of rows treat infinite scales and NaN differently.
 
   Args:
     words: `[..., blocks, words]` uint32, see `to_words`.
@@ -308,7 +308,7 @@ def _by_sixteens(words: Any, facts: Kind, xp: Any) -> _Parts:
 
 
 def _read(words: Any, kind: str, xp: Any) -> _Parts:
-  """Integers and factors of the weights `code scale - minimum`.
+  """Integers and factors of the weights `code * scale - minimum`.
 
   Returns:
     `[..., blocks, inputs]` int32, and twice `[..., blocks, groups]` float32 or,

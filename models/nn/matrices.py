@@ -461,7 +461,7 @@ def fill(blocks: Blocks, shape: tuple[int, ...], *, dtype: Any) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class WeightFormat:
-  """The formats in which the matrices of a model may be loaded.
+  """A format in which the matrices of a model may be loaded.
 
   Attributes:
     name: what `dtype` calls it.

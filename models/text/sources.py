@@ -100,7 +100,7 @@ def open_sources(choice: choice_lib.ModelChoice) -> Sources:
   packed = choice.cpu_kernels and build.is_available()
   if packed and layout.num_devices > 1:
     packed = False
-    message = 'cpu_kernels are for one device; on %d XLA computes'
+    message = 'cpu_kernels need one device; with %d devices XLA computes'
     logging.log_first_n(logging.WARNING, message, 1, layout.num_devices)
   form = checkpoint_lib.resolve_dtype(choice.dtype, target, packed=packed)
   draft_form, drafting = form, head.stored if head else draft

@@ -63,8 +63,8 @@ class Proposer(Protocol):
 class Learner:
   """Base of proposers that learn: what a row has taught them is a state.
 
-  The verbs are those of `specdec.carried`. When other texts begin, the rows
-  whose text does not go on start again.
+  The verbs are described in `specdec.carried`. When new texts begin, only rows
+  whose text does not continue the old one start again.
   """
 
   name: str  #: See `Proposer`.

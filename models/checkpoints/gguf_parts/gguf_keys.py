@@ -10,7 +10,7 @@ import numpy as np
 
 from specdec.models.checkpoints.gguf_parts import gguf_header
 from specdec.models.checkpoints.gguf_parts import gguf_rope
-from specdec.models.checkpoints.model_types import architecture as files_lib
+from specdec.models.checkpoints.model_types import architecture
 from specdec.models.checkpoints.model_types import model_type as row_lib
 from specdec.models.checkpoints.model_types import registry
 from specdec.text import text_files
@@ -37,7 +37,7 @@ _NEXTN = 'nextn_predict_layers'
 PATTERN = 'attention.sliding_window_pattern'
 """For each layer, whether it has the window; or n: every n-th layer has not."""
 
-_OPTIONAL = {files_lib.KV_HEADS, 'attention.key_length', *_OFF_AT_ZERO}
+_OPTIONAL = {architecture.KV_HEADS, 'attention.key_length', *_OFF_AT_ZERO}
 # Keys that are read elsewhere, or that change nothing.
 _OTHER_KEYS = {
   *gguf_rope.KEYS,
@@ -70,8 +70,8 @@ _TYPES = _LISTS | {
   'attention.causal': bool,
   'sample_from_anchor': bool,
   'rope_is_neox_style': bool,
-  files_lib.INNER: int | list[int],
-  files_lib.KV_HEADS: int | list[int],
+  architecture.INNER: int | list[int],
+  architecture.KV_HEADS: int | list[int],
 }
 _NUMBERS = re.compile(r'epsilon|scale|softcapping|freq_base|factor|beta|multi')
 _PROJECTOR = 'the projector (mmproj) of a vision model, without the model'
@@ -100,7 +100,7 @@ def check_is_model(header: gguf_header.Header) -> None:
 
 def architecture_of(
   header: gguf_header.Header,
-) -> tuple[row_lib.ModelType, files_lib.Architecture]:
+) -> tuple[row_lib.ModelType, architecture.Architecture]:
   """The architecture of a file, and its row; ValueError if it is not known."""
   check_is_model(header)
   name = header.metadata.get('general.architecture')
@@ -148,7 +148,7 @@ def _is_left_over(key: str, header: gguf_header.Header) -> bool:
 
 def own_keys(
   header: gguf_header.Header,
-  files: files_lib.Architecture,
+  files: architecture.Architecture,
   keys: Collection[str],
 ) -> dict[str, Any]:
   """The keys of an architecture, without its name before them.
@@ -260,7 +260,7 @@ def config_keys(header: gguf_header.Header) -> dict[str, Any]:
 
 
 def _add_heads(
-  files: files_lib.Architecture,
+  files: architecture.Architecture,
   metadata: Mapping[str, Any],
   keys: dict[str, Any],
 ) -> None:
@@ -287,7 +287,7 @@ def _add_heads(
 
 
 def _add_windows(
-  files: files_lib.Architecture,
+  files: architecture.Architecture,
   metadata: Mapping[str, Any],
   keys: dict[str, Any],
 ) -> None:

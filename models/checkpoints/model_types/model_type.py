@@ -114,7 +114,7 @@ class ModelType(Family):
   # whether its embeddings are tied if it does not say it.
   whole: str | None = None
   whole_is_tied: bool = True
-  # The row of models with experts, by the key num_local_experts.
+  # The row that is used in place of this one if num_local_experts is not 0.
   mixture: 'ModelType | None' = None
 
   # Fields of the shape with other keys in config.json than usual, and further
