@@ -6,7 +6,7 @@ import pathlib
 import tempfile
 
 import by_heart
-import constraint_test
+import equality_test
 from flax import nnx
 from flax import traverse_util
 import gguf
@@ -170,7 +170,8 @@ def _file(kind):
   def add(tensors):
     for name, tensor in canonical.tensors():
       array = np.concatenate([rows for _, rows in tensor.blocks()])
-      type_ = gguf_files.Kind[kind if array.ndim > 1 else 'F32']
+      in_blocks = array.ndim > 1 and array.shape[-1] % 32 == 0
+      type_ = gguf_files.Kind[kind if in_blocks else 'F32']
       stored = gguf_files.nextn_name(name, 'qwen35', layers)
       tensors |= {stored: (gguf.quantize(array, type_), type_)}
     return tensors
@@ -269,7 +270,7 @@ def test_slots_and_constraints_change_no_token():
       [[2, 3, 4, 5], [6]],
       max_new_tokens=24,
       sampling=specdec.Sampling(temperature=[0.0, 0.8]),
-      constraint=constraint_test.Turns(),
+      constraint=equality_test.Turns(),
       drafter=each_drafter,
     ).tokens
     for each_drafter in (drafter, specdec.PLAIN)
