@@ -414,7 +414,7 @@ def test_a_block_drafter_learns_from_answers_and_drafts(trained, tmp_path):
     **{'markov_rank': 4, 'num_anchors': 5, 'vocabulary': 40},
   )
   wide = dataclasses.replace(block, block_size=9)
-  with pytest.raises(ValueError, match='--block_size=9 does not fit behind'):
+  with pytest.raises(ValueError, match='--block_size=9 does not fit after'):
     _train(wide, tmp_path / 'killed')
   folder, _ = _learned(block, tmp_path, depth=3)
   lm = specdec.load(target, head=folder, method='tree', dtype='float32')
@@ -434,13 +434,17 @@ def test_a_head_has_one_rotation_whatever_the_layers_of_the_target_have():
   config = tiny.llama_module('llama').config
   base = dataclasses.replace(config, num_layers=2, qk_norm=False)
   local, whole = rope_lib.Rope(theta=50.0), rope_lib.Rope(theta=1e6)
+  scaling = rope_lib.YarnScaling(
+    factor=2.0, original_max_position_embeddings=16
+  )
+  scaled = dataclasses.replace(local, scaling=scaling)
   for ropes, expected in (
     (local, local),
     ((local, whole), whole),
     ((local, None), local),
     (None, rope_lib.Rope()),
     # No file of a head says that queries grow.
-    (dataclasses.replace(local, query_growth=0.1), local),
+    (dataclasses.replace(scaled, query_growth=0.1), scaled),
   ):
     target = dataclasses.replace(base, rope=ropes)
     of_head = head_trainer.HeadTraining(target='tiny').config(target)
