@@ -1,6 +1,6 @@
 """A decode whose rows are slots: when one ends, another prompt takes its place.
 
-For example, three prompts in two slots, by steps of the target:
+Three prompts in two slots, by steps of the target:
 
     slot 0   prompt 0 ----------------|  prompt 2 -------|
     slot 1   prompt 1 ---------------------------|
@@ -215,9 +215,8 @@ class _RowOptions:
   @property
   def are_apart(self) -> bool:
     """Whether everything in a request has an axis of rows."""
-    return not self._adjusters and all(
-      isinstance(watcher, watchers_lib.LogProbs) for watcher in self._watchers
-    )
+    kinds = {*map(type, self._watchers)}
+    return not self._adjusters and kinds <= {watchers_lib.LogProbs}
 
   def check(
     self,
@@ -337,18 +336,14 @@ class _Rows:
     """Puts the row that is decoded alone back among the others."""
     if self.alone is not None:
       row, _, state = self.alone
-      self.state, self.alone = (
-        loop.put_row(self.state, np.int32(row), state),
-        None,
-      )
+      self.state = loop.put_row(self.state, np.int32(row), state)
+      self.alone = None
 
   def is_alone(self, rows: Sequence[int]) -> bool:
     """Whether a row may be decoded without the others, which all have ended."""
-    return (
-      len(rows) == sum(map(bool, self.slots)) == 1 < len(self.slots)
-      and self.options.are_apart
-      and len(self.state.length.devices()) == 1
-    )
+    is_one = len(rows) == sum(map(bool, self.slots)) == 1 < len(self.slots)
+    num_devices = len(self.state.length.devices())
+    return is_one and num_devices == 1 and self.options.are_apart
 
   def read_prompts(self, most: int) -> bool:
     """Reads at most `most` tokens of new prompts; whether all are read."""
@@ -450,9 +445,8 @@ class _Rows:
       assert slot is not None
       new = slice(len(slot.ids) + slot.num_seen, ends[index])
       slot.num_seen = int(ends[index]) - len(slot.ids)
-      growths[row] = Growth(
-        tokens[index, new].tolist(), origins[index, new].tolist()
-      )
+      added = tokens[index, new].tolist(), origins[index, new].tolist()
+      growths[row] = Growth(*added)
       if reasons[index] != accept.RUNNING:
         done.append(row)
     ended = self.end(done)
