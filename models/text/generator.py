@@ -80,7 +80,7 @@ class Generator:
 
   pair: pair_lib.Pair
   drafter: specdec.Drafter | drafters.Planned
-  #: Where earlier texts are, to which what is decoded is added.
+  #: Earlier texts; new ones are added.
   store: text_store.TextStore | None = None
 
   @decode_options.documented(text_options.TextOptions)

@@ -622,7 +622,7 @@ def test_every_node_draws_children_of_its_own():
 
 
 def test_children_that_float32_gives_no_probability():
-  """Or whose probability is unknown when likelier siblings are rejected."""
+  """Once likelier siblings are rejected, its probability may be unknown."""
   logits = np.array([0.0, -80.0, -100.0, -110.0, -110.0], np.float32)
   neutral = enumeration.NEUTRAL | {'logit_bias': {}}
   sampling = enumeration.params(neutral, 200, 5)

@@ -121,9 +121,9 @@ class ModelType(Family):
   # fields with the values that they have in all such models.
   keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
   fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  # `one` rotation for all layers that rotate; one for each of the `kinds` of
-  # layers, with a window and without; or `growing`, one for all, by which
-  # queries grow with the position.
+  # `one`: the same rotation in all layers that rotate. `kinds`: one for layers
+  # with a window and one for the others. `growing`: as `one`, and queries grow
+  # with the position.
   ropes: str = 'one'
   is_partial: bool = False  # Whether partial_rotary_factor may be below 1.
   # Keys that transformers reads in addition to the fields of its class, and
