@@ -95,3 +95,18 @@ def by_position(histogram):
   """The fraction accepted at each position, of what was reached."""
   reached = np.cumsum(np.array(histogram)[::-1])[::-1]
   return reached[1:] / reached[:-1]
+
+
+def in_slots(drafter, prompts, target):
+  """The generations of prompts that come and go in two slots, as they end."""
+  slots = specdec.Slots(
+    target, num_slots=2, context=PROMPT + NEW, drafter=drafter
+  )
+  ended = []
+  for prompt in prompts:
+    if not slots.free:
+      ended += slots.advance().values()
+    slots.insert(prompt, jax.random.key(1), max_new_tokens=NEW)
+  while len(ended) < len(prompts):
+    ended += slots.advance().values()
+  return ended

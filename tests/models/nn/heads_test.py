@@ -450,16 +450,7 @@ def test_an_overfitted_head_drafts_its_text(tmp_path):
   result = by_heart.generate(drafter, prompts)
   assert result.tokens == texts[:, by_heart.PROMPT :].tolist()
   assert (by_heart.by_position(result.stats.accepted_histogram) >= 0.95).all()
-  slots = specdec.Slots(
-    target, num_slots=2, context=by_heart.PROMPT + by_heart.NEW, drafter=drafter
-  )
-  ended = []
-  for prompt in prompts:
-    if not slots.free:
-      ended += slots.advance().values()
-    slots.insert(prompt, jax.random.key(1), max_new_tokens=by_heart.NEW)
-  while len(ended) < len(prompts):
-    ended += slots.advance().values()
+  ended = by_heart.in_slots(drafter, prompts, target)
   tokens = sorted(generation.tokens[0] for generation in ended)
   assert tokens == sorted(result.tokens)
   histograms = [generation.stats.accepted_histogram for generation in ended]

@@ -251,16 +251,7 @@ def test_slots_and_constraints_change_no_token():
     head_lib.HeadScorer(head), topology_lib.chain(_DRAFTED)
   )
   prompts = texts[:, : by_heart.PROMPT].tolist()
-  slots = specdec.Slots(
-    target, num_slots=2, context=by_heart.PROMPT + by_heart.NEW, drafter=drafter
-  )
-  ended = []
-  for prompt in prompts:
-    if not slots.free:
-      ended += slots.advance().values()
-    slots.insert(prompt, jax.random.key(1), max_new_tokens=by_heart.NEW)
-  while len(ended) < len(prompts):
-    ended += slots.advance().values()
+  ended = by_heart.in_slots(drafter, prompts, target)
   tokens = sorted(generation.tokens[0] for generation in ended)
   assert tokens == sorted(texts[:, by_heart.PROMPT :].tolist())
   drafted, plain = (
