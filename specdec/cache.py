@@ -33,6 +33,10 @@ from specdec import recurrent as recurrent_lib
 # instead of 3.4 million cycles on a v5e.
 _ROW_BY_ROW = 16
 
+# The most rows that are unrolled for any device. Tracing the write of 243 rows
+# by a draft and a target took minutes.
+_MOST_UNROLLED = 64
+
 
 def _write_at_once(
   slots: jax.Array, new: jax.Array, start: jax.Array, first: int = 0
@@ -80,9 +84,12 @@ def write_slots(
   # XLA's CPU backend makes a pass over the whole array for each of several
   # updates in a row. On accelerators every iteration of a loop costs launches.
   looped = lambda slots: lax.fori_loop(0, slots.shape[0], write_row, slots)
+  at_once = lambda slots: _write_at_once(slots, new, start, first)
   branches = {'cpu': looped, 'default': unrolled}
-  if slots.shape[0] > _ROW_BY_ROW:
-    branches['cuda'] = lambda slots: _write_at_once(slots, new, start, first)
+  if slots.shape[0] > _MOST_UNROLLED:
+    branches['default'] = at_once
+  elif slots.shape[0] > _ROW_BY_ROW:
+    branches['cuda'] = at_once
   return lax.platform_dependent(slots, **branches)
 
 
@@ -101,6 +108,8 @@ def read_slots(slots: jax.Array, start: jax.Array, number: int) -> jax.Array:
   if slots.shape[0] <= _ROW_BY_ROW:
     return row_by_row(slots, start)
   at_once = functools.partial(_read_at_once, number=number)
+  if slots.shape[0] > _MOST_UNROLLED:
+    return at_once(slots, start)
   return lax.platform_dependent(slots, start, cuda=at_once, default=row_by_row)
 
 

@@ -253,19 +253,26 @@ def _target_apply(params, tokens, positions, mask, cache):
 
 def keeping_states(target: specdec.LanguageModel) -> specdec.LanguageModel:
   """A `table_model` that keeps its logits as hidden states."""
-  size = target.spec.vocab_size
-
-  def init_cache(batch_size, num_slots):
-    empty = cache_lib.init_empty_cache(batch_size, num_slots)
-    return cache_lib.with_hidden(empty, {0: size}, jnp.float32)
-
+  init_cache = _init_hidden(target.spec.vocab_size)
   spec = dataclasses.replace(
     target.spec, apply=_target_apply, init_cache=init_cache, hidden=(0,)
   )
   return target.replace(spec=spec)
 
 
-@functools.cache  # Equal drafters share their compiled programs.
+# Equal targets share their compiled programs, and equal drafters, too.
+
+
+@functools.cache
+def _init_hidden(size):
+  def init_cache(batch_size, num_slots):
+    empty = cache_lib.init_empty_cache(batch_size, num_slots)
+    return cache_lib.with_hidden(empty, {0: size}, jnp.float32)
+
+  return init_cache
+
+
+@functools.cache
 def _init_cache(size):
   return lambda rows, slots: cache_lib.init_cache(
     rows, slots, num_heads=1, head_widths=(size,), dtype=jnp.float32
