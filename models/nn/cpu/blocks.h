@@ -344,6 +344,7 @@ constexpr int kBlockRows = 8;
 // Rows for which weights are unpacked in registers; for more, in memory. AVX-512
 // has registers for the sums of eight.
 constexpr int kDirectRows = kLanes == kBlock ? 8 : 4;
+static_assert(kDirectRows >= kBlockRows / 2);
 
 // Lines that are prefetched with each group of kLanes outputs, so that all of a
 // block's are.
@@ -516,7 +517,8 @@ __attribute__((always_inline)) inline void AddPart(const Source& source,
   }
 }
 
-// The same for `count` rows, at most R.
+// The same for `count` rows, at most R, and at least half of a tile: only 9 or
+// more rows are divided.
 template <typename Kind, int R = kBlockRows>
 __attribute__((noinline)) void AddPartOf(int64_t count,
                                          const Unpacked<Kind>& source,
@@ -524,7 +526,7 @@ __attribute__((noinline)) void AddPartOf(int64_t count,
                                          float* to) {
   if (count >= R) {
     AddPart<Kind, Unpacked<Kind>, R>(source, x, stride, nullptr, to);
-  } else if constexpr (R > 1) {
+  } else if constexpr (R > kBlockRows / 2) {
     AddPartOf<Kind, R - 1>(count, source, x, stride, to);
   }
 }
