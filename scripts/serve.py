@@ -31,7 +31,7 @@ def main() -> None:
     from specdec.models.serve import listening
   except ImportError as error:
     raise ValueError(
-      f"the package {error.name} is needed: pip install -e '.[serve]'"
+      f"the package {error.name} is needed: pip install 'specdec-jax[serve]'"
     ) from error
   from specdec.models import waiting
   from specdec.models.serve import asked

@@ -132,3 +132,12 @@ def test_figures_are_those_of_the_files_that_they_cite(page):
     assert not (files and lacks), (
       f'{page.name}: {label}: {lacks} are not in {files}'
     )
+
+
+def test_figures_of_a_picture_are_those_of_its_file():
+  text = (_ROOT / 'docs/pictures/time.svg').read_text('utf-8')
+  shown = _numbers(' '.join(re.findall(r'>(\d+\.\d\d)</text>', text)))
+  file = 'results/amd-epyc-zen5-2-cores/profile_0.5b.md'
+  exact = [figure for arm in _arms([file]).values() for figure in arm]
+  assert len(shown) == 12
+  assert not _lacking(shown, exact)

@@ -11,7 +11,7 @@ import tiny_demo
 
 _FOLDER = pathlib.Path(__file__).parents[2] / 'colab'
 _FILES = sorted(_FOLDER.glob('*.ipynb'))
-assert len(_FILES) >= 4
+assert len(_FILES) >= 6
 _BADGE = 'https://colab.research.google.com/github/specdec/specdec/blob/main'
 _for_every_file = pytest.mark.parametrize('file', _FILES, ids=lambda f: f.stem)
 
@@ -19,9 +19,8 @@ _for_every_file = pytest.mark.parametrize('file', _FILES, ids=lambda f: f.stem)
 @pytest.mark.long
 @_for_every_file
 def test_it_runs_in_a_kernel(file):
-  where = {'metadata': {'path': str(_FOLDER)}}
   notebook = nbformat.read(file, as_version=4)
-  nbclient.execute(notebook, timeout=300, resources=where)
+  nbclient.execute(notebook, cwd=str(_FOLDER), timeout=300)
 
 
 @_for_every_file

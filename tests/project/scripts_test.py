@@ -511,7 +511,7 @@ def test_flags_of_the_endpoint_become_settings(pair, monkeypatch):
   monkeypatch.delattr('specdec.models.serve.listening')
   monkeypatch.setitem(sys.modules, 'uvicorn', None)
   refused = command_lines.refusal('serve.py', *pair, '--method=plain')
-  assert "uvicorn is needed: pip install -e '.[serve]'" in refused
+  assert "uvicorn is needed: pip install 'specdec-jax[serve]'" in refused
 
 
 @pytest.mark.long

@@ -26,7 +26,7 @@ def quants() -> types.ModuleType:
     import gguf
   except ImportError as error:
     raise ValueError(
-      "a GGUF file needs the package gguf: pip install -e '.[gguf]'"
+      "a GGUF file needs the package gguf: pip install 'specdec-jax[gguf]'"
     ) from error
   return gguf
 

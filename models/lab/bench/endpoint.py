@@ -1,7 +1,10 @@
-"""A client of servers with OpenAI's interface: ours, vLLM's, llama.cpp's.
+"""A client of servers with OpenAI's interface.
 
-It sends the ids of prompts, reads streams, and asks each kind of server to read
-every prompt again and to return ids, in the words that it knows.
+These are ours, and the servers of vLLM, llama.cpp and transformers. The client
+sends the ids of prompts, reads streams, and asks each kind of server to read
+every prompt again and to return ids, in the words that it knows. The server of
+transformers knows neither ids nor most fields: it gets a text with the same
+ids, and a configuration.
 """
 
 from collections.abc import Iterator
@@ -26,6 +29,7 @@ KEY = 'OPENAI_API_KEY'
 """The variable of the environment that has the key of servers, if any."""
 
 OURS = 'specdec'
+_TRANSFORMERS = 'transformers'
 # Parameters that make servers read every prompt and return ids, by `owned_by`.
 _WORDS: Mapping[str, Mapping[str, Any]] = {
   OURS: {'cache_prompt': False, 'return_token_ids': True},
@@ -56,8 +60,16 @@ class Endpoint:
 
   def __init__(self, url: str):
     self.url = url.rstrip('/').removesuffix('/v1')
-    (model, *_) = json.loads(self._read('/v1/models'))['data']
-    self.model, self.kind = model['id'], model.get('owned_by')
+    models = json.loads(self._read('/v1/models'))['data']
+    if not models:
+      raise ValueError(
+        f'{self.url} names no model; start its server with one, see'
+        ' docs/serving.md'
+      )
+    self.model, self.kind = models[0]['id'], models[0].get('owned_by')
+    # It has the owner of the model in place of its own name.
+    if self.kind not in _WORDS and 'status' in models[0]:
+      self.kind = _TRANSFORMERS
 
   def _open(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
     headers = {'Content-Type': 'application/json'}
@@ -97,6 +109,24 @@ class Endpoint:
             raise ValueError(f'{self.url}: {event["error"]}')
           yield event
 
+  def to_prompt(self, ids: Sequence[int], tokenizer: Any) -> list[int] | str:
+    """The ids of a prompt, or a text of which the server makes these ids.
+
+    Raises:
+      ValueError: the server takes texts alone, and no text has these ids.
+    """
+    ids = [*map(int, ids)]
+    if self.kind != _TRANSFORMERS:
+      return ids
+    text = tokenizer.decode(ids)
+    for prompt in text, text.removeprefix(tokenizer.bos_token or ''):
+      if tokenizer(prompt)['input_ids'] == ids:
+        return prompt
+    raise ValueError(
+      f'{self.url} takes no ids, and the text {text!r:.80} has others than the'
+      ' prompt; leave out the prompt'
+    )
+
   def complete(
     self, prompt: Sequence[int] | str, limit: int, **settings: Any
   ) -> Reply:
@@ -106,6 +136,8 @@ class Endpoint:
       ValueError: the server refuses it; has what the server said.
     """
     body = {'model': self.model, 'prompt': prompt, 'max_tokens': limit}
+    if self.kind == _TRANSFORMERS:
+      settings = _configured(settings)
     body |= {'stream': True, **_WORDS.get(str(self.kind), {}), **settings}
     begun, first = time.perf_counter(), None
     text, reason, accepted, forwards = '', None, None, None
@@ -127,6 +159,20 @@ class Endpoint:
         accepted = timings.get('draft_n_accepted', 0)
     seconds = time.perf_counter() - begun if first is None else first
     return Reply(text, tokens or None, reason, seconds, accepted, forwards)
+
+
+def _configured(settings: Mapping[str, Any]) -> dict[str, Any]:
+  """Fields of `settings_of` for the server of transformers."""
+  names = 'top_k', 'top_p', 'min_p', 'temperature'
+  draws = settings['temperature'] > 0
+  config = {name: settings[name] for name in names if draws}
+  config |= {'do_sample': draws, 'eos_token_id': settings['stop_token_ids']}
+  if 'repetition_penalty' in settings:
+    config['repetition_penalty'] = settings['repetition_penalty']
+  return {
+    'seed': settings['seed'],
+    'generation_config': text_files.to_json(config),
+  }
 
 
 def settings_of(
@@ -187,7 +233,9 @@ class EndpointArm:
     before = self._endpoint.accepted_so_far()
     # Some make at least one token.
     ask = lambda prompt: self._endpoint.complete(
-      [*map(int, prompt)], max(limit, 1), **self._settings
+      self._endpoint.to_prompt(prompt, self._tokenizer),
+      max(limit, 1),
+      **self._settings,
     )
     with concurrent.futures.ThreadPoolExecutor(len(prompts)) as threads:
       replies = [*threads.map(ask, prompts)]

@@ -199,7 +199,8 @@ def check_servers(
   ) -> tuple[list[list[int]], int]:
     def complete(index: int) -> endpoint_lib.Reply:
       fields = endpoint_lib.settings_of(sampling, seed + index, pair.eos_ids)
-      return place.complete(ids[index], max_new_tokens, **fields, **more)
+      prompt = place.to_prompt(ids[index], pair.tokenizer)
+      return place.complete(prompt, max_new_tokens, **fields, **more)
 
     with concurrent.futures.ThreadPoolExecutor(batch_size) as threads:
       replies = [*threads.map(complete, range(len(ids)))]

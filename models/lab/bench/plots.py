@@ -30,8 +30,8 @@ def check_folder(plots: str | None) -> pathlib.Path | None:
     return None
   if importlib.util.find_spec('matplotlib') is None:
     raise ValueError(
-      f'--plots={plots} needs matplotlib; pip install matplotlib (or the extra:'
-      " 'specdec-jax[plot]'), or leave it out"
+      f'--plots={plots} needs matplotlib; pip install'
+      " 'specdec-jax[plot]', or leave it out"
     )
   folder = pathlib.Path(plots)
   folder.mkdir(parents=True, exist_ok=True)

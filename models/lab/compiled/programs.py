@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import math
 import os
-import pathlib
 from typing import Any
 
 import jax
@@ -26,6 +25,7 @@ from specdec import loop
 from specdec import memory
 from specdec import watchers as watchers_lib
 from specdec.draft import lookup
+from specdec.models import user_cache
 from specdec.models.checkpoints import hub
 from specdec.models.lab.compiled import hlo
 from specdec.models.nn import adapter
@@ -37,7 +37,7 @@ from specdec.models.text import settings as settings_lib
 from specdec.ngram import table as table_lib
 from specdec.verify import rules as rules_lib
 
-LIBTPU = pathlib.Path(__file__).parents[3] / 'build/libtpu/libtpu/libtpu.so'
+LIBTPU = user_cache.folder('libtpu') / 'libtpu/libtpu.so'
 """The TPU compiler, where scripts/install_libtpu.py puts it."""
 
 _TPU_ENVIRONMENT = {

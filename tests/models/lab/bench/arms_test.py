@@ -4,6 +4,7 @@ import contextlib
 import http.server
 import json
 import threading
+from unittest import mock
 
 import pytest
 import refusals
@@ -16,6 +17,8 @@ from specdec.models.lab.bench import endpoint as endpoint_lib
 from specdec.models.text import settings as settings_lib
 
 _EOS = 7
+_FIELDS_OF_TRANSFORMERS = {'model', 'prompt', 'max_tokens', 'stream', 'seed'}
+_FIELDS_OF_TRANSFORMERS |= {'generation_config'}
 _TOKENIZER = tiny_served.generator(None, None).pair.tokenizer
 
 
@@ -27,14 +30,22 @@ class _Server(http.server.BaseHTTPRequestHandler):
       count = 'vllm:spec_decode_num_accepted_tokens_total{engine="0"}'
       return self._answer(f'{count} {self.server.accepted}.0\n')
     model = {'id': 'counting', 'owned_by': self.server.kind}
+    if self.server.kind == 'transformers':
+      model |= {'owned_by': 'local', 'status': {'value': 'loaded'}}
     return self._answer(json.dumps({'data': [model]}))
 
   def do_POST(self):
     request = json.loads(self.rfile.read(int(self.headers['Content-Length'])))
     self.server.asked.append((self.headers['Authorization'], request))
-    if request['temperature'] > 1:
+    prompt, count = request['prompt'], request['max_tokens']
+    if self.server.kind == 'transformers':
+      # It refuses all other fields, and ids.
+      assert {*request} <= _FIELDS_OF_TRANSFORMERS
+      request |= json.loads(request.pop('generation_config'))
+      prompt = _TOKENIZER(prompt)['input_ids']
+    if request.get('temperature', 0) > 1:
       return self._answer('temperature is too high', 400)
-    first, count = request['prompt'][-1] + 1, request['max_tokens']
+    first = prompt[-1] + 1
     ids = [*range(first, first + count)]
     ended = _EOS in ids
     ids = ids[: ids.index(_EOS)] if ended else ids
@@ -79,7 +90,7 @@ def _arm(url, sampling=specdec.Sampling()):
   return endpoint_lib.EndpointArm(endpoint, task, (_EOS,), _TOKENIZER)
 
 
-@pytest.mark.parametrize('kind', ['vllm', 'llamacpp', 'other'])
+@pytest.mark.parametrize('kind', ['vllm', 'llamacpp', 'transformers', 'other'])
 def test_tokens_and_forwards_of_servers_are_counted_as_ours(kind, monkeypatch):
   """Where an answer has no ids, its text is encoded."""
   monkeypatch.setenv(endpoint_lib.KEY, 'secret')
@@ -88,7 +99,7 @@ def test_tokens_and_forwards_of_servers_are_counted_as_ours(kind, monkeypatch):
     result = arm([[10, 11], [20, 21]], 5)
     assert result.tokens == [[12, 13, 14, 15, 16], [22, 23, 24, 25, 26]]
     assert result.finish_reasons == ['length', 'length']
-    accepted = 0 if kind == 'other' else 4
+    accepted = 4 if kind in ('vllm', 'llamacpp') else 0
     assert result.stats.target_forwards == 10 - accepted
     assert arm([[10, 11]], 0).tokens == [[]]
     ended = arm([[3, 4]], 9)
@@ -97,7 +108,8 @@ def test_tokens_and_forwards_of_servers_are_counted_as_ours(kind, monkeypatch):
     for key, asked in server.asked:
       assert key == 'Bearer secret'
       words = {'model': 'counting', 'seed': 9, 'top_k': 3, 'top_p': 1.0}
-      words |= {'stop_token_ids': [_EOS], 'stream': True}
+      ends = 'stop_token_ids' if kind != 'transformers' else 'eos_token_id'
+      words |= {ends: [_EOS], 'stream': True}
       assert {name: asked[name] for name in words} == words
       reads_all = 'cache_prompt' in asked and asked['cache_prompt'] is False
       assert reads_all == (kind == 'llamacpp')
@@ -109,6 +121,16 @@ def test_what_a_server_cannot_do_is_told():
       _arm(url, specdec.Sampling(temperature=1.5))([[1]], 2)
     with pytest.raises(ValueError, match='take no --logit_bias'):
       _arm(url, specdec.Sampling(logit_bias={1: 2}))
+  with _serving('transformers') as (server, url):
+    _arm(url)([[10, 11]], 2)
+    _, asked = server.asked[0]
+    assert asked['do_sample'] is False
+    assert 'temperature' not in asked
+    endpoint = endpoint_lib.Endpoint(url)
+    other = mock.Mock(return_value={'input_ids': [2]}, bos_token=None)
+    other.decode.return_value = 'a'
+    with pytest.raises(ValueError, match='has others than the prompt'):
+      endpoint.to_prompt([1], other)
   with pytest.raises(ValueError, match='no server answers there'):
     _arm(url)
 
