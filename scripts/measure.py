@@ -30,8 +30,8 @@ _CONTEXT = flags.DEFINE_integer(
 _RANDOM = flags.DEFINE_bool(
   'random_weights',
   False,
-  'forward, draft: of --target and of --head, a block drafter, only config.json'
-  ' is read',
+  'forward, draft: of --target and of --head, a block drafter or own, only'
+  ' config.json is read',
 )
 _OF_DRAFT = flags.DEFINE_bool(
   'of_draft', False, 'forward: of --draft, in its dtype and with its tokens'

@@ -2,6 +2,7 @@
 
 import functools
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +12,11 @@ import tiny_heads
 
 import specdec
 from specdec import cache as cache_lib
+from specdec.models.lab.training import head_trainer
+from specdec.models.nn import eagle
 
 NUM_TEXTS, PROMPT, NEW = 4, 8, 40
+DEPTHS = 3  # Heads learn to draft so many tokens.
 # The target is unsure of some of its tokens. What a drafter learns is the text,
 # not how unsure the target is, so that no rounding makes it draft another one.
 _SHARPER = 10.0
@@ -97,16 +101,42 @@ def by_position(histogram):
   return reached[1:] / reached[:-1]
 
 
-def in_slots(drafter, prompts, target):
-  """The generations of prompts that come and go in two slots, as they end."""
-  slots = specdec.Slots(
-    target, num_slots=2, context=PROMPT + NEW, drafter=drafter
-  )
-  ended = []
-  for prompt in prompts:
-    if not slots.free:
-      ended += slots.advance().values()
-    slots.insert(prompt, jax.random.key(1), max_new_tokens=NEW)
-  while len(ended) < len(prompts):
-    ended += slots.advance().values()
-  return ended
+def fitted_head(config, *, norm=None, target=None) -> eagle.Head:
+  """A head that learned the texts; `norm` is the scale of its norm before."""
+  make = lambda: eagle.Head(config, rngs=nnx.Rngs(0))
+  graph, _ = nnx.split(nnx.eval_shape(make))
+  params = jax.jit(lambda: nnx.to_pure_dict(nnx.split(make())[1]))()
+  if norm is not None:
+    params['norm']['scale'] = jnp.asarray(norm)
+  loss = head_trainer.loss_function(graph, config, DEPTHS, 'float32')
+  params = fitted(loss, params, config.reads, steps=300, target=target)
+  return nnx.merge(graph, params)
+
+
+@jax.jit
+def right(head, tokens, of_layers) -> jax.Array:
+  """How much a head drafts rightly at each depth, `[DEPTHS]` fractions.
+
+  It begins at every place of the texts `[B, T]`, and goes on where all before
+  is right. `of_layers` are the target's states, see `hidden`. A depth has a row
+  for every place. The row sees the text up to there, and the rows of the same
+  place at the depths above.
+  """
+  rows, size = tokens.shape
+  cache = head.spec.init_cache(rows, DEPTHS * size)
+  states = tiny_heads.before(head, of_layers)
+  places = jnp.broadcast_to(jnp.arange(size)[None], tokens.shape)
+  text, same = jnp.tri(size, dtype=bool), jnp.eye(size, dtype=bool)
+  reached, fractions = places >= PROMPT - 1, []
+  for depth in range(DEPTHS):
+    blocks = [text, *[same] * depth, *[~text & text] * (DEPTHS - 1 - depth)]
+    mask = jnp.tile(jnp.concatenate(blocks, axis=1)[None], (rows, 1, 1))
+    read, wanted = (jnp.roll(tokens, -k, axis=1) for k in (depth, depth + 1))
+    states, cache = head.forward(read, places + depth, mask, cache, states)
+    cache = cache.replace(length=cache.length + size)
+    drafted = jnp.argmax(head.spec.logits(head.params, states), axis=-1)
+    reached &= places + depth + 1 < size
+    accepted = reached & (drafted == wanted)
+    fractions.append(jnp.sum(accepted) / jnp.sum(reached))
+    reached = accepted
+  return jnp.stack(fractions)

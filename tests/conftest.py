@@ -9,7 +9,8 @@ Models and drafters:
   or a staged drafter; there are tables of n-grams, of pairs and of blocks.
 - `tiny_recurrent`: a model whose state is a hash of its path, so that any wrong
   state shows; forwards of models with states.
-- `tiny_heads`, `block_folders`: heads and block drafters as others write them.
+- `tiny_heads`, `own_heads`, `block_folders`: heads and block drafters as others
+  write them.
 - `variants`, `gguf_files`, `tiny_blocks`: checkpoints of every family, GGUF
   files, matrices in blocks. `by_heart`: drafters that know some texts.
 - `tiny_demo`, `tiny_served`, `byte_level`, `plans`: stand-ins for the embedded

@@ -33,16 +33,12 @@ def _qwen(rng):
   }
 
 
-def _mimo(rng):
-  return {'model_type': 'mimo', 'num_nextn_predict_layers': 1}
-
-
 def config(family, number):
   """The keys of a shape of a family, `qwen` or `mimo`."""
   rng = np.random.RandomState(number)
   pick = lambda *values: values[rng.randint(len(values))]
   heads, kv_heads = pick((2, 1), (2, 2), (4, 2), (6, 2))
-  return {
+  keys = {
     'vocab_size': VOCAB,
     'hidden_size': 8 * heads,
     'intermediate_size': pick(24, 40),
@@ -55,8 +51,9 @@ def config(family, number):
     'tie_word_embeddings': pick(False, True),
     'bos_token_id': 0,
     'eos_token_id': 0,
-    **{'qwen': _qwen, 'mimo': _mimo}[family](rng),
   }
+  mimo = {'model_type': 'mimo', 'num_nextn_predict_layers': 1}
+  return keys | (mimo if family == 'mimo' else _qwen(rng))
 
 
 def _attention(keys, prefix):
@@ -81,11 +78,9 @@ def _attention(keys, prefix):
 
 def _delta(keys, prefix):
   """Shapes of a layer with a delta net."""
-  width, names = keys['hidden_size'], ('key', 'value')
-  (keys_of, values), (key, value) = (
-    [keys[f'linear_{pattern}'.format(name)] for name in names]
-    for pattern in ('num_{}_heads', '{}_head_dim')
-  )
+  width = keys['hidden_size']
+  keys_of, values = (keys[f'linear_num_{n}_heads'] for n in ('key', 'value'))
+  key, value = (keys[f'linear_{n}_head_dim'] for n in ('key', 'value'))
   mixed = 2 * keys_of * key + values * value
   shapes = {
     'A_log': (values,),
@@ -98,14 +93,10 @@ def _delta(keys, prefix):
     'norm.weight': (value,),
     'out_proj.weight': (width, values * value),
   }
-  layer_shapes = {
-    f'linear_attn.{name}': shape for name, shape in shapes.items()
-  }
-  rest = _attention(keys, '').items()
-  layer_shapes |= {
-    name: shape for name, shape in rest if 'self_attn' not in name
-  }
-  return {prefix + name: shape for name, shape in layer_shapes.items()}
+  others = _attention(keys, prefix).items()
+  return {
+    f'{prefix}linear_attn.{name}': shape for name, shape in shapes.items()
+  } | {name: shape for name, shape in others if 'self_attn' not in name}
 
 
 def tensors(keys):
@@ -222,24 +213,17 @@ def write_assistant(folder, number, **changed):
     is_full = kind == 'full_attention'
     size = text['global_head_dim' if is_full else 'head_dim']
     rows = text['num_attention_heads'] * size
-    layer_shapes = {f'{name}_layernorm.weight': (width,) for name in norms}
-    layer_shapes |= {
-      'self_attn.q_proj.weight': (rows, width),
-      'self_attn.q_norm.weight': (size,),
-      'self_attn.o_proj.weight': (width, rows),
-      'mlp.gate_proj.weight': (inner, width),
-      'mlp.up_proj.weight': (inner, width),
-      'mlp.down_proj.weight': (width, inner),
-      'layer_scalar': (1,),
-    }
+    layer_shapes = block_folders.layer_shapes(width, inner, rows, 0, width)
+    layer_shapes |= {f'{name}_layernorm.weight': (width,) for name in norms}
+    layer_shapes['self_attn.q_norm.weight'] = (size,)
+    layer_shapes['layer_scalar'] = (1,)
     if text['attention_bias']:
-      layer_shapes |= {
-        f'self_attn.{letter}_proj.bias': (rows,) for letter in 'q'
-      }
+      layer_shapes['self_attn.q_proj.bias'] = (rows,)
       layer_shapes['self_attn.o_proj.bias'] = (width,)
     shapes |= {
-      f'model.layers.{layer}.{name}': layer_shapes[name]
-      for name in layer_shapes
+      f'model.layers.{layer}.{name}': shape
+      for name, shape in layer_shapes.items()
+      if 0 not in shape  # It has no keys and values.
     }
   stored = {
     name: block_folders.draw(f'a.{name}', shape) + name.endswith('scalar')

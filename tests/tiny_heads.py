@@ -1,9 +1,12 @@
 """Tiny heads with random weights, in folders as their trainers write them."""
 
+import functools
 import pathlib
 import tempfile
 
 import block_folders
+import jax
+import jax.numpy as jnp
 import numpy as np
 import tiny
 import tiny_blocks
@@ -135,3 +138,44 @@ def random_head():
   with tempfile.TemporaryDirectory() as made:
     folder = write(pathlib.Path(made), 'sglang', tensors('eagle3'))
     return load(folder)
+
+
+def before(head, of_layers):
+  """`[B, T, H]`, the states before the tokens of texts, fused.
+
+  `of_layers` are the target's states after the tokens, see `by_heart.hidden`.
+  """
+  shifted = [
+    jnp.pad(of_layers[layer][:, 0], ((0, 0), (1, 0), (0, 0)))[:, :-1]
+    for layer in head.spec.reads
+  ]
+  return head.spec.fuse(head.params, *shifted)
+
+
+@functools.partial(jax.jit, static_argnames='depths')
+def drafted(head, text, of_layers, *, depths):
+  """What a head drafts after a text `[T]`, each time its most likely token.
+
+  Returns the tokens `[depths]`, and the logits `[T + depths, V]` after each
+  token of the text and each drafted one. For `of_layers` see `before`.
+  """
+
+  def forward(tokens, cache, states):
+    size = tokens.shape[1]
+    positions = cache.length[:, None] + jnp.arange(size)[None]
+    mask = cache_lib.causal_mask(cache.length, size, cache.num_slots)
+    given, cache = head.forward(tokens, positions, mask, cache, states)
+    cache = cache.replace(length=cache.length + size)
+    return head.spec.logits(head.params, given), given, cache
+
+  def draft(carry, _):
+    tokens, *others = carry
+    logits, states, cache = forward(tokens, *others)
+    return (best(logits), cache, states), (tokens[0, 0], logits[0, 0])
+
+  best = lambda logits: jnp.argmax(logits[:, -1:], axis=-1).astype(jnp.int32)
+  cache = head.spec.init_cache(1, text.size + depths)
+  logits, states, cache = forward(text[None], cache, before(head, of_layers))
+  carry = best(logits), cache, states[:, -1:]
+  _, (tokens, further) = jax.lax.scan(draft, carry, length=depths)
+  return tokens, jnp.concatenate([logits[0], further])

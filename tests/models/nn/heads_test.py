@@ -13,7 +13,6 @@ import pathlib
 import tempfile
 
 import by_heart
-from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +28,6 @@ from specdec import cache as cache_lib
 from specdec import step as step_lib
 from specdec.draft import head as head_lib
 from specdec.models.checkpoints.heads import heads
-from specdec.models.lab.training import head_trainer
 from specdec.models.nn import adapter
 from specdec.models.nn import eagle
 from specdec.models.nn import gpt2 as nn_gpt2
@@ -58,13 +56,6 @@ _TOLD = {'num_layers', 'reduced'}  # By the tensors.
 _UNTOLD = {'sglang': {'norm_output': True}, 'speculators': {'rope_theta': 1e4}}
 
 
-@jax.jit
-def _forward(head, tokens, positions, mask, cache, states):
-  given, cache = head.forward(tokens, positions, mask, cache, states)
-  cache = cache.replace(length=cache.length + tokens.shape[1])
-  return head.spec.logits(head.params, given), given, cache
-
-
 @pytest.mark.parametrize('name', _KINDS)
 def test_logits_are_those_of_the_formulas(name):
   """From a folder of a naming, against the formulas."""
@@ -79,35 +70,17 @@ def test_logits_are_those_of_the_formulas(name):
     tiny_heads.write(pathlib.Path(folder), naming, values, **options)
     head = tiny_heads.load(pathlib.Path(folder))
   assert head.spec.reads == (tiny_heads.READS if kind == 'eagle3' else (-1,))
-  text = tiny.prompts(3)[2][:9]
-  _, hidden = by_heart.hidden(np.array([text]))
+  text = np.array(tiny.prompts(3)[2][:9])
+  _, hidden = jax.device_get(by_heart.hidden(text[None]))
   slow = slow_head.SlowHead(
     values, heads=tiny_heads.HEADS, head_width=tiny_heads.HEAD_WIDTH, **flags
   )
   of_layers = np.stack([hidden[layer][0, 0] for layer in head.spec.reads], 1)
   index = tiny_heads.IDS if reduced else None
-  drafted, expected = slow.draft(text, of_layers, 4, index)
-
-  tokens = jnp.array([text])
-  positions = jnp.arange(len(text))[None]
-  slots = len(text) + 3
-  cache = head.spec.init_cache(1, slots)
-  shifted = [
-    jnp.pad(hidden[layer][:, 0], ((0, 0), (1, 0), (0, 0)))[:, :-1]
-    for layer in head.spec.reads
-  ]
-  states = head.spec.fuse(head.params, *shifted)
-  mask = cache_lib.causal_mask(cache.length, len(text), slots)
-  computed = []
-  for token in drafted:
-    logits, states, cache = _forward(
-      head, tokens, positions, mask, cache, states
-    )
-    computed.append(np.asarray(logits[0, -1]))
-    states, tokens = states[:, -1:], jnp.array([[token]])
-    positions = positions[:, -1:] + 1
-    mask = cache_lib.causal_mask(cache.length, 1, slots)
-  computed = np.array(computed)
+  drafted, expected = slow.draft(text.tolist(), of_layers, 4, index)
+  tokens, logits = tiny_heads.drafted(head, text, hidden, depths=3)
+  assert tokens.tolist() == drafted[:-1]
+  computed = np.asarray(logits)[len(text) - 1 :]
   if reduced:
     assert np.isneginf(np.delete(computed, index, axis=1)).all()
     computed = computed[:, index]
@@ -231,30 +204,32 @@ def test_the_states_that_are_read(keys, reads, tmp_path):
   assert heads.locate(folder, deep).config.reads == reads
 
 
-def _blocks(module, tokens, positions):
-  """The embedding, the layers and the final norm of a module."""
+def _states(module, tokens):
+  """The embedding, what each layer gives, and the last after the final norm."""
+  positions = jnp.arange(tokens.shape[1])[None]
   if isinstance(module, nn_gpt2.GPT2):
-    return module.wte(tokens) + module.wpe(positions), module.h, module.ln_f, ()
-  rope = module.config.rope.rotation(positions, module.config.head_width)
-  norm = module.norm
-  return module.embed_tokens(tokens), module.layers, norm, (rope,)
+    states = [module.wte(tokens) + module.wpe(positions)]
+    layers, norm, rope = module.h, module.ln_f, ()
+  else:
+    states = [module.embed_tokens(tokens)]
+    layers, norm = module.layers, module.norm
+    rope = (module.config.rope.rotation(positions, module.config.head_width),)
+  causal = jnp.tri(tokens.shape[1], dtype=bool)[None]
+  for layer in layers:
+    states.append(layer(states[-1], *rope, causal, None)[0])
+  return [*states, norm(states[-1])]
 
 
 @pytest.mark.parametrize('family', ['gpt2', 'llama'])
 def test_what_a_state_is(family):
   """State i goes into layer i, and the last one through the final norm."""
   module = tiny.module() if family == 'gpt2' else tiny.llama_module('llama')
-  tokens = jnp.array([[1, 5, 3, 2]])
-  model = adapter.as_model(module, hidden=(0, 1, 2, cache_lib.AFTER_NORM))
-  _, cache = model.causal(tokens, model.spec.init_cache(*tokens.shape))
-  hidden = {layer: states[:, 0] for layer, states in cache.hidden.items()}
-  near = functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-4)
-  first, layers, norm, rope = _blocks(module, tokens, jnp.arange(4)[None])
-  near(hidden[0], first)
-  causal = jnp.tril(jnp.ones((1, 4, 4), bool))
-  for number, layer in enumerate(layers):
-    near(hidden[number + 1], layer(hidden[number], *rope, causal, None)[0])
-  near(hidden[cache_lib.AFTER_NORM], norm(hidden[2]))
+  tokens, layers = np.array([[1, 5, 3, 2]]), (0, 1, 2, cache_lib.AFTER_NORM)
+  _, hidden = by_heart.hidden(tokens, adapter.as_model(module, hidden=layers))
+  expected = jax.jit(lambda: _states(module, tokens))()
+  for layer, states in zip(layers, expected, strict=True):
+    close = {'atol': 1e-5, 'rtol': 1e-4}
+    np.testing.assert_allclose(hidden[layer][:, 0], states, **close)
 
 
 @pytest.mark.parametrize('is_tied', [False, True])
@@ -416,13 +391,8 @@ def test_trees_of_every_step_with_plain_steps_and_turns(kind):
   assert {array.shape[2] for array in ctx.hidden.states.values()} == {longest}
 
 
-# A head that knows some texts by heart.
-
-_DRAFTED = 3
-
-
-def _trained(folder):
-  """An EAGLE-3 head trained on the texts, written and read again."""
+def test_an_overfitted_head_drafts_its_text(tmp_path):
+  """Alone, and in slots whose rows come and go."""
   config = eagle.HeadConfig(
     vocab_size=tiny.VOCAB_SIZE,
     num_positions=tiny.MAX_POSITIONS,
@@ -431,29 +401,24 @@ def _trained(folder):
     target_width=tiny_heads.WIDTH,
     reads=tiny_heads.READS,
   )
-  graph, variables = nnx.split(eagle.Head(config, rngs=nnx.Rngs(0)))
-  function = head_trainer.loss_function(graph, config, _DRAFTED, 'float32')
-  params = by_heart.fitted(
-    function, nnx.to_pure_dict(variables), config.reads, steps=1200
-  )
-  heads.save(nnx.merge(graph, params), folder)
-  return tiny_heads.load(folder)
-
-
-def test_an_overfitted_head_drafts_its_text(tmp_path):
-  """Alone, and in slots whose rows come and go."""
+  heads.save(by_heart.fitted_head(config), tmp_path)
   texts, target = by_heart.texts(), tiny_heads.target()
   drafter = specdec.fixed_drafter(
-    head_lib.HeadScorer(_trained(tmp_path)), topology_lib.chain(_DRAFTED)
+    head_lib.HeadScorer(tiny_heads.load(tmp_path)),
+    topology_lib.chain(by_heart.DEPTHS),
   )
   prompts = texts[:, : by_heart.PROMPT].tolist()
   result = by_heart.generate(drafter, prompts)
   assert result.tokens == texts[:, by_heart.PROMPT :].tolist()
   assert (by_heart.by_position(result.stats.accepted_histogram) >= 0.95).all()
-  ended = by_heart.in_slots(drafter, prompts, target)
-  tokens = sorted(generation.tokens[0] for generation in ended)
-  assert tokens == sorted(result.tokens)
-  histograms = [generation.stats.accepted_histogram for generation in ended]
+  slots = specdec.Slots(
+    target, num_slots=2, context=texts.shape[1], drafter=drafter
+  )
+  insert = {'rng_key': jax.random.key(1), 'max_new_tokens': by_heart.NEW}
+  jobs = [{'prompt': prompt} | insert for prompt in prompts]
+  generations, _ = tiny.in_slots(slots, jobs)
+  assert [one.tokens[0] for one in generations] == result.tokens
+  histograms = [one.stats.accepted_histogram for one in generations]
   assert np.sum(histograms, 0).tolist() == result.stats.accepted_histogram
 
 

@@ -6,13 +6,9 @@ import pathlib
 import tempfile
 
 import by_heart
-import equality_test
-from flax import nnx
-from flax import traverse_util
 import gguf
 import gguf_files
 import jax
-import jax.numpy as jnp
 import numpy as np
 import own_heads
 import pytest
@@ -26,9 +22,7 @@ from specdec.draft import head as head_lib
 from specdec.models.checkpoints import families
 from specdec.models.checkpoints import hub
 from specdec.models.checkpoints.heads import heads
-from specdec.models.lab.training import head_trainer
 from specdec.models.nn import adapter
-from specdec.models.nn import eagle
 from specdec.models.nn.cpu import build
 from specdec.models.text import choice as choice_lib
 from specdec.models.text import sources as sources_lib
@@ -44,42 +38,13 @@ _SHAPES = [
 ]
 
 
-def load(name, **options):
-  """A target and the head in its folder or file."""
+def load(name, *, hidden=(), **options):
+  """A target and the head in its folder or file; `hidden`: see `as_model`."""
   checkpoint = hub.locate(name)
   stored = heads.own(checkpoint)
   module = hub.read_module(checkpoint, **options)
-  target = adapter.as_model(module, hidden=stored.config.reads)
+  target = adapter.as_model(module, hidden=(*stored.config.reads, *hidden))
   return target, heads.load(stored, target, **options)
-
-
-@jax.jit
-def _forward(head, tokens, positions, cache, states):
-  mask = cache_lib.causal_mask(cache.length, tokens.shape[1], cache.num_slots)
-  given, cache = head.forward(tokens, positions, mask, cache, states)
-  cache = cache.replace(length=cache.length + tokens.shape[1])
-  return head.spec.logits(head.params, given), given, cache
-
-
-def _drafted(target, head):
-  """The tokens that the head drafts after the text, and its logits."""
-  text, slots = jnp.array(own_heads.TEXT)[None], own_heads.TEXT.size + 3
-  cache = jax.jit(lambda: target.spec.init_cache(1, text.size))()
-  _, cache = jax.jit(lambda cache: target.causal(text, cache))(cache)
-  hidden = [cache.hidden[layer][:, 0] for layer in head.spec.reads]
-  states = head.spec.fuse(head.params, *hidden)[:, :-1]
-  cache = head.spec.init_cache(1, slots)
-  positions = jnp.arange(1, text.size)[None]
-  tokens, by_depth, drafted = text[:, 1:], [], []
-  # Nothing is seen in the first slot, as in front of a text.
-  cache = cache.replace(length=cache.length + 1)
-  for _ in range(own_heads.DEPTHS + 1):
-    logits, states, cache = _forward(head, tokens, positions, cache, states)
-    by_depth.append(np.asarray(logits[0]))
-    drafted.append(int(np.argmax(by_depth[-1][-1])))
-    tokens, states = jnp.array([drafted[-1:]]), states[:, -1:]
-    positions = positions[:, -1:] + 1
-  return drafted[:-1], np.concatenate(by_depth)
 
 
 def _assistant(parent, number, **options):
@@ -97,16 +62,19 @@ def check_logits(family, number):
   """The logits of a folder are equal to the logits in the golden file."""
   with tempfile.TemporaryDirectory() as made:
     folder = pathlib.Path(made)
-    nested = family == 'qwen' and number % 2 == 1
     if family == 'gemma':
-      drafted, logits = _drafted(*_assistant(folder, number))
+      target, head = _assistant(folder, number)
     else:
+      nested = family == 'qwen' and number % 2 == 1
       own_heads.write(folder, family, number, nested=nested)
-      drafted, logits = _drafted(*load(folder))
+      target, head = load(folder)
+  text, depths = own_heads.TEXT, own_heads.DEPTHS
+  _, of_layers = by_heart.hidden(text[None], target)
+  drafted, logits = tiny_heads.drafted(head, text, of_layers, depths=depths)
+  of_words = np.asarray(logits)[1:, own_heads.WORDS]
   with np.load(own_heads.GOLDEN) as golden:
     name = f'{family}_{number}'
-    assert drafted == golden[f'{name}_drafted'].tolist()
-    of_words = logits[:, own_heads.WORDS]
+    np.testing.assert_array_equal(drafted, golden[f'{name}_drafted'])
     np.testing.assert_allclose(of_words, golden[name], atol=2e-4, rtol=0)
 
 
@@ -115,13 +83,11 @@ def test_logits_are_those_of_programs_in_torch(family, number):
   check_logits(family, number)
 
 
-# A head that knows some texts by heart.
-
-_DRAFTED = 3
-
+# A layer that knows some texts by heart.
 
 # Some coordinates are much larger after the final norm than before it.
 _SCALE = np.exp(np.random.RandomState(0).standard_normal(32))
+_BEFORE_NORM = 4  # The state that the final norm reads.
 
 
 def _write(folder, **changed):
@@ -132,37 +98,27 @@ def _write(folder, **changed):
 
 @functools.cache
 def _learned():
-  """The folder of a target, the texts, and an MTP layer trained on these."""
+  """A folder whose MTP layer knows texts of its target, the texts, states."""
   folder = pathlib.Path(tempfile.mkdtemp())
-  target, head = load(_write(folder))
+  target, head = load(_write(folder), hidden=(_BEFORE_NORM,))
   texts = by_heart.written(target, own_heads.VOCAB)
-  config = heads.own(hub.locate(folder)).config
-  made = eagle.Head(config, rngs=nnx.Rngs(0))
-  made.norm.scale[...] = jnp.float32(_SCALE)
-  graph, variables = nnx.split(made)
-  function = head_trainer.loss_function(graph, config, _DRAFTED, 'float32')
-  params = by_heart.fitted(
-    function,
-    nnx.to_pure_dict(variables),
-    config.reads,
-    steps=1200,
-    target=(target, texts, head.params['embedding'], head.params['lm_head']),
+  matrices = head.params['embedding'], head.params['lm_head']
+  learned = by_heart.fitted_head(
+    heads.own(hub.locate(folder)).config,
+    norm=np.float32(_SCALE),
+    target=(target, texts, *matrices),
   )
-  learned = {
-    families.parameter_name(path): np.asarray(leaf)
-    for path, leaf in traverse_util.flatten_dict(params).items()
-  }
-  stored = {
-    own_heads.stored_name(name): array - own_heads.is_norm(name)
-    for name, array in learned.items()
-  }
-  return _write(folder, **stored), texts
+  stored = {}
+  for path, leaf in hub.flat_params(learned)[1].items():
+    name = own_heads.stored_name(families.parameter_name(path))
+    stored[name] = np.asarray(leaf) - np.float32(own_heads.is_norm(name))
+  return _write(folder, **stored), texts, by_heart.hidden(texts, target)[1]
 
 
 @functools.cache
 def _file(kind):
   """A GGUF file of the same target, and of the MTP layer in a type."""
-  folder, _ = _learned()
+  folder, *_ = _learned()
   module = hub.load_module(folder)
   layers = module.config.num_layers
   canonical = heads.own(hub.locate(folder))
@@ -183,54 +139,46 @@ def _file(kind):
   return path
 
 
-def _accepted(target, head, kind='chain'):
-  """How much of the texts is accepted at each depth; checks the tokens."""
-  _, texts = _learned()
-  topology = topology_lib.chain(_DRAFTED)
+@pytest.mark.parametrize('kind', ['chain', 'tree'])
+def test_an_overfitted_layer_drafts_its_text(kind):
+  folder, texts, _ = _learned()
+  target, head = load(folder, hidden=(_BEFORE_NORM,))
+  topology = topology_lib.chain(by_heart.DEPTHS)
   if kind == 'tree':
-    topology = topology_lib.k_ary(2, _DRAFTED)
+    topology = topology_lib.k_ary(2, by_heart.DEPTHS)
   drafter = specdec.fixed_drafter(head_lib.HeadScorer(head), topology)
   prompts = texts[:, : by_heart.PROMPT].tolist()
   result = by_heart.generate(drafter, prompts, target)
   assert result.tokens == texts[:, by_heart.PROMPT :].tolist()
-  return by_heart.by_position(result.stats.accepted_histogram)
-
-
-@pytest.mark.parametrize('kind', ['chain', 'tree'])
-def test_an_overfitted_layer_drafts_its_text(kind):
-  assert min(_accepted(*load(_learned()[0]), kind)) >= 0.95
+  assert min(by_heart.by_position(result.stats.accepted_histogram)) >= 0.95
 
 
 @pytest.mark.parametrize('form', ['int8', 'int4', 'stored'])
-def test_so_does_one_of_few_bits(form):
+def test_few_bits_draft_the_text_too(form):
   """Next to a target in float32, with the kernels for CPU if there are any."""
-  folder, _ = _learned()
+  folder, texts, of_layers = _learned()
   target, _ = load(folder)
   name = _file('Q8_0') if form == 'stored' else folder
   stored = heads.locate(name, hub.locate(folder).config)
-  packed = build.is_available()
-  head = heads.load(stored, target, dtype=form, packed=packed)
-  assert min(_accepted(target, head)) >= 0.95
+  head = heads.load(stored, target, dtype=form, packed=build.is_available())
+  assert min(by_heart.right(head, texts, of_layers)) >= 0.95
 
 
 def test_states_before_a_norm_cost_acceptance():
   """The states of the target, and the layer's own states that it reads."""
-  folder, _ = _learned()
-  target, head = load(folder)
-  layers = hub.locate(folder).config.num_layers
-  module = hub.load_module(folder)
-  other = adapter.as_model(module, hidden=(layers,))
-  spec = dataclasses.replace(head.spec, reads=(layers,))
-  assert min(_accepted(other, head.replace(spec=spec))) < 0.8
+  folder, texts, of_layers = _learned()
+  _, head = load(folder)
+  assert min(by_heart.right(head, texts, of_layers)) >= 0.95
+  before = of_layers | {cache_lib.AFTER_NORM: of_layers[_BEFORE_NORM]}
+  assert min(by_heart.right(head, texts, before)) < 0.8
   # A norm does not see by what a state was divided before.
-  scale = head.params['head']['norm']['scale'][None, None]
-  ones = jax.tree.map(lambda leaf: leaf, head.params)
-  ones['head']['norm']['scale'] = jnp.ones_like(scale[0, 0])
-  logits = lambda params, states: head.spec.logits(params, states * scale)
-  spec = dataclasses.replace(head.spec, logits=logits)
-  accepted = _accepted(target, head.replace(params=ones, spec=spec))
-  assert accepted[0] >= 0.95
-  assert min(accepted) < 0.9
+  params = jax.tree.map(np.asarray, head.params)
+  scale = params['head']['norm']['scale']
+  params['head']['norm']['scale'] = np.ones_like(scale)
+  params['lm_head'] = params['lm_head'] * scale
+  own = by_heart.right(head.replace(params=params), texts, of_layers)
+  assert own[0] >= 0.95
+  assert min(own) < 0.9
 
 
 def test_a_gguf_file_has_the_same_layer():
@@ -241,32 +189,6 @@ def test_a_gguf_file_has_the_same_layer():
   for name, parameters in zip((folder, path), both, strict=True):
     parameters.append(load(name)[1].params)
   jax.tree.map(np.testing.assert_array_equal, *both)
-
-
-def test_slots_and_constraints_change_no_token():
-  """One row, and rows that come and go, each with its own temperature."""
-  folder, texts = _learned()
-  target, head = load(folder)
-  drafter = specdec.fixed_drafter(
-    head_lib.HeadScorer(head), topology_lib.chain(_DRAFTED)
-  )
-  prompts = texts[:, : by_heart.PROMPT].tolist()
-  ended = by_heart.in_slots(drafter, prompts, target)
-  tokens = sorted(generation.tokens[0] for generation in ended)
-  assert tokens == sorted(texts[:, by_heart.PROMPT :].tolist())
-  drafted, plain = (
-    specdec.generate(
-      target,
-      tiny.row_keys(2),
-      [[2, 3, 4, 5], [6]],
-      max_new_tokens=24,
-      sampling=specdec.Sampling(temperature=[0.0, 0.8]),
-      constraint=equality_test.Turns(),
-      drafter=each_drafter,
-    ).tokens
-    for each_drafter in (drafter, specdec.PLAIN)
-  )
-  assert drafted == plain
 
 
 _NORM = 'mtp.norm.weight'
@@ -311,11 +233,9 @@ def test_a_model_drafts_by_its_own_layer_unless_told_otherwise(tmp_path):
   assert heads_of(tmp_path / 'b', head=str(folder)) == 'MTP layer'
 
 
-@pytest.mark.parametrize('packed', [False, True])
-def test_an_assistant_changes_no_token(packed, tmp_path):
+def test_an_assistant_changes_no_token(tmp_path):
   """In trees, of texts of different lengths, also beyond a window."""
-  packed &= build.is_available()
-  target, head = _assistant(tmp_path, 4, packed=packed)
+  target, head = _assistant(tmp_path, 4, packed=build.is_available())
   drafter = specdec.fixed_drafter(
     head_lib.HeadScorer(head), topology_lib.k_ary(2, 2)
   )
