@@ -96,7 +96,9 @@ def abstract_devices(name: str) -> list[jax.Device]:
     ValueError: its compiler is not installed.
   """
   platform, topology = DEVICES[name]
-  options = {'target_config': _H100} if platform == 'cuda' else {}
+  options: dict[str, str] = {}
+  if platform == 'cuda':  # The plug-in ignores the name of a topology.
+    options = {'target_config': _H100, 'topology': topology}
   if platform == 'cpu':
     return jax.devices('cpu')
   if platform == 'tpu':
