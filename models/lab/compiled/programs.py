@@ -11,6 +11,7 @@ import functools
 import math
 import os
 import pathlib
+import tempfile
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from specdec import memory
 from specdec import watchers as watchers_lib
 from specdec.draft import lookup
 from specdec.models.checkpoints import hub
+from specdec.models.lab.compiled import graphs as graphs_lib
 from specdec.models.lab.compiled import hlo
 from specdec.models.nn import adapter
 from specdec.models.nn import matrices as matrices_lib
@@ -136,6 +138,7 @@ class Compiled:
   """A decode loop that was compiled for a device, or for several."""
 
   text: str  # The optimised program, which each device runs.
+  launches: str  # The list that `graphs.parse` reads; empty but for GPUs.
   #: Bytes: `temporary`, besides the arguments; `accessed`, all that XLA expects
   #: to read and write, each loop once; `held`, weights and caches per device;
   #: `least_held`: whole replicated arrays, and equal parts of divided ones.
@@ -149,7 +152,8 @@ class Compiled:
     Raises:
       ValueError: the program does not have exactly one outermost loop.
     """
-    loops = hlo.count(hlo.parse(self.text)).loops
+    graphs = graphs_lib.parse(self.launches).loops if self.launches else []
+    loops = hlo.count(hlo.parse(self.text), launched=iter(graphs)).loops
     if len(loops) != 1:
       names = [loop.name for loop in loops]
       raise ValueError(f'expected one decode loop, the program has {names}')
@@ -287,13 +291,19 @@ def compile_program(
   traced = loop.advance.trace(
     target, drafter, request, state, count, count, config=config
   )
-  compiled = lower(traced).compile(compiler_options=_OPTIONS[platform])
+  with tempfile.TemporaryDirectory() as folder:
+    options = dict(_OPTIONS[platform])
+    if platform == 'cuda':
+      options['xla_dump_to'] = folder
+    compiled = lower(traced).compile(compiler_options=options)
+    dumped = pathlib.Path(folder).glob(graphs_lib.FILE)
+    launches = ''.join(path.read_text() for path in dumped)
   is_cache = lambda leaf: isinstance(leaf, specdec.KVCache)
   caches = filter(is_cache, jax.tree.leaves(state, is_leaf=is_cache))
   held = jax.tree.leaves((target.params, drafter, *caches))
   figures, divided = memory_of(compiled, held, len(devices) if mesh else 1)
   names = tuple(stage.name for stage in drafter.stages)
-  return Compiled(compiled.as_text(), figures, divided, names)
+  return Compiled(compiled.as_text(), launches, figures, divided, names)
 
 
 def _placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
