@@ -138,7 +138,7 @@ class Compiled:
   """A decode loop that was compiled for a device, or for several."""
 
   text: str  # The optimised program, which each device runs.
-  launches: str  # The list that `graphs.parse` reads; empty but for GPUs.
+  launches: str | None  # The list that `graphs.parse` reads; of GPUs alone.
   #: Bytes: `temporary`, besides the arguments; `accessed`, all that XLA expects
   #: to read and write, each loop once; `held`, weights and caches per device;
   #: `least_held`: whole replicated arrays, and equal parts of divided ones.
@@ -152,7 +152,9 @@ class Compiled:
     Raises:
       ValueError: the program does not have exactly one outermost loop.
     """
-    graphs = graphs_lib.parse(self.launches).loops if self.launches else []
+    graphs = []
+    if self.launches is not None:
+      graphs = graphs_lib.parse(self.launches).loops
     loops = hlo.count(hlo.parse(self.text), launched=iter(graphs)).loops
     if len(loops) != 1:
       names = [loop.name for loop in loops]
@@ -297,7 +299,8 @@ def compile_program(
       options['xla_dump_to'] = folder
     compiled = lower(traced).compile(compiler_options=options)
     dumped = pathlib.Path(folder).glob(graphs_lib.FILE)
-    launches = ''.join(path.read_text() for path in dumped)
+    lists = ''.join(path.read_text() for path in dumped)
+  launches = lists if platform == 'cuda' else None
   is_cache = lambda leaf: isinstance(leaf, specdec.KVCache)
   caches = filter(is_cache, jax.tree.leaves(state, is_leaf=is_cache))
   held = jax.tree.leaves((target.params, drafter, *caches))

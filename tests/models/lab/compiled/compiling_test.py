@@ -154,7 +154,7 @@ def test_a_report_names_the_loops():
   expected = 'to_apply=%less, backend_config={"estimated_cycles":"7"}'
   program = _PROGRAM.replace('to_apply=%less', expected)
   compiled = programs.Compiled(
-    program, '', {}, frozenset(), ('draft', 'lookup')
+    program, None, {}, frozenset(), ('draft', 'lookup')
   )
   step, growth = compiled.loops()
   assert step['loop'] == 'decode step'
@@ -171,7 +171,7 @@ def test_what_is_no_program_is_refused():
     hlo.parse('module @jit_advance { func.func public @main() }')
   empty = 'ENTRY %main (a: s32[]) -> s32[] {\n}\n'
   with pytest.raises(ValueError, match='one decode loop'):
-    programs.Compiled(empty, '', {}, frozenset(), ()).loops()
+    programs.Compiled(empty, None, {}, frozenset(), ()).loops()
   tiny = dataclasses.replace(cost_model.MODELS['tinyllama-1.1b'], num_layers=1)
   task = programs.CompiledTask(target=tiny, draft=tiny, verify='block')
   with pytest.raises(ValueError, match='verify=block is for chains'):
