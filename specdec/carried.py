@@ -29,6 +29,7 @@ from typing import Any
 
 import flax.struct
 import jax
+from jax import lax
 import jax.numpy as jnp
 
 from specdec import cache as cache_lib
@@ -116,7 +117,14 @@ class Added(flax.struct.PyTreeNode):
       self.length[:, None] + offsets[None],
       num_slots,
     )
-    return jax.vmap(tree_lib.scatter)(arrays, index, new)
+    # A TPU takes longer to look up for all slots of a text.
+    return lax.platform_dependent(
+      arrays,
+      index,
+      new,
+      cuda=jax.vmap(tree_lib.looked_up),
+      default=jax.vmap(tree_lib.scattered),
+    )
 
 
 class Verified(flax.struct.PyTreeNode):

@@ -335,16 +335,18 @@ def accepted_path(
 # for all arrays, but takes a CPU passes over `M * n` entries.
 
 
-def _scattered(
+def scattered(
   old: tuple[jax.Array, ...], index: jax.Array, new: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
+  """`scatter` by scatters."""
   put = lambda array, values: array.at[index].set(values, mode='drop')
   return tuple(map(put, old, new))
 
 
-def _looked_up(
+def looked_up(
   old: tuple[jax.Array, ...], index: jax.Array, new: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
+  """`scatter` by look-ups."""
   hits = index[:, None] == jnp.arange(old[0].shape[0])[None]  # [n, M]
   is_new = jnp.any(hits, axis=0)
 
@@ -365,7 +367,7 @@ def scatter(
   integers of at least `NO_NODE`.
   """
   return lax.platform_dependent(
-    old, index, new, cpu=_scattered, default=_looked_up
+    old, index, new, cpu=scattered, default=looked_up
   )
 
 
