@@ -39,9 +39,8 @@ from specdec.models.text import settings as settings_lib
 from specdec.ngram import table as table_lib
 from specdec.verify import rules as rules_lib
 
-_FOLDER = (
-  pathlib.Path(__file__).resolve().parents[3]
-)  # `specdec/models` is a link.
+# `specdec/models` is a link.
+_FOLDER = pathlib.Path(__file__).resolve().parents[3]
 LIBTPU = _FOLDER / 'build/libtpu/libtpu/libtpu.so'
 """The TPU compiler, where scripts/install_libtpu.py puts it."""
 
