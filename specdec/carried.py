@@ -29,9 +29,11 @@ from typing import Any
 
 import flax.struct
 import jax
+from jax import lax
 import jax.numpy as jnp
 
 from specdec import cache as cache_lib
+from specdec.tree import tree as tree_lib
 
 
 class HiddenStates(flax.struct.PyTreeNode):
@@ -100,20 +102,29 @@ class Added(flax.struct.PyTreeNode):
   count: jax.Array
   length: jax.Array  #: `[B]` int32, of the texts before the step.
 
-  def append(self, array: jax.Array, new: jax.Array) -> jax.Array:
-    """Writes the first `count` of `new [B, D + 1]` after `array [B, T]`.
+  def append(
+    self, arrays: tuple[jax.Array, ...], new: tuple[jax.Array, ...]
+  ) -> tuple[jax.Array, ...]:
+    """Writes the first `count` of each of `new [B, D + 1]` after the text.
 
-    `array` has an entry for each token of the text.
+    `arrays`, `[B, T]` each, have an entry for each token of the text. For the
+    values see `tree.scatter`.
     """
-    offsets = jnp.arange(new.shape[1])[None]
+    num_slots, offsets = arrays[0].shape[1], jnp.arange(self.tokens.shape[1])
     # Writes that are out of range are dropped.
     index = jnp.where(
-      offsets < self.count[:, None],
-      self.length[:, None] + offsets,
-      array.shape[1],
+      offsets[None] < self.count[:, None],
+      self.length[:, None] + offsets[None],
+      num_slots,
     )
-    rows = jnp.arange(array.shape[0])[:, None]
-    return array.at[rows, index].set(new, mode='drop')
+    # A TPU takes longer to look up for all slots of a text.
+    return lax.platform_dependent(
+      arrays,
+      index,
+      new,
+      cuda=jax.vmap(tree_lib.looked_up),
+      default=jax.vmap(tree_lib.scattered),
+    )
 
 
 class Verified(flax.struct.PyTreeNode):

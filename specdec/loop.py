@@ -136,6 +136,13 @@ def start(
   return target.spec.place(state)
 
 
+def _counted(
+  state: step_lib.DecodeState, num_steps: jax.typing.ArrayLike
+) -> step_lib.DecodeState:
+  counters = statistics_lib.count_steps(state.counters, num_steps)
+  return state.replace(counters=counters)
+
+
 @mappings.jit(static_argnames='config', donate_argnames=('state',))
 def advance(
   target: model_lib.LanguageModel,
@@ -185,10 +192,10 @@ def advance(
   carry = (jnp.zeros((), jnp.int32), state)
   # A plain drafter has nothing to fall back from.
   if not (config.fallback and drafter.stages):
-    _, state = repeat(drafter, carry)
+    steps_done, state = repeat(drafter, carry)
   else:
-    _, state = lax.while_loop(goes_on, alternate, carry)
-  return target.spec.place(state)
+    steps_done, state = lax.while_loop(goes_on, alternate, carry)
+  return target.spec.place(_counted(state, steps_done))
 
 
 def _restarted(
@@ -405,7 +412,7 @@ def advance_recorded(
     state = _caught_up(drafter, state)
   chosen = drafter if speculate else drafter_lib.PLAIN
   state, record = step_lib.step(target, chosen, request, state, config)
-  return target.spec.place(state), record
+  return target.spec.place(_counted(state, 1)), record
 
 
 def result_of(state: step_lib.DecodeState) -> DecodeResult:

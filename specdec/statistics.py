@@ -25,27 +25,45 @@ from specdec.draft import stages as stages_lib
 class Counters(flax.struct.PyTreeNode):
   """Counters that the loop carries, read once at the end.
 
-  Counts bounded by the length of a text are int32; all others are `Total`s.
+  What is counted for rows is one array, because each array that changes costs a
+  GPU a kernel per step. The properties are int64 on the host. In a program they
+  are int32, which those overflow that are not bounded by the length of a text.
   """
 
   steps: total_lib.Total  #: `[]` batched target forwards, prefill apart.
-  #: `[B]` int32, those in which the row was not done yet.
-  target_forwards: jax.Array
-  #: `[B, D + 1]` int32; entry i counts the forwards that emitted i + 1 tokens.
-  emitted_histogram: jax.Array
-  nodes_verified: total_lib.Total  #: `[B]`, roots included.
-  #: `[B]` visible cache slots, summed over target forwards.
-  slots_read: total_lib.Total
+  #: `[B, 3 + D + 1]`, what the properties name, in their order.
+  of_rows: total_lib.Total
+
+  def _rows(self) -> Any:
+    rows = self.of_rows
+    return rows.wrapped if isinstance(rows, total_lib.Total) else rows
+
+  @property
+  def target_forwards(self) -> Any:
+    """`[B]`, target forwards in which the row was not done yet."""
+    return self._rows()[:, 0]
+
+  @property
+  def nodes_verified(self) -> Any:
+    """`[B]`, roots included."""
+    return self._rows()[:, 1]
+
+  @property
+  def slots_read(self) -> Any:
+    """`[B]`, visible cache slots, summed over target forwards."""
+    return self._rows()[:, 2]
+
+  @property
+  def emitted_histogram(self) -> Any:
+    """`[B, D + 1]`; entry i counts the forwards that emitted i + 1 tokens."""
+    return self._rows()[:, 3:]
 
 
 def init_counters(batch_size: int, max_depth: int) -> Counters:
   """Counters of zero."""
   return Counters(
     steps=total_lib.Total.zeros(),
-    target_forwards=jnp.zeros(batch_size, jnp.int32),
-    emitted_histogram=jnp.zeros((batch_size, max_depth + 1), jnp.int32),
-    nodes_verified=total_lib.Total.zeros(batch_size),
-    slots_read=total_lib.Total.zeros(batch_size),
+    of_rows=total_lib.Total.zeros(batch_size, 3 + max_depth + 1),
   )
 
 
@@ -55,17 +73,24 @@ def count_step(
   emitted: jax.Array,
   ctx: context_lib.StepContext,
 ) -> Counters:
-  """Counts one target forward over `nodes [B, N]`; `emitted [B]` new tokens."""
-  sizes = jnp.arange(1, counters.emitted_histogram.shape[1] + 1)[None]
+  """Counts one target forward over `nodes [B, N]`; `emitted [B]` new tokens.
+
+  `Counters.steps` is left to `count_steps`.
+  """
   active = ctx.active.astype(jnp.int32)
   num_nodes = jnp.sum(nodes >= 0, axis=1)
-  return Counters(
-    steps=counters.steps + 1,
-    target_forwards=counters.target_forwards + active,
-    emitted_histogram=counters.emitted_histogram + (sizes == emitted[:, None]),
-    nodes_verified=counters.nodes_verified + active * num_nodes,
-    slots_read=counters.slots_read + active * (ctx.length - 1 + num_nodes),
-  )
+  counted = active, active * num_nodes, active * (ctx.length - 1 + num_nodes)
+  place = jnp.arange(counters.of_rows.wrapped.shape[1])[None]
+  # The entries of the histogram come after those.
+  amounts = (place - len(counted) + 1 == emitted[:, None]).astype(jnp.int32)
+  for index, amount in enumerate(counted):
+    amounts = jnp.where(place == index, amount[:, None], amounts)
+  return counters.replace(of_rows=counters.of_rows + amounts)
+
+
+def count_steps(counters: Counters, number: jax.typing.ArrayLike) -> Counters:
+  """Counts the steps of a whole loop, which need no counter within it."""
+  return counters.replace(steps=counters.steps + number)
 
 
 def bytes_read(

@@ -173,18 +173,28 @@ def step(
     verdict, ends, valid, jnp.where(ctx.active, room, 0)
   )
   path = verdict.path(nodes)
-  origins = accept.emitted_origins(tree, nodes, verdict)
   added = carried_lib.Added(path, verdict.chosen, emitted, ctx.length)
   stages = stages_lib.observe(
     drafter, stages, _verified(tree, nodes, scores.logits, ctx)
   )
+  if drafter.stages:
+    origins = accept.emitted_origins(tree, nodes, verdict)
+    appended = added.append(
+      (state.tokens, state.origins), (verdict.chosen, origins)
+    )
+  else:  # After the text are zeros, which mean the target's own.
+    appended = *added.append((state.tokens,), (verdict.chosen,)), state.origins
   state = DecodeState(
-    tokens=added.append(state.tokens, verdict.chosen),
-    origins=added.append(state.origins, origins),
+    tokens=appended[0],
+    origins=appended[1],
     length=ctx.length + emitted,
     reason=jnp.where(ctx.active, reason, state.reason),
-    target=model_lib.keep(target_state, added),
-    stages=stages_lib.keep(drafter, stages, added, ctx.active),
+    # What lasts for one step is passed on as it came in, since an array that
+    # changes costs a GPU a kernel.
+    target=state.target.replace(
+      cache=model_lib.keep(target_state, added).cache
+    ),
+    stages=stages_lib.keep(drafter, state.stages, stages, added, ctx.active),
     adjusters=adjusters_lib.keep(
       request.adjusters, state.adjusters, tree, added
     ),

@@ -108,7 +108,8 @@ class LogProbs(flax.struct.PyTreeNode, Watcher):
 
   def keep(self, state: Any, added: carried_lib.Added) -> jax.Array:
     log_probs, new = state
-    return added.append(log_probs, new)
+    (appended,) = added.append((log_probs,), (new,))
+    return appended
 
   def values(self, state: Any) -> Mapping[str, jax.Array]:
     return {'log_probs': state}

@@ -258,7 +258,7 @@ def test_streams_keep_what_they_hold_where_it_was():
     # 4 rows, 4 KV heads of 8; the draft is whole on each device.
     assert _part(state.target.cache.keys[0])[:2] == (2, 1)
     assert _part(state.stages[0].scorer.cache.values[0])[:2] == (2, 4)
-    for of_rows in (state.tokens, state.counters.emitted_histogram):
+    for of_rows in (state.tokens, state.counters.of_rows.wrapped):
       assert _part(of_rows)[0] == 2
   assert loop.advance._cache_size() == compiled
   decoding.run()

@@ -154,7 +154,7 @@ def before(head, of_layers):
 
 @functools.partial(jax.jit, static_argnames='depths')
 def drafted(head, text, of_layers, *, depths):
-  """What a head drafts after a text `[T]`, each time its most likely token.
+  """Drafts after a text `[T]`, each time the most likely token of a head.
 
   Returns the tokens `[depths]`, and the logits `[T + depths, V]` after each
   token of the text and each drafted one. For `of_layers` see `before`.

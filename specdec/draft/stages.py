@@ -119,6 +119,7 @@ def observe(
 
 def keep(
   drafter: drafter_lib.Drafter,
+  before: tuple[StageState, ...],
   states: tuple[StageState, ...],
   added: carried_lib.Added,
   active: jax.Array,
@@ -126,7 +127,8 @@ def keep(
   """`Scorer.keep` of all stages; `active [B]` bool are the rows not done.
 
   The states of stages that the drafter does not have stay as they are: a plain
-  step between speculative ones.
+  step between speculative ones. Nothing of a step itself is left: it would cost
+  a GPU kernels, so all else is passed on as it was `before` the step.
   """
 
   def count(state: StageState) -> StageCounters:
@@ -139,11 +141,11 @@ def keep(
     )
 
   kept = tuple(
-    state.replace(
+    old.replace(
       scorer=stage.scorer.keep(state.scorer, added),
       counters=count(state),
     )
-    for stage, state in zip(drafter.stages, states, strict=False)
+    for stage, old, state in zip(drafter.stages, before, states, strict=False)
   )
   return kept + states[len(kept) :]
 

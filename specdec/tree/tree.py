@@ -58,16 +58,18 @@ class TokenTree(flax.struct.PyTreeNode):
 
 def init_tree(root_token: jax.Array, capacity: int) -> TokenTree:
   """A tree of M = `capacity` entries with the root alone."""
-  zeros = jnp.zeros(capacity, jnp.int32)
   is_root = jnp.arange(capacity) == ROOT
+  # A zero that XLA does not know, since a GPU would copy each constant array by
+  # a kernel of its own. These are one kernel.
+  zero = jnp.minimum(root_token, 0).astype(jnp.int32)
   return TokenTree(
-    token=jnp.where(is_root, root_token, 0).astype(jnp.int32),
-    parent=jnp.full(capacity, NO_NODE, jnp.int32),
-    depth=zeros,
-    cond_log_prob=jnp.zeros(capacity),
-    log_prob=jnp.where(is_root, 0.0, -jnp.inf),
-    origin=zeros,
-    size=jnp.ones((), jnp.int32),
+    token=jnp.where(is_root, root_token, zero).astype(jnp.int32),
+    parent=jnp.full(capacity, zero + NO_NODE),
+    depth=jnp.full(capacity, zero),
+    cond_log_prob=jnp.full(capacity, zero.astype(jnp.float32)),
+    log_prob=jnp.where(is_root, zero.astype(jnp.float32), -jnp.inf),
+    origin=jnp.where(is_root, 0, zero),
+    size=zero + 1,
   )
 
 
@@ -333,16 +335,18 @@ def accepted_path(
 # for all arrays, but takes a CPU passes over `M * n` entries.
 
 
-def _scattered(
+def scattered(
   old: tuple[jax.Array, ...], index: jax.Array, new: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
+  """`scatter` by scatters."""
   put = lambda array, values: array.at[index].set(values, mode='drop')
   return tuple(map(put, old, new))
 
 
-def _looked_up(
+def looked_up(
   old: tuple[jax.Array, ...], index: jax.Array, new: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
+  """`scatter` by look-ups."""
   hits = index[:, None] == jnp.arange(old[0].shape[0])[None]  # [n, M]
   is_new = jnp.any(hits, axis=0)
 
@@ -363,7 +367,7 @@ def scatter(
   integers of at least `NO_NODE`.
   """
   return lax.platform_dependent(
-    old, index, new, cpu=_scattered, default=_looked_up
+    old, index, new, cpu=scattered, default=looked_up
   )
 
 

@@ -147,10 +147,12 @@ def test_values_of_tokens_that_are_no_text_are_dropped():
   new = np.array([[7, 8, 9], [1, 2, 3]])
   count, length = np.array([0, 2]), np.array([1, 3])
   added = carried_lib.Added(new, new, count, length)
-  appended = jax.jit(carried_lib.Added.append)(
-    added, np.zeros((2, 4), int), new
+  slots = np.zeros((2, 4), np.int32)
+  tokens, scores = jax.jit(carried_lib.Added.append)(
+    added, (slots, slots - 0.5), (new, -new.astype(np.float32))
   )
-  assert appended.tolist() == [[0, 0, 0, 0], [0, 0, 0, 1]]
+  assert tokens.tolist() == [[0, 0, 0, 0], [0, 0, 0, 1]]
+  assert scores.tolist() == [[-0.5] * 4, [-0.5] * 3 + [-1]]
 
 
 def test_hidden_states_by_hand():

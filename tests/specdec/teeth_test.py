@@ -61,7 +61,7 @@ _BUGS = {
     ('request.row_keys,\n      state.length,'),
     (
       'request.row_keys,\n'
-      '      state.counters.steps.wrapped + 0 * state.length,'
+      '      state.counters.target_forwards + 0 * state.length,'
     ),
     'step.test_a_decode_of_all_that_a_step_does()',
   ),

@@ -15,11 +15,14 @@ conditional, only the one with the most kernels counts.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 import dataclasses
 import math
 import re
 from typing import Any
 from typing import NamedTuple
+
+from specdec.models.lab.compiled import graphs as graphs_lib
 
 _LARGE_COPY = 64 * 1024  # Bytes; larger copies are listed by shape.
 
@@ -154,13 +157,15 @@ class Loop:
   name: str = ''  # `op_name` of the loop; empty outside of loops.
   counts: Counter[str] = dataclasses.field(default_factory=Counter)
   layers: Counter[str] = dataclasses.field(default_factory=Counter)  # Kernels.
+  #: What ends graphs, by kind.
+  breaks: Counter[str] = dataclasses.field(default_factory=Counter)
   copies: Counter[str] = dataclasses.field(default_factory=Counter)  # By shape.
   exchanges: Counter[Exchange] = dataclasses.field(default_factory=Counter)
   loops: list['Loop'] = dataclasses.field(default_factory=list)
 
   def add(self, other: 'Loop', times: int = 1) -> None:
     """Adds the counts of another loop, `times` times, and its inner loops."""
-    for name in ('counts', 'layers', 'copies', 'exchanges'):
+    for name in ('counts', 'layers', 'breaks', 'copies', 'exchanges'):
       for key, count in getattr(other, name).items():
         getattr(self, name)[key] += times * count
     self.loops += other.loops
@@ -171,8 +176,10 @@ class Loop:
     Kernels are what the device launches, without asynchronous copies;
     `bookkeeping` are those outside of forwards; `copies` end in main memory. At
     each of the `branches`, conditionals and inner loops, a GPU waits for the
-    host, unless it is part of a command buffer. `whole_tensors` are exchanged
-    arrays of as many elements as a weight or cache that is `divided`.
+    host, unless it is part of a graph or the length of the loop is known. For
+    `graphs` and `breaks` see `graphs.Graphs`; only GPUs have them.
+    `whole_tensors` are exchanged arrays of as many elements as a weight or
+    cache that is `divided`.
     """
     layers, row = max(len(self.layers), 1), Counter[str]()
     collectives = Counter[str]()
@@ -193,32 +200,46 @@ class Loop:
       'whole_tensors': row['whole'],
       'host_transfers': self.counts['host'],
       'branches': self.counts['branches'],
+      'graphs': self.counts['graphs'],
+      'breaks': dict(self.breaks),
       'cycles': self.counts['cycles'],
     }
 
 
-def count(program: Program, computation: str = '') -> Loop:
-  """Counts of a computation outside of its loops; of the entry by default."""
+def count(
+  program: Program,
+  computation: str = '',
+  launched: Iterator[graphs_lib.Graphs] = iter(()),
+) -> Loop:
+  """Counts of a computation outside of its loops; of the entry by default.
+
+  `launched` are the graphs of its loops, on a GPU.
+  """
   total, name = Loop(), computation or program.entry
   for instruction in program.computations[name].values():
     opcode, called = instruction.opcode, instruction.called
     if opcode == 'while':
+      graphs = next(launched, graphs_lib.Graphs())
       loop = Loop(_search(_OP_NAME, instruction.attributes))
-      trips = _search(_TRIPS, instruction.attributes)
+      loop.counts['graphs'], loop.breaks = graphs.number, Counter(graphs.breaks)
+      trips, inner_loops = (
+        _search(_TRIPS, instruction.attributes),
+        iter(graphs.loops),
+      )
       # The condition, the first of both, is not run if the trips are known.
       for inner in called[1:] if trips else called:
-        loop.add(count(program, inner))
+        loop.add(count(program, inner, inner_loops))
       total.counts['branches'] += 1
       if trips:
         total.add(loop, int(trips))
       else:
         total.loops.append(loop)
     elif opcode == 'conditional':
-      branches = [count(program, branch) for branch in called]
+      branches = [count(program, branch, launched) for branch in called]
       total.counts['branches'] += 1
       total.add(max(branches, key=lambda branch: branch.counts['kernels']))
     elif opcode in ('call', 'async-start') and called:
-      total.add(count(program, called[0]))
+      total.add(count(program, called[0], launched))
     else:
       fused = [instruction]
       if opcode == 'fusion':

@@ -10,6 +10,8 @@ import dataclasses
 import functools
 import math
 import os
+import pathlib
+import tempfile
 from typing import Any
 
 import jax
@@ -27,6 +29,7 @@ from specdec import watchers as watchers_lib
 from specdec.draft import lookup
 from specdec.models import user_cache
 from specdec.models.checkpoints import hub
+from specdec.models.lab.compiled import graphs as graphs_lib
 from specdec.models.lab.compiled import hlo
 from specdec.models.nn import adapter
 from specdec.models.nn import matrices as matrices_lib
@@ -96,7 +99,9 @@ def abstract_devices(name: str) -> list[jax.Device]:
     ValueError: its compiler is not installed.
   """
   platform, topology = DEVICES[name]
-  options = {'target_config': _H100} if platform == 'cuda' else {}
+  options: dict[str, str] = {}
+  if platform == 'cuda':  # The plug-in ignores the name of a topology.
+    options = {'target_config': _H100, 'topology': topology}
   if platform == 'cpu':
     return jax.devices('cpu')
   if platform == 'tpu':
@@ -134,6 +139,7 @@ class Compiled:
   """A decode loop that was compiled for a device, or for several."""
 
   text: str  # The optimised program, which each device runs.
+  launches: str | None  # The list that `graphs.parse` reads; of GPUs alone.
   #: Bytes: `temporary`, besides the arguments; `accessed`, all that XLA expects
   #: to read and write, each loop once; `held`, weights and caches per device;
   #: `least_held`: whole replicated arrays, and equal parts of divided ones.
@@ -147,7 +153,10 @@ class Compiled:
     Raises:
       ValueError: the program does not have exactly one outermost loop.
     """
-    loops = hlo.count(hlo.parse(self.text)).loops
+    graphs = []
+    if self.launches is not None:
+      graphs = graphs_lib.parse(self.launches).loops
+    loops = hlo.count(hlo.parse(self.text), launched=iter(graphs)).loops
     if len(loops) != 1:
       names = [loop.name for loop in loops]
       raise ValueError(f'expected one decode loop, the program has {names}')
@@ -285,13 +294,20 @@ def compile_program(
   traced = loop.advance.trace(
     target, drafter, request, state, count, count, config=config
   )
-  compiled = lower(traced).compile(compiler_options=_OPTIONS[platform])
+  with tempfile.TemporaryDirectory() as folder:
+    options = dict(_OPTIONS[platform])
+    if platform == 'cuda':
+      options['xla_dump_to'] = folder
+    compiled = lower(traced).compile(compiler_options=options)
+    dumped = pathlib.Path(folder).glob(graphs_lib.FILE)
+    lists = ''.join(path.read_text() for path in dumped)
+  launches = lists if platform == 'cuda' else None
   is_cache = lambda leaf: isinstance(leaf, specdec.KVCache)
   caches = filter(is_cache, jax.tree.leaves(state, is_leaf=is_cache))
   held = jax.tree.leaves((target.params, drafter, *caches))
   figures, divided = memory_of(compiled, held, len(devices) if mesh else 1)
   names = tuple(stage.name for stage in drafter.stages)
-  return Compiled(compiled.as_text(), figures, divided, names)
+  return Compiled(compiled.as_text(), launches, figures, divided, names)
 
 
 def _placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:

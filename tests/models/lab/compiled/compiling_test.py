@@ -9,6 +9,7 @@ import pytest
 
 from specdec.models.lab import cost_model
 from specdec.models.lab.bench import record
+from specdec.models.lab.compiled import graphs as graphs_lib
 from specdec.models.lab.compiled import hlo
 from specdec.models.lab.compiled import programs
 
@@ -72,6 +73,65 @@ def test_large_copies_and_talk_with_the_host():
   assert not _step(_PROGRAM.replace('171', '170')).copies
 
 
+# Written by hand, for the loops of `_PROGRAM`. The sort cannot be part of a
+# graph, and the sum before it is too little for a graph of its own.
+_LAUNCHES = """\
+001: kCopy          [source       | next=002 (1)] kCopy
+002: kWhile         [prev=001 (1) | sink        ]
+condition:
+    003: kCustomKernel  [source | sink] less grid: [1, 1, 1]
+  body:
+    000: kCommandBuffer [source | next=006 (1)]
+        004: kCublasLtMatmul [source | sink] kCublasLtMatmul
+        005: kConditional    [source | sink]
+          true_branch:
+            006: kCustomKernel [source | sink] row grid: [1, 1, 1]
+    007: kWhile         [prev=000 (1) | sink]
+condition:
+        008: kCustomKernel  [source | sink] less grid: [1, 1, 1]
+      body:
+        009: kWhile         [source | sink]
+condition:
+            010: kCustomKernel  [source | sink] three grid: [1, 1, 1]
+          body:
+            011: kCustomKernel  [source | sink] sum grid: [1, 1, 1]
+            012: kSort          [source | sink] half
+            000: kCommandBuffer [source | sink]
+                013: kCustomKernel [source | sink] loop_add grid: [1, 1, 1]
+    000: kCommandBuffer [prev=007 (1) | sink]
+        014: kCopy [source | sink] kCopy
+"""
+
+
+def test_graphs_of_a_step_and_what_ends_them():
+  step, growth = programs.Compiled(
+    _PROGRAM, _LAUNCHES, {}, frozenset(), ('draft',)
+  ).loops()
+  assert (step['graphs'], step['breaks']) == (2, {'While': 1})
+  # The look-up takes three rounds.
+  assert growth['graphs'] == 3
+  assert growth['breaks'] == {'While': 1, 'CustomKernel': 3, 'Sort': 3}
+  (loop,) = graphs_lib.parse(
+    _LAUNCHES.replace('007: kWhile', '007: kCopy')
+  ).loops
+  assert loop.breaks == {'Copy': 1, 'While': 1}
+  with pytest.raises(ValueError, match='not a list of launches'):
+    graphs_lib.parse(_PROGRAM)
+
+
+def test_loops_within_graphs_are_no_launches():
+  inside = _LAUNCHES.replace('    007: kWhile', '        007: kWhile')
+  inside = inside.replace('\n        009', '\n            009')
+  # Graphs have no graphs within them.
+  inside = inside.replace(
+    '            000: kCommandBuffer [source | sink]\n', ''
+  )
+  (loop,) = graphs_lib.parse(inside).loops
+  assert (loop.number, loop.breaks) == (2, {})
+  (growth,) = loop.loops
+  assert (growth.number, growth.breaks, len(growth.loops)) == (0, {}, 1)
+
+
 _SHARED = (_GOLDEN / 'compiled_collectives.txt').read_text()
 
 
@@ -93,7 +153,9 @@ def test_exchanges_between_devices():
 def test_a_report_names_the_loops():
   expected = 'to_apply=%less, backend_config={"estimated_cycles":"7"}'
   program = _PROGRAM.replace('to_apply=%less', expected)
-  compiled = programs.Compiled(program, {}, frozenset(), ('draft', 'lookup'))
+  compiled = programs.Compiled(
+    program, None, {}, frozenset(), ('draft', 'lookup')
+  )
   step, growth = compiled.loops()
   assert step['loop'] == 'decode step'
   assert (step['bookkeeping'], step['host_transfers']) == (3, 1)
@@ -109,7 +171,7 @@ def test_what_is_no_program_is_refused():
     hlo.parse('module @jit_advance { func.func public @main() }')
   empty = 'ENTRY %main (a: s32[]) -> s32[] {\n}\n'
   with pytest.raises(ValueError, match='one decode loop'):
-    programs.Compiled(empty, {}, frozenset(), ()).loops()
+    programs.Compiled(empty, None, {}, frozenset(), ()).loops()
   tiny = dataclasses.replace(cost_model.MODELS['tinyllama-1.1b'], num_layers=1)
   task = programs.CompiledTask(target=tiny, draft=tiny, verify='block')
   with pytest.raises(ValueError, match='verify=block is for chains'):
