@@ -189,8 +189,8 @@ def step(
     origins=appended[1],
     length=ctx.length + emitted,
     reason=jnp.where(ctx.active, reason, state.reason),
-    # What lasts for one step is passed on as it came in, since an array that
-    # changes costs a GPU a kernel.
+    # An array that changes costs a GPU a kernel, so arrays that last for one
+    # step are passed on as they came in.
     target=state.target.replace(
       cache=model_lib.keep(target_state, added).cache
     ),

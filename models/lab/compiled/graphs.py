@@ -25,10 +25,10 @@ _LINE = re.compile(r'( *)(?:\d+: k(\w+)|(condition|body):)')
 
 @dataclasses.dataclass
 class Graphs:
-  """What the host launches in one round of a loop."""
+  """The launches of the host in one round of a loop."""
 
   number: int = 0  #: Graphs, without those of the loops within this one.
-  #: What ends graphs: launches outside of them, loops included, by kind.
+  #: Launches outside of graphs end these; loops count, too. By kind.
   breaks: Counter[str] = dataclasses.field(default_factory=Counter)
   #: The loops within this one, in the order in which they run.
   loops: list['Graphs'] = dataclasses.field(default_factory=list)

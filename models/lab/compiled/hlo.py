@@ -157,7 +157,7 @@ class Loop:
   name: str = ''  # `op_name` of the loop; empty outside of loops.
   counts: Counter[str] = dataclasses.field(default_factory=Counter)
   layers: Counter[str] = dataclasses.field(default_factory=Counter)  # Kernels.
-  #: What ends graphs, by kind.
+  #: Launches that end graphs, by kind.
   breaks: Counter[str] = dataclasses.field(default_factory=Counter)
   copies: Counter[str] = dataclasses.field(default_factory=Counter)  # By shape.
   exchanges: Counter[Exchange] = dataclasses.field(default_factory=Counter)

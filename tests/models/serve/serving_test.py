@@ -165,7 +165,7 @@ def _streamed(http, body, most=None):
 
 @pytest.mark.parametrize('kind', _KINDS)
 @pytest.mark.parametrize(
-  'number', [24, pytest.param(200, marks=pytest.mark.long)]
+  'number', [16, pytest.param(200, marks=pytest.mark.long)]
 )
 def test_every_answer_is_that_of_decoding_it_alone(kind, number):
   """Among many clients, of whom a third leave half-way."""
