@@ -56,7 +56,7 @@ def test_a_gpu_decodes_what_a_cpu_decodes(monkeypatch):
   names = {getattr(gpu, 'func', gpu).__name__ for gpu, _ in taken}
   always_wide = {'zeros_like'}  # A draft's forward over text and nodes.
   all_rounds = {'<lambda>'}  # A draft that need not pay.
-  others = {'_argmax', '_gathered', '_looked_up', 'unrolled'}
+  others = {'_argmax', '_gathered', '_looked_up', 'looked_up', 'unrolled'}
   assert names == always_wide | all_rounds | others
   np.testing.assert_array_equal(result.length, expected.length)
   for row, length in enumerate(expected.length):
@@ -92,8 +92,8 @@ def test_a_variance_in_one_pass_is_as_exact_as_one_in_two():
 
 def test_what_is_looked_up_is_what_a_scatter_writes_and_sums():
   rng = np.random.default_rng(0)
-  looked_up = jax.jit(tree_lib._looked_up)
-  scattered = jax.jit(tree_lib._scattered)
+  looked_up = jax.jit(tree_lib.looked_up)
+  scattered = jax.jit(tree_lib.scattered)
   arrays = lambda size: (rng.integers(9, size=size), rng.normal(size=size))
   equal = functools.partial(np.testing.assert_array_equal, strict=True)
   for _ in range(50):
