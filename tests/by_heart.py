@@ -16,7 +16,7 @@ from specdec.models.lab.training import head_trainer
 from specdec.models.nn import eagle
 
 NUM_TEXTS, PROMPT, NEW = 4, 8, 40
-DEPTHS = 3  # Heads learn to draft so many tokens.
+DEPTHS = 3  # The tokens that heads learn to draft.
 # The target is unsure of some of its tokens. What a drafter learns is the text,
 # not how unsure the target is, so that no rounding makes it draft another one.
 _SHARPER = 10.0

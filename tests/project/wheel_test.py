@@ -81,8 +81,8 @@ def test_commands_run_in_a_fresh_environment(wheel, tmp_path):
     )
 
   where = [python, '-c', 'import specdec; print(specdec.__file__)']
-  found = subprocess.check_output(where, cwd=tmp_path, env=environment)
-  assert found.decode().startswith(str(tmp_path / 'env'))
+  place = subprocess.check_output(where, cwd=tmp_path, env=environment)
+  assert place.decode().startswith(str(tmp_path / 'env'))
   drafted = json.loads(run('generate', '--json'))
   plain = json.loads(run('generate', '--json', '--method=plain'))
   assert drafted['tokens'] == plain['tokens']
