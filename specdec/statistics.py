@@ -25,13 +25,13 @@ from specdec.draft import stages as stages_lib
 class Counters(flax.struct.PyTreeNode):
   """Counters that the loop carries, read once at the end.
 
-  What is counted for rows is one array, because each array that changes costs a
-  GPU a kernel per step. The properties are int64 on the host. In a program they
-  are int32, which those overflow that are not bounded by the length of a text.
+  The counts of rows are one array, because each array that changes costs a GPU
+  a kernel per step. The properties are int64 on the host. In a program they are
+  int32, modulo 2^32.
   """
 
   steps: total_lib.Total  #: `[]` batched target forwards, prefill apart.
-  #: `[B, 3 + D + 1]`, what the properties name, in their order.
+  #: `[B, 3 + D + 1]`, the columns of the properties, in their order.
   of_rows: total_lib.Total
 
   def _rows(self) -> Any:

@@ -127,8 +127,8 @@ def keep(
   """`Scorer.keep` of all stages; `active [B]` bool are the rows not done.
 
   The states of stages that the drafter does not have stay as they are: a plain
-  step between speculative ones. Nothing of a step itself is left: it would cost
-  a GPU kernels, so all else is passed on as it was `before` the step.
+  step between speculative ones. Fields that last for one step are passed on as
+  they were `before` it, because an array that changes costs a GPU a kernel.
   """
 
   def count(state: StageState) -> StageCounters:

@@ -59,8 +59,8 @@ class TokenTree(flax.struct.PyTreeNode):
 def init_tree(root_token: jax.Array, capacity: int) -> TokenTree:
   """A tree of M = `capacity` entries with the root alone."""
   is_root = jnp.arange(capacity) == ROOT
-  # A zero that XLA does not know, since a GPU would copy each constant array by
-  # a kernel of its own. These are one kernel.
+  # A GPU copies each constant array by a kernel of its own. XLA does not know
+  # that tokens are not negative, so it computes all of these arrays in one.
   zero = jnp.minimum(root_token, 0).astype(jnp.int32)
   return TokenTree(
     token=jnp.where(is_root, root_token, zero).astype(jnp.int32),

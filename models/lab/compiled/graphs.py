@@ -1,4 +1,4 @@
-"""The graphs of a program for a GPU, from XLA's list of what the host launches.
+"""The graphs of a program for a GPU, from XLA's list of launches.
 
 XLA joins neighbouring launches into graphs (command buffers). A graph is one
 launch, and ends where something cannot be part of it. The list is indented:
@@ -44,7 +44,8 @@ def parse(text: str) -> Graphs:
     ValueError: the text has no launches.
   """
   outermost, is_condition = Graphs(), False
-  # Indentation and launches of what surrounds a line; whether it is in a graph.
+  # Each line around has its indentation, its launches, and whether these are in
+  # a graph.
   around = [(-1, outermost, False)]
   for match in filter(None, map(_LINE.match, text.splitlines())):
     indentation, kind, title = match.groups()

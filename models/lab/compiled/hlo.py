@@ -222,10 +222,8 @@ def count(
       graphs = next(launched, graphs_lib.Graphs())
       loop = Loop(_search(_OP_NAME, instruction.attributes))
       loop.counts['graphs'], loop.breaks = graphs.number, Counter(graphs.breaks)
-      trips, inner_loops = (
-        _search(_TRIPS, instruction.attributes),
-        iter(graphs.loops),
-      )
+      trips = _search(_TRIPS, instruction.attributes)
+      inner_loops = iter(graphs.loops)
       # The condition, the first of both, is not run if the trips are known.
       for inner in called[1:] if trips else called:
         loop.add(count(program, inner, inner_loops))
