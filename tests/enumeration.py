@@ -24,9 +24,8 @@ from specdec import adjusters as adjusters_lib
 from specdec import arguments as arguments_lib
 from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
+from specdec.draft import lookup
 from specdec.draft import ranking as ranking_lib
-from specdec.draft import recycling
-from specdec.draft import stored
 from specdec.models.nn import table_model
 from specdec.tree import topology as topology_lib
 from specdec.verify import rejection
@@ -143,8 +142,8 @@ def drafter(name: str, draft: np.ndarray) -> specdec.Drafter:
     ),
     'tables': tiny_drafters.candidates(*tables, config=_GROWN),
     'earlier': tiny_drafters.candidates(
-      stored.StoredTexts.of_texts([text]),
-      recycling.Recycling(num_kept=2, size=3),
+      lookup.StoredTexts.of_texts([text]),
+      lookup.Recycling(num_kept=2, size=3),
       config=_GROWN,
     ),
   }[name]

@@ -329,7 +329,7 @@ _BUGS = {
     'recurrent.test_lengthening_and_going_back_by_hand()',
   ),
   'a row learns what another row was told': (
-    'draft.recycling',
+    'draft.lookup',
     'rows = jnp.arange(entry.shape[0])[:, None]',
     'rows = jnp.arange(entry.shape[0])[::-1, None]',
     'earlier.test_recycling_against_a_loop()',

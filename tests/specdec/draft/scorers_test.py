@@ -21,7 +21,9 @@ _NUM_TOKENS = list_trees.NUM_TOKENS
 _MAX_LENGTH = 20
 _WIDTH = 4
 
-_propose = jax.jit(lambda proposer, *args: proposer.propose(*args))
+_propose = jax.jit(
+  lambda proposer, *args: proposer.propose((), specdec.Query(*args))
+)
 
 
 def _said(tokens, log_probs):
