@@ -33,7 +33,6 @@ from specdec.draft.head import HeadSpec as HeadSpec
 from specdec.draft.language_model import (
   LanguageModelScorer as LanguageModelScorer,
 )
-from specdec.draft.language_model import PromptTailScorer as PromptTailScorer
 from specdec.draft.lookup import NGram as NGram
 from specdec.draft.lookup import PromptLookup as PromptLookup
 from specdec.generation import Decoding as Decoding

@@ -273,8 +273,8 @@ def spread(mass: np.ndarray, at: np.ndarray, more: np.ndarray) -> None:
 @quick_jit
 def _distributions(target, draft, seen, sampling, keys):
   """Distributions of `[S, V]` logits, and the best tokens by rank."""
-  adjust = lambda logits: sampling_lib.adjust_logits(
-    logits[:, None], sampling, seen[:, None]
+  adjust = lambda logits: sampling_lib.penalize(
+    sampling_lib.add_bias(logits[:, None], sampling), sampling, seen[:, None]
   )
   target, draft = adjust(target), adjust(draft)
   nodes = jnp.zeros((target.shape[0], 1), jnp.int32)

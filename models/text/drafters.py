@@ -132,10 +132,9 @@ def _model_scorer(
     if isinstance(pair.head, head_lib.Head):
       return head_lib.HeadScorer(pair.head)
     return block_lib.BlockScorer(pair.head)
-  scorer = language_model.LanguageModelScorer(pair.draft)
-  if draft_prompt is None:
-    return scorer
-  return language_model.PromptTailScorer(scorer, draft_prompt)
+  return language_model.LanguageModelScorer(
+    pair.draft, most_tokens=draft_prompt
+  )
 
 
 def make_drafter(

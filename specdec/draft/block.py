@@ -133,12 +133,10 @@ class BlockScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
       self.drafter, self.name, hidden=self.drafter.spec.reads
     )
 
-  def forward_width(
-    self, width: int, max_depth: int, *, has_inner: bool
-  ) -> int:
-    """The W nodes alone: the text is not read in their places."""
+  def least_width(self, max_depth: int, has_inner: bool) -> int:
+    """A node alone: the text is not read in the places of nodes."""
     del max_depth, has_inner
-    return width
+    return 1
 
   def start(self, texts: carried_lib.Texts, num_scored: int) -> BlockState:
     spec = self.drafter.spec

@@ -158,21 +158,18 @@ class Scorer:
     """The facts of the scorer."""
     raise NotImplementedError
 
-  def forward_width(
-    self, width: int, max_depth: int, *, has_inner: bool
-  ) -> int:
-    """Text and nodes that one forward reads, where W nodes are to be scored.
+  def least_width(self, max_depth: int, has_inner: bool) -> int:
+    """How many tokens of text and nodes one forward reads at least.
 
-    By default max(W, 2), so that at least one unread token and one node fit.
+    By default 2, so that an unread token and a node fit.
 
     Args:
-      width: W.
       max_depth: D.
       has_inner: whether inner stages draft for it. Then it may lack more than
         one token of the text, as not every accepted node was scored.
     """
     del max_depth, has_inner
-    return max(width, 2)
+    return 2
 
   def start(self, texts: carried_lib.Texts, num_scored: int) -> Any:
     """The state before the first step; by default there is none.
@@ -245,10 +242,10 @@ class Stage(flax.struct.PyTreeNode):
     """The labels of its scorer, joined."""
     return '+'.join(self.scorer.facts.labels)
 
-  def forward_width(self, max_depth: int, *, has_inner: bool) -> int:
-    return self.scorer.forward_width(
-      self.config.width, max_depth, has_inner=has_inner
-    )
+  def forward_width(self, max_depth: int, has_inner: bool) -> int:
+    """How many tokens of text and nodes one forward reads."""
+    least = self.scorer.least_width(max_depth, has_inner)
+    return max(self.config.width, least)
 
 
 class Drafter(flax.struct.PyTreeNode):

@@ -123,7 +123,7 @@ def _score(
   pays: jax.Array,
 ) -> tuple[stages_lib.StageState, tree_lib.TokenTree]:
   """One forward of a stage; its candidates join the tree if it `pays`."""
-  width = stage.forward_width(ctx.max_depth, has_inner=policy.has_inner)
+  width = stage.forward_width(ctx.max_depth, policy.has_inner)
   padding = ((0, 0), (0, width - nodes.shape[1]))
   nodes = jnp.pad(nodes, padding, constant_values=tree_lib.NO_NODE)
   if policy.masks_rounds:

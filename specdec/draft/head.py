@@ -125,12 +125,10 @@ class HeadScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
       hidden=self.head.spec.reads,
     )
 
-  def forward_width(
-    self, width: int, max_depth: int, *, has_inner: bool
-  ) -> int:
-    """Room for a whole accepted path and the root, or for W nodes."""
+  def least_width(self, max_depth: int, has_inner: bool) -> int:
+    """Room for a whole accepted path and the root."""
     del has_inner
-    return max(width, max_depth + 1)
+    return max_depth + 1
 
   def start(self, texts: carried_lib.Texts, num_scored: int) -> HeadState:
     head = self.head

@@ -48,7 +48,7 @@ def _num_scored(drafter: drafter_lib.Drafter) -> list[int]:
   for index, stage in enumerate(drafter.stages):
     forwards = growths * stage.config.rounds
     has_inner = index + 1 < len(drafter.stages)
-    width = stage.forward_width(drafter.max_depth, has_inner=has_inner)
+    width = stage.forward_width(drafter.max_depth, has_inner)
     # A whole path must fit when it is committed.
     sizes.append(max(forwards * width, drafter.max_depth + 1))
     growths += forwards  # before each growth and after each forward

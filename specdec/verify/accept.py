@@ -1,8 +1,5 @@
 """The verdict of a rule of verification, and the tokens that follow from it."""
 
-from typing import Protocol
-from typing import runtime_checkable
-
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -38,35 +35,19 @@ class Verdict(flax.struct.PyTreeNode):
     return jnp.where(self.index >= 0, self.along_path(nodes), tree_lib.NO_NODE)
 
 
-@runtime_checkable
-class Rule(Protocol):
-  """A rule of verification; hashable, so static under `jit`.
+class Rule:
+  """Base of rules of verification; hashable, so static under `jit`."""
 
-  Attributes:
-    shares_noise: whether the target's choice at a position depends on noise
-      that drafts may know, so that they rank tokens with it.
-    children: how drafts choose the children of a node, one of
-      `sampling.CHILDREN`.
-    needs_chain: whether trees must be chains.
-    may_draw: whether children may be drawn.
-    keeps_tokens: whether the tokens are the same as by plain decoding, whatever
-      is drafted. If not, their distribution is the target's.
-  """
-
-  @property
-  def shares_noise(self) -> bool: ...
-
-  @property
-  def children(self) -> str: ...
-
-  @property
-  def needs_chain(self) -> bool: ...
-
-  @property
-  def may_draw(self) -> bool: ...
-
-  @property
-  def keeps_tokens(self) -> bool: ...
+  #: Whether the target's choice at a position depends on noise that drafts may
+  #: know, so that they rank tokens with it.
+  shares_noise: bool = False
+  #: How drafts choose the children of a node, one of `sampling.CHILDREN`.
+  children: str = sampling_lib.BEST
+  needs_chain: bool = False  #: Whether trees must be chains.
+  may_draw: bool = False  #: Whether children may be drawn.
+  #: Whether the tokens are the same as by plain decoding, whatever is drafted.
+  #: If not, their distribution is the target's.
+  keeps_tokens: bool = False
 
   def __call__(
     self,
@@ -89,6 +70,7 @@ class Rule(Protocol):
       randomness: of the step.
       sampling: the parameters.
     """
+    raise NotImplementedError
 
 
 def count_valid(logits: jax.Array, verdict: Verdict) -> jax.Array:

@@ -16,13 +16,10 @@ from specdec.verify import accept
 
 
 @dataclasses.dataclass(frozen=True)
-class MatchRule:
+class MatchRule(accept.Rule):
   """Accepts nodes as long as they are the target's choice; see `Rule`."""
 
   shares_noise = True
-  children = sampling_lib.BEST
-  needs_chain = False
-  may_draw = False
   keeps_tokens = True
 
   def __call__(

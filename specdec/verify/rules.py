@@ -25,8 +25,7 @@ def _rule_maker(verify: Any) -> Callable[[str], accept.Rule]:
   """An entry of `RULES`, or a function that returns a given rule."""
   if isinstance(verify, str) and verify in RULES:
     return RULES[verify]
-  is_rule = isinstance(verify, accept.Rule) and isinstance(verify, Hashable)
-  if not is_rule or isinstance(verify, type):
+  if not (isinstance(verify, accept.Rule) and isinstance(verify, Hashable)):
     raise ValueError(
       f'verify must be one of {tuple(RULES)} or a hashable'
       f' specdec.verify.accept.Rule, got {verify!r}'

@@ -131,8 +131,8 @@ def _block(edges=_TABLE - _TABLE.mean(0), mean=_TABLE.mean(0), **changes):
 
 def _tail():
   """A draft that reads the last three tokens of a prompt."""
-  draft = _by_model(tiny.draft('similar', num_layers=1))
-  return tiny_drafters.target(), specdec.PromptTailScorer(draft, 3)
+  draft = tiny.draft('similar', num_layers=1)
+  return tiny_drafters.target(), _by_model(draft, most_tokens=3)
 
 
 def _loaded(module, write):

@@ -236,11 +236,7 @@ _BUGS = {
   ),
   'a token is not seen before the next block': (
     'adjusters',
-    (
-      'sampling_lib.seen_by_nodes(\n'
-      '      nodes.tree, nodes.index, state, nodes.max_depth\n'
-      '    )'
-    ),
+    'jax.vmap(add_path)(nodes.tree, nodes.index, state)',
     'jnp.broadcast_to(state[:, None], logits.shape)',
     'step.test_a_decode_of_all_that_a_step_does()',
   ),

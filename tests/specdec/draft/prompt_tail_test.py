@@ -24,7 +24,7 @@ _SETTINGS = tiny_drafters.Settings(topology=topology_lib.k_ary(2, 2))
 def _of_tail(drafter, num_tokens=_C):
   """The drafter, but its outermost model reads only the ends of prompts."""
   outer, *others = drafter.stages
-  scorer = specdec.PromptTailScorer(outer.scorer, num_tokens)
+  scorer = outer.scorer.replace(most_tokens=num_tokens)
   return drafter.replace(stages=(outer.replace(scorer=scorer), *others))
 
 
@@ -112,7 +112,7 @@ def test_a_head_and_no_tokens_are_refused():
   with pytest.raises(ValueError, match='draft_prompt=8 is for a draft model'):
     drafters.make_drafter('chain', pair, settings)
   for wrong in (0, 2.5):
-    with pytest.raises(ValueError, match='num_tokens must be'):
+    with pytest.raises(ValueError, match='most_tokens must be'):
       _of_tail(
         tiny_drafters.model(tiny.draft('similar', num_layers=1), _SETTINGS),
         wrong,
