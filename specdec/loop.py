@@ -215,7 +215,7 @@ def _restarted(
   read, _ = model_lib.restart(target, state.target, texts)
   texts = texts.replace(hidden=carried_lib.of_text(read.cache))
   stages = stages_lib.restart(drafter, state.stages, texts)
-  counters = stages_lib.init_stage_counters(num_rows)
+  counters = stages_lib.StageCounters.zeros(num_rows)
   depth = state.counters.emitted_histogram.shape[1] - 1
   return state.replace(
     tokens=tokens,

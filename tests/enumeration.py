@@ -105,7 +105,7 @@ TOPOLOGIES = {
 } | {
   'binary tree': topology_lib.k_ary(2, 2),
   'ternary tree': topology_lib.k_ary(3, 2),
-  'ragged tree': topology_lib.from_paths(
+  'ragged tree': topology_lib.Topology(
     [(0,), (1,), (2,), (0, 0), (2, 0), (2, 1), (2, 1, 0)]
   ),
   'more children than tokens': topology_lib.k_ary(5, 1),

@@ -76,20 +76,6 @@ class BlockDrafter(model_lib.Network):
 
   spec: BlockSpec = flax.struct.field(pytree_node=False)
 
-  def apply(
-    self,
-    tokens: jax.Array,
-    positions: jax.Array,
-    mask: jax.Array,
-    cache: cache_lib.KVCache,
-  ) -> tuple[jax.Array, cache_lib.KVCache]:
-    """The logits of a block: what a forward costs can be measured."""
-    with jax.named_scope('forward'):
-      logits, _, cache = self.spec.propose(
-        self.params, tokens, positions, mask, cache
-      )
-    return logits, cache
-
   def read(
     self,
     hidden: carried_lib.HiddenStates,

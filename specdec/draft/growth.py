@@ -48,8 +48,13 @@ def grow(
   if not ctx.max_depth:
     return states, tree
   nothing = jnp.zeros(tree.token.shape, bool)
-  begun = map(stages_lib.begin_step, states)
-  return _grow(stages, tuple(begun), tree, ctx, nothing, first_origin=1)
+  begun = tuple(
+    state.replace(
+      scored=jnp.zeros_like(state.scored), counted=jnp.zeros_like(state.counted)
+    )
+    for state in states
+  )
+  return _grow(stages, begun, tree, ctx, nothing, first_origin=1)
 
 
 def _grow(

@@ -56,18 +56,6 @@ class Head(model_lib.Network):
 
   spec: HeadSpec = flax.struct.field(pytree_node=False)
 
-  def apply(
-    self,
-    tokens: jax.Array,
-    positions: jax.Array,
-    mask: jax.Array,
-    cache: cache_lib.KVCache,
-  ) -> tuple[jax.Array, cache_lib.KVCache]:
-    """Logits with states of zeros: what a forward costs can be measured."""
-    states = jnp.zeros((*tokens.shape, self.spec.width))
-    states, cache = self.forward(tokens, positions, mask, cache, states)
-    return self.spec.logits(self.params, states), cache
-
   def forward(
     self,
     tokens: jax.Array,
@@ -96,7 +84,7 @@ class Head(model_lib.Network):
     mask: jax.Array,
     cache: cache_lib.KVCache,
   ) -> cache_lib.KVCache:
-    before = hidden.before(positions, self.spec.reads)
+    before = hidden.at(positions - 1, self.spec.reads)
     states = self.spec.fuse(self.params, *before)
     return self.forward(tokens, positions, mask, cache, states)[1]
 
@@ -196,7 +184,7 @@ class HeadScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     """
     shape = (*planned.nodes.shape, self.head.spec.width)
     at_text = jnp.any(planned.nodes == tree_lib.ROOT) | jnp.any(num_text > 0)
-    before = ctx.hidden.before(planned.positions, self.head.spec.reads)
+    before = ctx.hidden.at(planned.positions - 1, self.head.spec.reads)
     fused = lax.cond(  # In the first forward of a step only.
       at_text,
       lambda: self.head.spec.fuse(self.head.params, *before),

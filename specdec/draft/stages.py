@@ -19,14 +19,11 @@ class StageCounters(flax.struct.PyTreeNode):
   row_forwards: total_lib.Total  #: `[B]`, those in which the row was not done.
   slots_read: total_lib.Total  #: `[B]`, visible cache slots, summed over these.
 
-
-def init_stage_counters(batch_size: int) -> StageCounters:
-  """Counters of zero."""
-  return StageCounters(
-    forwards=total_lib.Total.zeros(),
-    row_forwards=total_lib.Total.zeros(batch_size),
-    slots_read=total_lib.Total.zeros(batch_size),
-  )
+  @classmethod
+  def zeros(cls, batch_size: int) -> 'StageCounters':
+    """Counters of zero."""
+    of_rows = total_lib.Total.zeros(batch_size)
+    return cls(total_lib.Total.zeros(), of_rows, of_rows)
 
 
 class StageState(flax.struct.PyTreeNode):
@@ -70,7 +67,7 @@ def start(
       scored=jnp.zeros((batch_size, capacity), bool),
       proposals=jnp.zeros((batch_size, capacity, drawn_from)),
       counted=jnp.zeros((batch_size, 2), jnp.int32),
-      counters=init_stage_counters(batch_size),
+      counters=StageCounters.zeros(batch_size),
     )
 
   return tuple(map(of_stage, drafter.stages, _num_scored(drafter)))
@@ -95,13 +92,6 @@ def restart(
     return state.replace(scorer=scorer, counters=counters)
 
   return tuple(map(of_stage, drafter.stages, states, _num_scored(drafter)))
-
-
-def begin_step(state: StageState) -> StageState:
-  """The state with nothing scored and nothing counted yet."""
-  return state.replace(
-    scored=jnp.zeros_like(state.scored), counted=jnp.zeros_like(state.counted)
-  )
 
 
 def observe(

@@ -294,7 +294,7 @@ def test_grown_trees_have_the_targets_law(name):
         worlds,
         np.array([root]),
         np.ones(1),
-        topology_lib.from_paths([*guesses]),
+        topology_lib.Topology([*guesses]),
         rejection.RejectionRule(),
         guesses,
       )[0]

@@ -43,7 +43,7 @@ def _arguments(shape):
   )
   drafter = tiny_drafters.simple('staged', draft, guesses)
   if shape == 'gaps':
-    gaps = tiny_drafters.Settings(topology=topology_lib.from_paths(_PATHS))
+    gaps = tiny_drafters.Settings(topology=topology_lib.Topology(_PATHS))
     drafter = tiny_drafters.candidates(_few(_TABLE), config=gaps)
   return {
     'target': target,
