@@ -136,13 +136,6 @@ def start(
   return target.spec.place(state)
 
 
-def _counted(
-  state: step_lib.DecodeState, num_steps: jax.typing.ArrayLike
-) -> step_lib.DecodeState:
-  counters = statistics_lib.count_steps(state.counters, num_steps)
-  return state.replace(counters=counters)
-
-
 @mappings.jit(static_argnames='config', donate_argnames=('state',))
 def advance(
   target: model_lib.LanguageModel,
@@ -195,7 +188,8 @@ def advance(
     steps_done, state = repeat(drafter, carry)
   else:
     steps_done, state = lax.while_loop(goes_on, alternate, carry)
-  return target.spec.place(_counted(state, steps_done))
+  counters = state.counters.with_steps(steps_done)
+  return target.spec.place(state.replace(counters=counters))
 
 
 def _restarted(
@@ -279,11 +273,14 @@ def _row(tree: Any, row: jax.Array) -> Any:
   return jax.tree.map(lambda array: take(array) if array.ndim else array, tree)
 
 
-def _with_row(tree: Any, row: jax.Array, values: Any) -> Any:
-  """A state with the values of a row, which `_row` took; scalars stay."""
+def _with_row(
+  tree: Any, row: jax.Array, values: Any, *, takes_scalars: bool = False
+) -> Any:
+  """A state with the values of a row, which `_row` took."""
   put = lambda old, new: lax.dynamic_update_slice_in_dim(old, new, row, axis=0)
+  choose = lambda old, new: new if takes_scalars else old
   return jax.tree.map(
-    lambda old, new: put(old, new) if old.ndim else old, tree, values
+    lambda old, new: (put if old.ndim else choose)(old, new), tree, values
   )
 
 
@@ -315,8 +312,8 @@ def insert(
   so far, and only the last call has a limit above 0.
 
   Args:
-    target: the target.
-    drafter: the drafter.
+    target: as in `start`.
+    drafter: as in `start`.
     request: the state's request, with a `logit_bias` per row if there is one.
     state: from `start`, `advance` or `insert`; consumed.
     row: `[]` int32.
@@ -361,10 +358,7 @@ def end_row(
 ) -> step_lib.DecodeState:
   """The state in which a row is done, wherever its text is.
 
-  Args:
-    target: the target.
-    state: from `start`, `advance` or `insert`; consumed.
-    row: `[]` int32.
+  The `state`, from `start`, `advance` or `insert`, is consumed.
   """
   reason = state.reason.at[row].set(accept.LIMIT)
   return target.spec.place(state.replace(reason=reason))
@@ -386,10 +380,7 @@ def put_row(
   state: step_lib.DecodeState, row: jax.Array, alone: step_lib.DecodeState
 ) -> step_lib.DecodeState:
   """The state of all rows after one of them, from `take_row`, was decoded."""
-  put = lambda old, new: lax.dynamic_update_slice_in_dim(old, new, row, axis=0)
-  return jax.tree.map(
-    lambda old, new: put(old, new) if old.ndim else new, state, alone
-  )
+  return _with_row(state, row, alone, takes_scalars=True)
 
 
 @mappings.jit(
@@ -412,7 +403,8 @@ def advance_recorded(
     state = _caught_up(drafter, state)
   chosen = drafter if speculate else drafter_lib.PLAIN
   state, record = step_lib.step(target, chosen, request, state, config)
-  return target.spec.place(_counted(state, 1)), record
+  state = state.replace(counters=state.counters.with_steps(1))
+  return target.spec.place(state), record
 
 
 def result_of(state: step_lib.DecodeState) -> DecodeResult:

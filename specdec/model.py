@@ -176,12 +176,8 @@ def start(
   """The state of a network that has read the texts, all but their last tokens.
 
   Padding is fed, too: no token of a text can see it, and its slots come after
-  the text. Nothing is computed if P is 0.
-
-  Args:
-    network: the network.
-    texts: the texts.
-    window_size: slots for what is scored in one step.
+  the text. Nothing is computed if P is 0. `window_size` are slots for what is
+  scored in one step.
   """
   spec, tokens = network.spec, texts.tokens
   batch_size = tokens.shape[0]
@@ -412,15 +408,7 @@ def restart(
   """Between steps: feeds the text that the cache lacks, all but the root.
 
   It is fed in chunks of one size, so that one program reads texts of all
-  lengths.
-
-  Args:
-    network: the network.
-    state: its state.
-    texts: the texts, with `kept`.
-
-  Returns:
-    The state, and the number of forwards, `[]` int32.
+  lengths. Returns the state, and the number of forwards, `[]` int32.
   """
   assert texts.kept is not None
   cache = cache_lib.rewind(state.cache, texts.kept)

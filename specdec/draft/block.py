@@ -105,10 +105,6 @@ class BlockScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
   drafter: BlockDrafter  #: A block drafter for the target.
   #: C, candidates of each depth; static.
   num_candidates: int = flax.struct.field(pytree_node=False, default=64)
-  #: The weight of the target's noise in the ranking of candidates; static. The
-  #: best tokens with all of their noise are independent draws from each depth,
-  #: which go together badly.
-  noise_weight: float = flax.struct.field(pytree_node=False, default=1.0)
   #: The name of the stage; static.
   name: str = flax.struct.field(pytree_node=False, default='block')
 
@@ -161,7 +157,7 @@ class BlockScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     tokens, log_probs = self._children(state, parents, depth, ctx.sampling)
     log_probs = ctx.adjusted_few(log_probs, tree, nodes, tokens)
     kept = sampling_lib.keep(log_probs, ctx.sampling)
-    noise = self.noise_weight * ctx.randomness.noise.at(depth).of_tokens(tokens)
+    noise = ctx.randomness.noise.at(depth).of_tokens(tokens)
     ranked = jax.nn.log_softmax(
       config.calibration * (kept.filtered() + noise), axis=-1
     )

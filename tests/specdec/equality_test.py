@@ -216,7 +216,7 @@ _PAIRS = {
   'wrong table': lambda: (_table(_TABLE), _by_model(_table(tiny.table(24, 1)))),
   'block': _block,
   'block without edges': lambda: _block(None),
-  'block with noise': lambda: _block(_TABLE, 0 * _TABLE[0], noise_weight=1.0),
+  'block with noise': lambda: _block(_TABLE, 0 * _TABLE[0]),
   'tail': _tail,
   'hashes': lambda: (_hashed(), _by_model(_hashed(1.0))),
   'lfm2': lambda: (_llama('lfm2'), _by_model(_llama('delta'))),
