@@ -58,7 +58,7 @@ from specdec.tree.topology import chain as chain
 from specdec.tree.topology import k_ary as k_ary
 from specdec.tree.topology import Topology as Topology
 from specdec.tree.topology import TreeShape as TreeShape
-from specdec.verify.match import MatchRule as MatchRule
+from specdec.verify.accept import MatchRule as MatchRule
 from specdec.verify.rejection import RejectionRule as RejectionRule
 from specdec.verify.rejection import TraversalRule as TraversalRule
 

@@ -203,6 +203,22 @@ def _adjusters(
   return (*adjusters, *given, *([] if constraint is None else [constraint]))
 
 
+def _watchers(
+  options: Options, vocab_size: int
+) -> tuple[watchers_lib.Watcher, ...]:
+  """The watchers of a request, in their order."""
+  eos_ids, stop = options.get('eos_ids', ()), options.get('stop')
+  ids = arguments_lib.to_ids('eos_ids', eos_ids, vocab_size)
+  watchers: list[watchers_lib.Watcher] = []
+  if ids:
+    watchers.append(watchers_lib.EndOfText(jnp.array([ids], jnp.int32)))
+  if stop is not None:
+    watchers.append(watchers_lib.StopStrings(stop))
+  if options.get('log_probs', False):
+    watchers.append(watchers_lib.LogProbs())
+  return tuple(watchers)
+
+
 @dataclasses.dataclass(frozen=True)
 class Prompts:
   """The prompts of a decode, checked, as arrays on the host."""
@@ -259,13 +275,7 @@ def prepare(
     row_keys=arguments_lib.row_keys(rng_key, num_rows),
     sampling=params,
     adjusters=_adjusters(params, options, vocab_size),
-    watchers=watchers_lib.make_watchers(
-      eos_ids=arguments_lib.to_ids(
-        'eos_ids', options.get('eos_ids', ()), vocab_size
-      ),
-      stop=stop,
-      log_probs=options.get('log_probs', False),
-    ),
+    watchers=_watchers(options, vocab_size),
     break_even=jnp.asarray(threshold),
   )
   return request, config

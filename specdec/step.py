@@ -29,7 +29,6 @@ from specdec.draft import growth
 from specdec.draft import stages as stages_lib
 from specdec.tree import tree as tree_lib
 from specdec.verify import accept
-from specdec.verify import match
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +38,7 @@ class DecodeConfig:
   #: Room in the buffers; the limit itself is dynamic and at most this.
   max_new_tokens: int = 128
   #: The rule of verification, see `specdec.verify`.
-  rule: accept.Rule = dataclasses.field(default_factory=match.MatchRule)
+  rule: accept.Rule = dataclasses.field(default_factory=accept.MatchRule)
   #: Whether decoding may go on plainly where speculation does not pay, see
   #: `Request.break_even`.
   fallback: bool = False

@@ -107,27 +107,6 @@ class LogProbs(flax.struct.PyTreeNode, Watcher):
     return appended
 
 
-def make_watchers(
-  *,
-  eos_ids: Sequence[int] | np.ndarray = (),
-  stop: stop_strings.StopTable | None = None,
-  log_probs: bool = False,
-) -> tuple[Watcher, ...]:
-  """The watchers that a request needs.
-
-  `eos_ids` serve all rows, or are an array of `EndOfText`.
-  """
-  watchers: list[Watcher] = []
-  if len(eos_ids):
-    ids = np.atleast_2d(np.asarray(eos_ids, np.int32))
-    watchers.append(EndOfText(jnp.asarray(ids)))
-  if stop is not None:
-    watchers.append(StopStrings(stop))
-  if log_probs:
-    watchers.append(LogProbs())
-  return tuple(watchers)
-
-
 def in_sections(
   watchers: tuple[Watcher, ...], sections: Sequence[int] | np.ndarray
 ) -> tuple[Watcher, ...]:

@@ -20,7 +20,7 @@ from specdec.draft import growth
 from specdec.draft import stages as stages_lib
 from specdec.models.nn import table_model
 from specdec.tree import tree as tree_lib
-from specdec.verify import match
+from specdec.verify import accept
 
 CAPACITY = 14
 NUM_TOKENS = 4
@@ -123,7 +123,11 @@ def match_context(
 
   `noise`: `[B, D + 1, V]`; `seen`: `[B, V]`, for a repetition penalty.
   """
-  kw = {'active': length > 0, 'rule': match.MatchRule(), 'target_bytes': 1} | kw
+  kw = {
+    'active': length > 0,
+    'rule': accept.MatchRule(),
+    'target_bytes': 1,
+  } | kw
   if seen is not None:
     penalty = adjusters_lib.RepetitionPenalty(seen.shape[1])
     kw |= {'adjusters': (penalty,), 'adjuster_states': (seen,)}

@@ -1,4 +1,6 @@
-"""The verdict of a rule of verification, and the tokens that follow from it."""
+"""What verification accepts: verdicts, rules, and the tokens that follow."""
+
+import dataclasses
 
 import flax.struct
 import jax
@@ -71,6 +73,39 @@ class Rule:
       sampling: the parameters.
     """
     raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class MatchRule(Rule):
+  """Accepts nodes as long as they are the target's choice; see `Rule`.
+
+  The target's choice at every node is a function of its logits and of the
+  position alone (see `specdec.sampling`), so plain decoding emits the same
+  tokens, whatever was drafted (arXiv 2408.07978).
+  """
+
+  shares_noise = True
+  keeps_tokens = True
+
+  def __call__(
+    self,
+    tree: tree_lib.TokenTree,
+    nodes: jax.Array,
+    logits: jax.Array,
+    proposals: jax.Array,
+    randomness: randomness_lib.Randomness,
+    sampling: sampling_lib.SamplingParams,
+  ) -> Verdict:
+    del proposals
+    noise = randomness.noise.at(jax.vmap(tree_lib.pick)(tree.depth, nodes))
+    choices = sampling_lib.choose(logits, noise, sampling)
+    max_depth = randomness.noise.num_positions - 1
+    index, accepted = jax.vmap(tree_lib.accepted_path, (0, 0, 0, None))(
+      tree, nodes, choices, max_depth
+    )
+    # The choices along the path take the place of the nodes.
+    verdict = Verdict(index=index, accepted=accepted, chosen=index)
+    return verdict.replace(chosen=verdict.along_path(choices))
 
 
 def count_valid(logits: jax.Array, verdict: Verdict) -> jax.Array:

@@ -22,7 +22,7 @@ all that is below it, and accepted with all in front of it. On a chain this is
 block verification (Sun et al., arXiv 2403.10444, algorithm 2).
 
 The emitted tokens have the target's distribution, but plain decoding with the
-same seed emits others. `specdec.verify.match` emits the same.
+same seed emits others. `accept.MatchRule` emits the same.
 """
 
 import dataclasses

@@ -3,34 +3,20 @@
 from collections.abc import Callable
 from collections.abc import Hashable
 import functools
-from typing import Any
 
 from specdec import sampling as sampling_lib
 from specdec.draft import drafter as drafter_lib
 from specdec.tree import topology as topology_lib
 from specdec.verify import accept
-from specdec.verify import match
 from specdec.verify import rejection
 
 RULES: dict[str, Callable[[str], accept.Rule]] = {
-  'match': lambda children: match.MatchRule(),
+  'match': lambda children: accept.MatchRule(),
   'rejection': rejection.RejectionRule,
   'traversal': rejection.TraversalRule,
   'block': functools.partial(rejection.TraversalRule, needs_chain=True),
 }
 """The rules of verification by name, made from how children are chosen."""
-
-
-def _rule_maker(verify: Any) -> Callable[[str], accept.Rule]:
-  """An entry of `RULES`, or a function that returns a given rule."""
-  if isinstance(verify, str) and verify in RULES:
-    return RULES[verify]
-  if not (isinstance(verify, accept.Rule) and isinstance(verify, Hashable)):
-    raise ValueError(
-      f'verify must be one of {tuple(RULES)} or a hashable'
-      f' specdec.verify.accept.Rule, got {verify!r}'
-    )
-  return lambda children: verify
 
 
 def to_rule(
@@ -48,7 +34,15 @@ def to_rule(
   Raises:
     ValueError: the arguments are not known or do not go together.
   """
-  make_rule = _rule_maker(verify)
+  if isinstance(verify, str) and verify in RULES:
+    make_rule = RULES[verify]
+  elif isinstance(verify, accept.Rule) and isinstance(verify, Hashable):
+    make_rule = lambda children: verify
+  else:
+    raise ValueError(
+      f'verify must be one of {tuple(RULES)} or a hashable'
+      f' specdec.verify.accept.Rule, got {verify!r}'
+    )
   rule, choices = make_rule(sampling_lib.BEST), (None, *sampling_lib.CHILDREN)
   if children not in choices:
     raise ValueError(f'children must be one of {choices}, got {children!r}')

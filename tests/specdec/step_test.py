@@ -129,7 +129,7 @@ def test_stop_strings_go_on_where_the_emitted_tokens_led():
 
 
 def test_rows_end_by_tokens_of_their_own():
-  [watcher] = watchers_lib.make_watchers(eos_ids=[[4, -1], [5, 6]])
+  watcher = watchers_lib.EndOfText(np.array([[4, -1], [5, 6]]))
   chosen = np.array([[4, 5, 6], [6, 4, 5]])
 
   @jax.jit

@@ -33,7 +33,7 @@ _BUGS = {
     'tree.test_the_accepted_path()',
   ),
   'bonus token from the wrong node': (
-    'verify.match',
+    'verify.accept',
     '.along_path(choices)',
     '.replace(index=jax.numpy.roll(index, 1, 1)).along_path(choices)',
     'step.test_a_decode_of_all_that_a_step_does()',
@@ -72,7 +72,7 @@ _BUGS = {
     'enumeration.test_the_randomness_of_a_step_is_of_these_keys()',
   ),
   'target chooses with the noise of the depth above': (
-    'verify.match',
+    'verify.accept',
     '(tree.depth, nodes)',
     '(tree.depth, nodes) - 1',
     'step.test_a_decode_of_all_that_a_step_does()',
