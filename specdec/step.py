@@ -157,7 +157,8 @@ def step(
     target, state.target, tree, nodes, ctx, may_lag=False
   )
   logits = ctx.adjusted(scores.logits, tree, nodes)
-  proposals = stages_lib.proposals_of(drafter, stages, tree)
+  nothing = jnp.zeros((*tree.token.shape, 0))
+  proposals = stages[0].proposals if drafter.stages else nothing
   verdict = config.rule(
     tree, nodes, logits, proposals, ctx.randomness, ctx.sampling
   )
@@ -173,9 +174,7 @@ def step(
   )
   path = verdict.path(nodes)
   added = carried_lib.Added(path, verdict.chosen, emitted, ctx.length)
-  stages = stages_lib.observe(
-    drafter, stages, _verified(tree, nodes, scores.logits, ctx)
-  )
+  seen = _verified(tree, nodes, scores.logits, ctx)
   if drafter.stages:
     origins = accept.emitted_origins(tree, nodes, verdict)
     appended = added.append(
@@ -193,7 +192,9 @@ def step(
     target=state.target.replace(
       cache=model_lib.keep(target_state, added).cache
     ),
-    stages=stages_lib.keep(drafter, state.stages, stages, added, ctx.active),
+    stages=stages_lib.keep(
+      drafter, state.stages, stages, seen, added, ctx.active
+    ),
     adjusters=adjusters_lib.keep(
       request.adjusters, state.adjusters, tree, added
     ),

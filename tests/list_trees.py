@@ -227,7 +227,7 @@ def grown_from(drafter, stages, tokens, length, active, noise, sampling):
 def kept(drafter, stages, path, count):
   """States after a step that keeps the first `count [B]` nodes of a path."""
   added = carried_lib.Added(path, path, count, 0 * count)
-  return stages_lib.keep(drafter, stages, stages, added, count > 0)
+  return stages_lib.keep(drafter, stages, stages, None, added, count > 0)
 
 
 def lists_of(tree):

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from specdec import carried as carried_lib
 from specdec import total as total_lib
 from specdec.draft import drafter as drafter_lib
-from specdec.tree import tree as tree_lib
 
 
 class StageCounters(flax.struct.PyTreeNode):
@@ -94,63 +93,35 @@ def restart(
   return tuple(map(of_stage, drafter.stages, states, _num_scored(drafter)))
 
 
-def observe(
-  drafter: drafter_lib.Drafter,
-  states: tuple[StageState, ...],
-  seen: carried_lib.Verified,
-) -> tuple[StageState, ...]:
-  """`Scorer.observe` of all stages that the drafter has."""
-  observed = tuple(
-    state.replace(scorer=stage.scorer.observe(state.scorer, seen))
-    for stage, state in zip(drafter.stages, states, strict=False)
-  )
-  return observed + states[len(observed) :]
-
-
 def keep(
   drafter: drafter_lib.Drafter,
   before: tuple[StageState, ...],
   states: tuple[StageState, ...],
+  seen: carried_lib.Verified,
   added: carried_lib.Added,
   active: jax.Array,
 ) -> tuple[StageState, ...]:
-  """`Scorer.keep` of all stages; `active [B]` bool are the rows not done.
+  """`Scorer.observe` and `Scorer.keep` of all stages that the drafter has.
 
-  The states of stages that the drafter does not have stay as they are: a plain
-  step between speculative ones. Fields that last for one step are passed on as
-  they were `before` it, because an array that changes costs a GPU a kernel.
+  `active [B]` bool are the rows that are not done. The states of stages that
+  the drafter does not have stay as they are: a plain step between speculative
+  ones. Fields that last for one step are passed on as they were `before` it,
+  because an array that changes costs a GPU a kernel.
   """
 
-  def count(state: StageState) -> StageCounters:
+  def of_stage(
+    stage: drafter_lib.Stage, old: StageState, state: StageState
+  ) -> StageState:
     of_rows = jnp.where(active[:, None], state.counted, 0)
-    before = state.counters
-    return StageCounters(
-      forwards=before.forwards + state.counted[0, 0],
-      row_forwards=before.row_forwards + of_rows[:, 0],
-      slots_read=before.slots_read + of_rows[:, 1],
+    counters = state.counters
+    counters = StageCounters(
+      forwards=counters.forwards + state.counted[0, 0],
+      row_forwards=counters.row_forwards + of_rows[:, 0],
+      slots_read=counters.slots_read + of_rows[:, 1],
     )
+    scorer = stage.scorer.observe(state.scorer, seen)
+    scorer = stage.scorer.keep(scorer, added)
+    return old.replace(scorer=scorer, counters=counters)
 
-  kept = tuple(
-    old.replace(
-      scorer=stage.scorer.keep(state.scorer, added),
-      counters=count(state),
-    )
-    for stage, old, state in zip(drafter.stages, before, states, strict=False)
-  )
+  kept = tuple(map(of_stage, drafter.stages, before, states))
   return kept + states[len(kept) :]
-
-
-def proposals_of(
-  drafter: drafter_lib.Drafter,
-  states: tuple[StageState, ...],
-  tree: tree_lib.TokenTree,
-) -> jax.Array:
-  """`[B, M, V]`, the proposals of the outermost stage in this step.
-
-  Without stages there are none, and the array is of size 0; in a plain step
-  between speculative ones they are zeros.
-  """
-  if drafter.stages:
-    return states[0].proposals
-  size = states[0].proposals.shape[2] if states else 0
-  return jnp.zeros((*tree.token.shape, size))
