@@ -30,7 +30,6 @@ from specdec import statistics as statistics_lib
 from specdec import step as step_lib
 from specdec import total as total_lib
 from specdec.draft import drafter as drafter_lib
-from specdec.draft import stages as stages_lib
 from specdec.tree import tree as tree_lib
 from specdec.verify import accept
 
@@ -51,7 +50,7 @@ class DecodeResult(flax.struct.PyTreeNode):
   watchers: tuple[Any, ...]  #: The states of the request's watchers.
   counters: statistics_lib.Counters  #: See `specdec.statistics`.
   #: For each stage, outermost first.
-  stage_counters: tuple[stages_lib.StageCounters, ...]
+  stage_counters: tuple[drafter_lib.StageCounters, ...]
   #: `[]`, steps in which the fallback drafted nothing.
   plain_steps: total_lib.Total
 
@@ -78,7 +77,7 @@ def _caught_up(
     hidden=carried_lib.of_text(state.target.cache),
   )
   return state.replace(
-    stages=stages_lib.restart(drafter, state.stages, texts),
+    stages=drafter_lib.restart(drafter, state.stages, texts),
     fallback=fallback.replace(stages_lag=fallback.stages_lag & ~reads),
   )
 
@@ -125,7 +124,7 @@ def start(
     length=request.prompt_length,
     reason=_reason(request),
     target=read,
-    stages=stages_lib.start(
+    stages=drafter_lib.start(
       drafter, texts, target.spec.vocab_size if draws else 0
     ),
     adjusters=carried_lib.start(request.adjusters, texts),
@@ -208,8 +207,8 @@ def _restarted(
   texts = carried_lib.Texts(tokens, length, num_slots, kept)
   read, _ = model_lib.restart(target, state.target, texts)
   texts = texts.replace(hidden=carried_lib.of_text(read.cache))
-  stages = stages_lib.restart(drafter, state.stages, texts)
-  counters = stages_lib.StageCounters.zeros(num_rows)
+  stages = drafter_lib.restart(drafter, state.stages, texts)
+  counters = drafter_lib.StageCounters.zeros(num_rows)
   depth = state.counters.emitted_histogram.shape[1] - 1
   return state.replace(
     tokens=tokens,

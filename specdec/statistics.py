@@ -18,7 +18,6 @@ from specdec import hosts
 from specdec import model as model_lib
 from specdec import total as total_lib
 from specdec.draft import drafter as drafter_lib
-from specdec.draft import stages as stages_lib
 
 
 class Counters(flax.struct.PyTreeNode):
@@ -196,7 +195,7 @@ def _cost(forward: float, slot: float, state: float) -> dict[str, float]:
 
 def summarize(
   counts: tuple[
-    Counters, tuple[stages_lib.StageCounters, ...], total_lib.Total
+    Counters, tuple[drafter_lib.StageCounters, ...], total_lib.Total
   ],
   origins: np.ndarray,
   prompt_lengths: np.ndarray,

@@ -26,7 +26,6 @@ from specdec import statistics as statistics_lib
 from specdec import watchers as watchers_lib
 from specdec.draft import drafter as drafter_lib
 from specdec.draft import growth
-from specdec.draft import stages as stages_lib
 from specdec.tree import tree as tree_lib
 from specdec.verify import accept
 
@@ -76,7 +75,7 @@ class DecodeState(flax.struct.PyTreeNode):
   reason: jax.Array  #: `[B]` int32, why the row is done, see `verify.accept`.
   target: model_lib.ModelState  #: The state of the target.
   #: The states of the drafter's stages.
-  stages: tuple[stages_lib.StageState, ...]
+  stages: tuple[drafter_lib.StageState, ...]
   adjusters: tuple[Any, ...]  #: The states of the request's adjusters.
   watchers: tuple[Any, ...]  #: The states of the request's watchers.
   counters: statistics_lib.Counters  #: The counters so far.
@@ -174,7 +173,9 @@ def step(
   )
   path = verdict.path(nodes)
   added = carried_lib.Added(path, verdict.chosen, emitted, ctx.length)
-  seen = _verified(tree, nodes, scores.logits, ctx)
+  tokens = jax.vmap(tree_lib.pick)(tree.token, nodes)
+  is_node = (nodes >= 0) & ctx.active[:, None]
+  seen = carried_lib.Verified(jnp.where(is_node, tokens, -1), scores.logits)
   if drafter.stages:
     origins = accept.emitted_origins(tree, nodes, verdict)
     appended = added.append(
@@ -192,7 +193,7 @@ def step(
     target=state.target.replace(
       cache=model_lib.keep(target_state, added).cache
     ),
-    stages=stages_lib.keep(
+    stages=drafter_lib.keep(
       drafter, state.stages, stages, seen, added, ctx.active
     ),
     adjusters=adjusters_lib.keep(
@@ -203,18 +204,6 @@ def step(
     fallback=_account(state.fallback, emitted, ctx, request, config),
   )
   return state, StepRecord(tree=tree, nodes=nodes, path=path, emitted=emitted)
-
-
-def _verified(
-  tree: tree_lib.TokenTree,
-  nodes: jax.Array,
-  logits: jax.Array,
-  ctx: context_lib.StepContext,
-) -> carried_lib.Verified:
-  """The observation of the stages; see `carried.Verified`."""
-  tokens = jax.vmap(tree_lib.pick)(tree.token, nodes)
-  known = (nodes >= 0) & ctx.active[:, None]
-  return carried_lib.Verified(jnp.where(known, tokens, -1), logits)
 
 
 def _account(

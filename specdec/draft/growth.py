@@ -21,11 +21,10 @@ import jax.numpy as jnp
 from specdec import context as context_lib
 from specdec import sampling as sampling_lib
 from specdec.draft import drafter as drafter_lib
-from specdec.draft import stages as stages_lib
 from specdec.tree import topology as topology_lib
 from specdec.tree import tree as tree_lib
 
-_States = tuple[stages_lib.StageState, ...]
+_States = tuple[drafter_lib.StageState, ...]
 _Grown = tuple[_States, tree_lib.TokenTree]
 # The nodes of the next round, and whether there is one.
 _Planned = tuple[jax.Array, jax.Array]
@@ -118,13 +117,13 @@ def _grow(
 
 def _score(
   stage: drafter_lib.Stage,
-  state: stages_lib.StageState,
+  state: drafter_lib.StageState,
   tree: tree_lib.TokenTree,
   nodes: jax.Array,
   ctx: context_lib.StepContext,
   policy: '_BestFirst',
   pays: jax.Array,
-) -> tuple[stages_lib.StageState, tree_lib.TokenTree]:
+) -> tuple[drafter_lib.StageState, tree_lib.TokenTree]:
   """One forward of a stage; its candidates join the tree if it `pays`."""
   width = stage.forward_width(ctx.max_depth, policy.has_inner)
   padding = ((0, 0), (0, width - nodes.shape[1]))
