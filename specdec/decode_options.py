@@ -229,16 +229,15 @@ def to_rule(
       f'verify={verify} wants the best children, got children={children};'
       ' choose verify=rejection to draw them'
     )
-  shape = drafter.shape
-  fixed = isinstance(shape, topology_lib.Topology)
-  is_chain = isinstance(shape, topology_lib.Topology) and shape.branching == 1
+  shape, can_draw, is_chain, in_order = drafter.shape, False, False, False
+  if isinstance(shape, topology_lib.Topology):
+    can_draw = drafter.stages[0].scorer.facts.can_draw
+    is_chain, in_order = shape.branching == 1, shape.has_all_siblings
   if rule.needs_chain and drafter.stages and not is_chain:
     raise ValueError(
       f'verify={verify} is for chains; choose a chain as the topology of the'
       ' drafter, or verify=traversal'
     )
-  can_draw = fixed and drafter.stages[0].scorer.facts.can_draw
-  in_order = isinstance(shape, topology_lib.Topology) and shape.has_all_siblings
   if children is None and rule is verify:
     children = rule.children
   if children is None:
