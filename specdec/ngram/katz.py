@@ -101,12 +101,6 @@ def _read(
   return np.concatenate([np.zeros(0, np.int32), *parts])
 
 
-def _runs(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """The distinct ones of sorted keys (0 or more), and how often each occurs."""
-  starts = np.flatnonzero(np.diff(keys, prepend=-1))
-  return keys[starts], np.diff(starts, append=len(keys))
-
-
 def count_ngrams(
   shards: Sequence[str | os.PathLike[str]],
   *,
@@ -145,7 +139,8 @@ def count_ngrams(
       places, contexts = places[before >= 0], contexts[before >= 0]
       longer = contexts * vocab_size + before[before >= 0]
       keys, contexts = np.unique(longer, return_inverse=True)
-    ngrams, counts = _runs(np.sort(contexts * vocab_size + text[places]))
+    keys_of_ngrams = contexts * vocab_size + text[places]
+    ngrams, counts = np.unique(keys_of_ngrams, return_counts=True)
     seldom[length] = np.sum(counts == 1), np.sum(counts == 2)
     # A context that ends in a shorter one occurs at most as often.
     kept = np.bincount(contexts, minlength=len(keys)) >= min_count
