@@ -152,7 +152,7 @@ _BUGS = {
   ),
   'lookup reads what is after the text': (
     'draft.lookup',
-    '(position < length - 1)',
+    '(position < query.length - 1)',
     '(position < num_tokens - 1)',
     'scorers.test_lookup_against_a_loop()',
   ),
