@@ -620,12 +620,12 @@ class Slots:
     ):
       self._together()
     elif self._alone is None:
-      (row,) = rows
-      taken = loop.take_row(self._request, self._state, np.int32(row))
-      self._alone = row, *taken
+      row = np.int32(rows[0])
+      request, state = loop.take_row(self._request, self._state, row)
+      self._alone = rows[0], request, state
     request, state = self._request, self._state
     if self._alone is not None:
-      row, request, state = self._alone
+      _, request, state = self._alone
     state = loop.advance(
       self._target,
       self._drafters[min(n for n in self._drafters if n >= len(rows))],
@@ -638,7 +638,7 @@ class Slots:
     if self._alone is None:
       self._state = state
     else:
-      self._alone = row, request, state
+      self._alone = rows[0], request, state
     return rows
 
   def _end(self, rows: Sequence[int]) -> dict[int, generation_lib.Generation]:

@@ -132,7 +132,7 @@ class LanguageModelScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     """Feeds the missing text; the last C tokens if it had less of them."""
     del num_scored
     first, skipped = self._first_of(texts.length), state.skipped
-    if first is not None:
+    if first is not None and skipped is not None:
       assert texts.kept is not None
       end = jnp.minimum(state.cache.length + skipped, texts.kept)
       restarts = (texts.length > 0) & ((end < first) | (skipped > first))
