@@ -27,7 +27,6 @@ from specdec.models.text import choice as choice_lib
 from specdec.models.text import fields
 from specdec.models.text import settings as settings_lib
 from specdec.text import text_files
-from specdec.verify import rules as rules_lib
 
 _DEFAULTS = settings_lib.DraftSettings()
 
@@ -61,7 +60,7 @@ SEED = flags.DEFINE_integer('seed', 0, 'of the sampling', -(2**31), 2**32 - 1)
 VERIFY = flags.DEFINE_enum(
   'verify',
   'match',
-  list(rules_lib.RULES),
+  list(decode_options.RULES),
   'match: the tokens of plain decoding with the same seed; rejection, traversal'
   ' (block: the same on chains): other tokens of the same distribution',
 )
@@ -393,4 +392,4 @@ def as_dict() -> dict[str, Any]:
 
 def keeps_tokens() -> bool:
   """Whether `--verify` gives the tokens of plain decoding."""
-  return rules_lib.RULES[VERIFY.value](sampling_lib.BEST).keeps_tokens
+  return decode_options.RULES[VERIFY.value](sampling_lib.BEST).keeps_tokens

@@ -16,8 +16,8 @@ from specdec.carried import Verified as Verified
 from specdec.context import StepContext as StepContext
 from specdec.decode_options import Options as Options
 from specdec.draft.candidates import CandidateScorer as CandidateScorer
-from specdec.draft.candidates import Learner as Learner
 from specdec.draft.candidates import Proposer as Proposer
+from specdec.draft.candidates import Query as Query
 from specdec.draft.drafter import Drafter as Drafter
 from specdec.draft.drafter import fixed_drafter as fixed_drafter
 from specdec.draft.drafter import PLAIN as PLAIN
@@ -33,10 +33,8 @@ from specdec.draft.head import HeadSpec as HeadSpec
 from specdec.draft.language_model import (
   LanguageModelScorer as LanguageModelScorer,
 )
-from specdec.draft.language_model import PromptTailScorer as PromptTailScorer
 from specdec.draft.lookup import NGram as NGram
 from specdec.draft.lookup import PromptLookup as PromptLookup
-from specdec.draft.lookup import recent_tokens as recent_tokens
 from specdec.generation import Decoding as Decoding
 from specdec.generation import generate as generate
 from specdec.generation import Generation as Generation
@@ -60,8 +58,7 @@ from specdec.tree.topology import chain as chain
 from specdec.tree.topology import k_ary as k_ary
 from specdec.tree.topology import Topology as Topology
 from specdec.tree.topology import TreeShape as TreeShape
-from specdec.tree.tree import histories as histories
-from specdec.verify.match import MatchRule as MatchRule
+from specdec.verify.accept import MatchRule as MatchRule
 from specdec.verify.rejection import RejectionRule as RejectionRule
 from specdec.verify.rejection import TraversalRule as TraversalRule
 

@@ -98,6 +98,16 @@ class Adjuster:
     return state
 
 
+def _add_seen(
+  seen: jax.Array, tokens: jax.Array, count: jax.Array
+) -> jax.Array:
+  """Adds the first `count [B]` of `tokens [B, n]` to `seen [B, V]` bool."""
+  index = jnp.arange(tokens.shape[1])[None]
+  tokens = jnp.where(index < count[:, None], tokens, seen.shape[1])
+  rows = jnp.arange(tokens.shape[0])[:, None]
+  return seen.at[rows, tokens].set(True, mode='drop')
+
+
 class RepetitionPenalty(flax.struct.PyTreeNode, Adjuster):
   """Weakens the tokens that a text has; the state is `[B, V]` bool.
 
@@ -109,22 +119,31 @@ class RepetitionPenalty(flax.struct.PyTreeNode, Adjuster):
 
   def start(self, texts: carried_lib.Texts) -> jax.Array:
     nothing = jnp.zeros((texts.tokens.shape[0], self.vocab_size), bool)
-    return sampling_lib.add_seen(nothing, texts.tokens, texts.length)
+    return _add_seen(nothing, texts.tokens, texts.length)
 
   def adjust(
     self, logits: jax.Array, state: jax.Array, node_state: Any, nodes: Nodes
   ) -> jax.Array:
     del node_state
-    seen = sampling_lib.seen_by_nodes(
-      nodes.tree, nodes.index, state, nodes.max_depth
-    )
+
+    def add_path(
+      tree: tree_lib.TokenTree, index: jax.Array, seen: jax.Array
+    ) -> jax.Array:
+      walk = tree_lib.walk_up(tree.parent, index, nodes.max_depth)
+      tokens = jnp.where(walk >= 0, tree.token[walk], self.vocab_size)
+      entries = jnp.arange(index.shape[0])[:, None]
+      spread = jnp.broadcast_to(seen[None], (index.shape[0], self.vocab_size))
+      return spread.at[entries, tokens].set(True, mode='drop')
+
+    # The root's token is in the state, too; a count would have to leave it out.
+    seen = jax.vmap(add_path)(nodes.tree, nodes.index, state)
     return sampling_lib.penalize(logits, nodes.sampling, seen)
 
   def keep(
     self, state: jax.Array, node_state: Any, added: carried_lib.Added
   ) -> jax.Array:
     del node_state
-    return sampling_lib.add_seen(state, added.tokens, added.count)
+    return _add_seen(state, added.tokens, added.count)
 
 
 def states_of_nodes(

@@ -48,12 +48,6 @@ class HiddenStates(flax.struct.PyTreeNode):
     """The number of positions, n."""
     return next(iter(self.states.values())).shape[2]
 
-  def before(
-    self, positions: jax.Array, layers: tuple[int, ...]
-  ) -> tuple[jax.Array, ...]:
-    """`at` the tokens before `positions [B, W]`."""
-    return self.at(positions - 1, layers)
-
   def at(
     self, positions: jax.Array, layers: tuple[int, ...]
   ) -> tuple[jax.Array, ...]:

@@ -1,8 +1,10 @@
 """The options of a decode, and the request that is made of them."""
 
 from collections.abc import Callable
+from collections.abc import Hashable
 from collections.abc import Sequence
 import dataclasses
+import functools
 import inspect
 import numbers
 from typing import Any
@@ -23,8 +25,9 @@ from specdec import watchers as watchers_lib
 from specdec.draft import drafter as drafter_lib
 from specdec.text import constraint as constraint_lib
 from specdec.text import stop_strings
+from specdec.tree import topology as topology_lib
 from specdec.verify import accept
-from specdec.verify import rules as rules_lib
+from specdec.verify import rejection
 
 _Symbol = TypeVar('_Symbol')
 _HEAD = 'Keyword Args:'
@@ -185,6 +188,81 @@ def check_constraint(constraint: Any, batch_size: int, vocab_size: int) -> None:
       )
 
 
+RULES: dict[str, Callable[[str], accept.Rule]] = {
+  'match': lambda children: accept.MatchRule(),
+  'rejection': rejection.RejectionRule,
+  'traversal': rejection.TraversalRule,
+  'block': functools.partial(rejection.TraversalRule, needs_chain=True),
+}
+"""The rules of verification by name, made from how children are chosen."""
+
+
+def to_rule(
+  verify: str | accept.Rule, children: str | None, drafter: drafter_lib.Drafter
+) -> accept.Rule:
+  """The rule of verification.
+
+  Args:
+    verify: one of `RULES`, or a rule.
+    children: one of `sampling.CHILDREN`. None: the children of a given rule;
+      else drawn without replacement if rule, topology and scorer allow it, or
+      the best.
+    drafter: the drafter.
+
+  Raises:
+    ValueError: the arguments are not known or do not go together.
+  """
+  if isinstance(verify, str) and verify in RULES:
+    make_rule = RULES[verify]
+  elif isinstance(verify, accept.Rule) and isinstance(verify, Hashable):
+    make_rule = lambda children: verify
+  else:
+    raise ValueError(
+      f'verify must be one of {tuple(RULES)} or a hashable'
+      f' specdec.verify.accept.Rule, got {verify!r}'
+    )
+  rule, choices = make_rule(sampling_lib.BEST), (None, *sampling_lib.CHILDREN)
+  if children not in choices:
+    raise ValueError(f'children must be one of {choices}, got {children!r}')
+  if children not in (None, sampling_lib.BEST) and not rule.may_draw:
+    raise ValueError(
+      f'verify={verify} wants the best children, got children={children};'
+      ' choose verify=rejection to draw them'
+    )
+  shape, can_draw, is_chain, in_order = drafter.shape, False, False, False
+  if isinstance(shape, topology_lib.Topology):
+    can_draw = drafter.stages[0].scorer.facts.can_draw
+    is_chain, in_order = shape.branching == 1, shape.has_all_siblings
+  if rule.needs_chain and drafter.stages and not is_chain:
+    raise ValueError(
+      f'verify={verify} is for chains; choose a chain as the topology of the'
+      ' drafter, or verify=traversal'
+    )
+  if children is None and rule is verify:
+    children = rule.children
+  if children is None:
+    draws = can_draw and in_order and rule.may_draw
+    children = sampling_lib.WITHOUT_REPLACEMENT if draws else sampling_lib.BEST
+  if children != sampling_lib.BEST and not can_draw:
+    raise ValueError(
+      f'children={children} needs a drafter with a distribution to draw from'
+      f' and a fixed topology; choose children={sampling_lib.BEST} or a'
+      ' topology'
+    )
+  if children == sampling_lib.WITHOUT_REPLACEMENT and not in_order:
+    raise ValueError(
+      f'children={children} needs a topology in which each node has all'
+      ' siblings of lower rank: the draws are tried in their order'
+    )
+  rule = make_rule(children)
+  if rule.children != children:
+    raise ValueError(
+      f'verify={verify} has children={rule.children}, got children={children};'
+      ' leave children out'
+    )
+  return rule
+
+
 def _adjusters(
   params: sampling_lib.SamplingParams, options: Options, vocab_size: int
 ) -> tuple[adjusters_lib.Adjuster, ...]:
@@ -201,6 +279,22 @@ def _adjusters(
     )
   constraint = options.get('constraint')
   return (*adjusters, *given, *([] if constraint is None else [constraint]))
+
+
+def _watchers(
+  options: Options, vocab_size: int
+) -> tuple[watchers_lib.Watcher, ...]:
+  """The watchers of a request, in their order."""
+  eos_ids, stop = options.get('eos_ids', ()), options.get('stop')
+  ids = arguments_lib.to_ids('eos_ids', eos_ids, vocab_size)
+  watchers: list[watchers_lib.Watcher] = []
+  if ids:
+    watchers.append(watchers_lib.EndOfText(jnp.array([ids], jnp.int32)))
+  if stop is not None:
+    watchers.append(watchers_lib.StopStrings(stop))
+  if options.get('log_probs', False):
+    watchers.append(watchers_lib.LogProbs())
+  return tuple(watchers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,7 +336,7 @@ def prepare(
   threshold = to_break_even(options.get('break_even'))
   config = step_lib.DecodeConfig(
     max_new_tokens=arguments_lib.padded_room(prompts.room),
-    rule=rules_lib.to_rule(
+    rule=to_rule(
       options.get('verify', 'match'), options.get('children'), drafter
     ),
     fallback=bool(drafter.stages and (threshold > 0 or takes_plain_steps)),
@@ -259,13 +353,7 @@ def prepare(
     row_keys=arguments_lib.row_keys(rng_key, num_rows),
     sampling=params,
     adjusters=_adjusters(params, options, vocab_size),
-    watchers=watchers_lib.make_watchers(
-      eos_ids=arguments_lib.to_ids(
-        'eos_ids', options.get('eos_ids', ()), vocab_size
-      ),
-      stop=stop,
-      log_probs=options.get('log_probs', False),
-    ),
+    watchers=_watchers(options, vocab_size),
     break_even=jnp.asarray(threshold),
   )
   return request, config

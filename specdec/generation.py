@@ -61,9 +61,9 @@ def generation_of(
   drafter: drafter_lib.Drafter,
 ) -> Generation:
   """The result as lists; `starts [B]` are where new tokens begin."""
-  values = watchers_lib.values(request.watchers, result.watchers)
-  tokens, origins, values, ends, reasons = hosts.read(
-    (result.tokens, result.origins, values, result.length, result.reason)
+  log_probs = watchers_lib.log_probs(request.watchers, result.watchers)
+  tokens, origins, log_probs, ends, reasons = hosts.read(
+    (result.tokens, result.origins, log_probs, result.length, result.reason)
   )
   spans = [slice(*span) for span in zip(starts, ends, strict=True)]
   cut = lambda array: [array[row, span] for row, span in enumerate(spans)]
@@ -74,7 +74,7 @@ def generation_of(
     tokens=lists(tokens),
     origins=lists(origins),
     labels=('target', *drafter.labels),
-    log_probs=lists(values['log_probs']) if 'log_probs' in values else None,
+    log_probs=None if log_probs is None else lists(log_probs),
     finish_reasons=[_FINISH_REASONS[int(reason)] for reason in reasons],
     errors=[
       f'row {row}: the target gave logits that are not finite for position'

@@ -30,7 +30,6 @@ from specdec import statistics as statistics_lib
 from specdec import step as step_lib
 from specdec import total as total_lib
 from specdec.draft import drafter as drafter_lib
-from specdec.draft import stages as stages_lib
 from specdec.tree import tree as tree_lib
 from specdec.verify import accept
 
@@ -51,7 +50,7 @@ class DecodeResult(flax.struct.PyTreeNode):
   watchers: tuple[Any, ...]  #: The states of the request's watchers.
   counters: statistics_lib.Counters  #: See `specdec.statistics`.
   #: For each stage, outermost first.
-  stage_counters: tuple[stages_lib.StageCounters, ...]
+  stage_counters: tuple[drafter_lib.StageCounters, ...]
   #: `[]`, steps in which the fallback drafted nothing.
   plain_steps: total_lib.Total
 
@@ -78,7 +77,7 @@ def _caught_up(
     hidden=carried_lib.of_text(state.target.cache),
   )
   return state.replace(
-    stages=stages_lib.restart(drafter, state.stages, texts),
+    stages=drafter_lib.restart(drafter, state.stages, texts),
     fallback=fallback.replace(stages_lag=fallback.stages_lag & ~reads),
   )
 
@@ -125,7 +124,7 @@ def start(
     length=request.prompt_length,
     reason=_reason(request),
     target=read,
-    stages=stages_lib.start(
+    stages=drafter_lib.start(
       drafter, texts, target.spec.vocab_size if draws else 0
     ),
     adjusters=carried_lib.start(request.adjusters, texts),
@@ -134,13 +133,6 @@ def start(
     fallback=fallback_lib.init_fallback(),
   )
   return target.spec.place(state)
-
-
-def _counted(
-  state: step_lib.DecodeState, num_steps: jax.typing.ArrayLike
-) -> step_lib.DecodeState:
-  counters = statistics_lib.count_steps(state.counters, num_steps)
-  return state.replace(counters=counters)
 
 
 @mappings.jit(static_argnames='config', donate_argnames=('state',))
@@ -195,7 +187,8 @@ def advance(
     steps_done, state = repeat(drafter, carry)
   else:
     steps_done, state = lax.while_loop(goes_on, alternate, carry)
-  return target.spec.place(_counted(state, steps_done))
+  counters = state.counters.with_steps(steps_done)
+  return target.spec.place(state.replace(counters=counters))
 
 
 def _restarted(
@@ -214,8 +207,8 @@ def _restarted(
   texts = carried_lib.Texts(tokens, length, num_slots, kept)
   read, _ = model_lib.restart(target, state.target, texts)
   texts = texts.replace(hidden=carried_lib.of_text(read.cache))
-  stages = stages_lib.restart(drafter, state.stages, texts)
-  counters = stages_lib.init_stage_counters(num_rows)
+  stages = drafter_lib.restart(drafter, state.stages, texts)
+  counters = drafter_lib.StageCounters.zeros(num_rows)
   depth = state.counters.emitted_histogram.shape[1] - 1
   return state.replace(
     tokens=tokens,
@@ -279,11 +272,14 @@ def _row(tree: Any, row: jax.Array) -> Any:
   return jax.tree.map(lambda array: take(array) if array.ndim else array, tree)
 
 
-def _with_row(tree: Any, row: jax.Array, values: Any) -> Any:
-  """A state with the values of a row, which `_row` took; scalars stay."""
+def _with_row(
+  tree: Any, row: jax.Array, values: Any, *, takes_scalars: bool = False
+) -> Any:
+  """A state with the values of a row, which `_row` took."""
   put = lambda old, new: lax.dynamic_update_slice_in_dim(old, new, row, axis=0)
+  choose = lambda old, new: new if takes_scalars else old
   return jax.tree.map(
-    lambda old, new: put(old, new) if old.ndim else old, tree, values
+    lambda old, new: (put if old.ndim else choose)(old, new), tree, values
   )
 
 
@@ -315,8 +311,8 @@ def insert(
   so far, and only the last call has a limit above 0.
 
   Args:
-    target: the target.
-    drafter: the drafter.
+    target: as in `start`.
+    drafter: as in `start`.
     request: the state's request, with a `logit_bias` per row if there is one.
     state: from `start`, `advance` or `insert`; consumed.
     row: `[]` int32.
@@ -361,10 +357,7 @@ def end_row(
 ) -> step_lib.DecodeState:
   """The state in which a row is done, wherever its text is.
 
-  Args:
-    target: the target.
-    state: from `start`, `advance` or `insert`; consumed.
-    row: `[]` int32.
+  The `state`, from `start`, `advance` or `insert`, is consumed.
   """
   reason = state.reason.at[row].set(accept.LIMIT)
   return target.spec.place(state.replace(reason=reason))
@@ -386,10 +379,7 @@ def put_row(
   state: step_lib.DecodeState, row: jax.Array, alone: step_lib.DecodeState
 ) -> step_lib.DecodeState:
   """The state of all rows after one of them, from `take_row`, was decoded."""
-  put = lambda old, new: lax.dynamic_update_slice_in_dim(old, new, row, axis=0)
-  return jax.tree.map(
-    lambda old, new: put(old, new) if old.ndim else new, state, alone
-  )
+  return _with_row(state, row, alone, takes_scalars=True)
 
 
 @mappings.jit(
@@ -412,7 +402,8 @@ def advance_recorded(
     state = _caught_up(drafter, state)
   chosen = drafter if speculate else drafter_lib.PLAIN
   state, record = step_lib.step(target, chosen, request, state, config)
-  return target.spec.place(_counted(state, 1)), record
+  state = state.replace(counters=state.counters.with_steps(1))
+  return target.spec.place(state), record
 
 
 def result_of(state: step_lib.DecodeState) -> DecodeResult:

@@ -78,12 +78,7 @@ def decode_bytes(
 ) -> dict[str, int]:
   """Bytes that a device holds at once at least, by part, for `check_fits`.
 
-  Args:
-    target: the target.
-    drafter: the drafter.
-    prompt_shape: B and P, the rows and the padded length of their prompts.
-    config: of the decode.
-    constraint: of the decode.
+  `prompt_shape` is B and P, the rows and the padded length of their prompts.
   """
   rows, prompt_slots = prompt_shape
   if rows % target.spec.row_shards == 0:

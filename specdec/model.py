@@ -83,16 +83,6 @@ class Network(flax.struct.PyTreeNode):
   #: The functions that use them; static.
   spec: NetworkSpec = flax.struct.field(pytree_node=False)
 
-  def apply(
-    self,
-    tokens: jax.Array,
-    positions: jax.Array,
-    mask: jax.Array,
-    cache: cache_lib.KVCache,
-  ) -> tuple[jax.Array, cache_lib.KVCache]:
-    """One forward, see `ModelSpec.apply`."""
-    raise NotImplementedError
-
   def read(
     self,
     hidden: carried_lib.HiddenStates,
@@ -101,12 +91,8 @@ class Network(flax.struct.PyTreeNode):
     mask: jax.Array,
     cache: cache_lib.KVCache,
   ) -> cache_lib.KVCache:
-    """Writes text to the cache; heads make entries of the target's `hidden`.
-
-    By default `apply` without logits: XLA removes what computes them.
-    """
-    del hidden
-    return self.apply(tokens, positions, mask, cache)[1]
+    """Writes text to the cache; heads make entries of the target's `hidden`."""
+    raise NotImplementedError
 
 
 class LanguageModel(Network):
@@ -124,8 +110,21 @@ class LanguageModel(Network):
     mask: jax.Array,
     cache: cache_lib.KVCache,
   ) -> tuple[jax.Array, cache_lib.KVCache]:
+    """One forward, see `ModelSpec.apply`."""
     with jax.named_scope('forward'):  # the name in profiles and compiled text
       return self.spec.apply(self.params, tokens, positions, mask, cache)
+
+  def read(
+    self,
+    hidden: carried_lib.HiddenStates,
+    tokens: jax.Array,
+    positions: jax.Array,
+    mask: jax.Array,
+    cache: cache_lib.KVCache,
+  ) -> cache_lib.KVCache:
+    """`apply` without logits: XLA removes what computes them."""
+    del hidden
+    return self.apply(tokens, positions, mask, cache)[1]
 
   def logits(self, tokens: jax.Array) -> jax.Array:
     """`[B, L, V]` float32 logits after each of `tokens [B, L]`, causally."""
@@ -177,12 +176,8 @@ def start(
   """The state of a network that has read the texts, all but their last tokens.
 
   Padding is fed, too: no token of a text can see it, and its slots come after
-  the text. Nothing is computed if P is 0.
-
-  Args:
-    network: the network.
-    texts: the texts.
-    window_size: slots for what is scored in one step.
+  the text. Nothing is computed if P is 0. `window_size` are slots for what is
+  scored in one step.
   """
   spec, tokens = network.spec, texts.tokens
   batch_size = tokens.shape[0]
@@ -254,9 +249,15 @@ def plan_forward(
       nothing is computed for it.
   """
   at = jax.vmap(tree_lib.pick)
-  text = _missing_text(state, nodes, ctx) if may_lag else None
-  nodes = text.nodes if text else nodes
-  num_text = text.num_text if text else state.num_text
+  length, num_text = state.cache.length, state.num_text
+  if may_lag:
+    index = jnp.arange(nodes.shape[1])[None]
+    num_read = length + num_text
+    missing = jnp.minimum(ctx.length - 1 - num_read, nodes.shape[1])[:, None]
+    is_text = index < missing
+    nodes = jnp.take_along_axis(nodes, jnp.maximum(index - missing, 0), axis=1)
+    nodes = jnp.where(is_text, tree_lib.NO_NODE, nodes)
+    num_text = num_text + missing[:, 0]
   zero = jnp.zeros((), state.used.dtype)
   window = lax.dynamic_update_slice(state.window, nodes, (zero, state.used))
   sees = jax.vmap(tree_lib.ancestor_mask, (0, 0, 0, None))(
@@ -264,12 +265,14 @@ def plan_forward(
   )
   tokens = at(tree.token, nodes)
   positions = (ctx.length - 1)[:, None] + at(tree.depth, nodes)
-  if text:
+  if may_lag:
     slot = jnp.arange(window.shape[1])[None, None]
-    sees |= slot < text.num_seen[:, :, None]
-    tokens = jnp.where(text.is_text, at(ctx.tokens, text.positions), tokens)
-    positions = jnp.where(text.is_text, text.positions, positions)
-  length = state.cache.length
+    before = state.num_text[:, None]
+    num_seen = jnp.where(is_text, before + index + 1, before + missing)
+    sees |= slot < num_seen[:, :, None]
+    at_text = num_read[:, None] + index
+    tokens = jnp.where(is_text, at(ctx.tokens, at_text), tokens)
+    positions = jnp.where(is_text, at_text, positions)
   return NodeForward(
     tokens=tokens,
     positions=positions,
@@ -374,34 +377,6 @@ def forward_text_and_nodes(
   return lax.cond(has_room, forward_of_few, forward_of_all)
 
 
-class _MissingText(NamedTuple):
-  """Text that a forward reads in place of nodes."""
-
-  nodes: jax.Array  # [B, W] int32, after the text; NO_NODE where there is text
-  is_text: jax.Array  # [B, W] bool
-  positions: jax.Array  # [B, W] int32, of the text
-  num_seen: jax.Array  # [B, W] int32, slots of text that each query sees
-  num_text: jax.Array  # [B] int32, slots of text after the forward
-
-
-def _missing_text(
-  state: ModelState, nodes: jax.Array, ctx: context_lib.StepContext
-) -> _MissingText:
-  index = jnp.arange(nodes.shape[1])[None]
-  num_read = state.cache.length + state.num_text
-  missing = jnp.minimum(ctx.length - 1 - num_read, nodes.shape[1])[:, None]
-  is_text = index < missing
-  nodes = jnp.take_along_axis(nodes, jnp.maximum(index - missing, 0), axis=1)
-  num_text = state.num_text[:, None] + missing
-  return _MissingText(
-    nodes=jnp.where(is_text, tree_lib.NO_NODE, nodes),
-    is_text=is_text,
-    positions=num_read[:, None] + index,
-    num_seen=jnp.where(is_text, state.num_text[:, None] + index + 1, num_text),
-    num_text=num_text[:, 0],
-  )
-
-
 def keep(state: ModelState, added: carried_lib.Added) -> ModelState:
   """Ends a step: keeps the entries of the accepted nodes that were scored."""
   if state.window.shape[1] == 1:  # the root alone, which is in place
@@ -433,15 +408,7 @@ def restart(
   """Between steps: feeds the text that the cache lacks, all but the root.
 
   It is fed in chunks of one size, so that one program reads texts of all
-  lengths.
-
-  Args:
-    network: the network.
-    state: its state.
-    texts: the texts, with `kept`.
-
-  Returns:
-    The state, and the number of forwards, `[]` int32.
+  lengths. Returns the state, and the number of forwards, `[]` int32.
   """
   assert texts.kept is not None
   cache = cache_lib.rewind(state.cache, texts.kept)

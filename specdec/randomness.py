@@ -40,6 +40,9 @@ class DrawnNoise(flax.struct.PyTreeNode):
 
   keys: jax.Array  #: `[B, L]` keys of the positions.
   is_drawn: jax.Array  #: `[B]` bool, rows that have noise; others have 0.
+  #: `[N]` int32, the tokens that there are, each called by its place among
+  #: them; None: the vocabulary.
+  tokens: jax.Array | None = None
 
   @property
   def num_positions(self) -> int:
@@ -50,17 +53,19 @@ class DrawnNoise(flax.struct.PyTreeNode):
     """The noise at the positions `index [B, W]`, so that L becomes W."""
     return self.replace(keys=jax.vmap(tree_lib.pick)(self.keys, index))
 
+  def among(self, tokens: jax.Array) -> 'DrawnNoise':
+    """The noise of `tokens [N]` alone, so that V becomes N."""
+    return self.replace(tokens=tokens)
+
   def of_tokens(self, tokens: jax.Array) -> jax.Array:
     """`[B, L, n]` float32, of `tokens [B, L, n]` int32."""
+    tokens = tokens if self.tokens is None else self.tokens[tokens]
     draw = jax.vmap(jax.vmap(jax.vmap(_of_token, (None, 0))))
     return self._where_drawn(draw(self.keys, tokens))
 
   def of_all(self, vocab_size: int) -> jax.Array:
     """`[B, L, V]` float32; if no row has noise, none is drawn."""
-    return self.of_some(jnp.arange(vocab_size))
-
-  def of_some(self, tokens: jax.Array) -> jax.Array:
-    """`[B, L, N]` of `tokens [N]`; if no row has noise, none is drawn."""
+    tokens = jnp.arange(vocab_size) if self.tokens is None else self.tokens
     # The bits of `jax.random.gumbel` depend on `jax_threefry_partitionable`.
     of_position = lambda key: jax.vmap(_of_token, (None, 0))(key, tokens)
     noise = lax.cond(
@@ -82,6 +87,7 @@ class NoiseTable(flax.struct.PyTreeNode):
   #: `[B, L]` int32, the positions in the table. Its rows, which are long, are
   #: not looked up before they are wanted.
   index: jax.Array
+  tokens: jax.Array | None = None
 
   @property
   def num_positions(self) -> int:
@@ -91,31 +97,18 @@ class NoiseTable(flax.struct.PyTreeNode):
   def at(self, index: jax.Array) -> 'NoiseTable':
     return self.replace(index=jax.vmap(tree_lib.pick)(self.index, index))
 
+  def among(self, tokens: jax.Array) -> 'NoiseTable':
+    return self.replace(tokens=tokens)
+
   def of_tokens(self, tokens: jax.Array) -> jax.Array:
+    tokens = tokens if self.tokens is None else self.tokens[tokens]
     of_row = lambda table, index, tokens: table[index[:, None], tokens]
     return jax.vmap(of_row)(self.table, self.index, tokens)
 
   def of_all(self, vocab_size: int) -> jax.Array:
     del vocab_size
-    return jax.vmap(tree_lib.pick)(self.table, self.index)
-
-  def of_some(self, tokens: jax.Array) -> jax.Array:
-    return self.of_all(self.table.shape[-1])[..., tokens]
-
-
-class NoiseOfSome(flax.struct.PyTreeNode):
-  """The noise of a few tokens, each called by its place among them."""
-
-  noise: DrawnNoise | NoiseTable  #: The noise of all tokens.
-  tokens: jax.Array  #: `[N]` int32.
-
-  def of_tokens(self, places: jax.Array) -> jax.Array:
-    return self.noise.of_tokens(self.tokens[places])
-
-  def of_all(self, vocab_size: int) -> jax.Array:
-    """`[B, L, N]` float32, of all N tokens."""
-    del vocab_size
-    return self.noise.of_some(self.tokens)
+    of_all = jax.vmap(tree_lib.pick)(self.table, self.index)
+    return of_all if self.tokens is None else of_all[..., self.tokens]
 
 
 Noise = DrawnNoise | NoiseTable

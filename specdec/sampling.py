@@ -27,7 +27,6 @@ import numpy as np
 
 from specdec import best as best_lib
 from specdec import randomness as randomness_lib
-from specdec.tree import tree as tree_lib
 
 _T = TypeVar('_T')
 
@@ -175,52 +174,6 @@ def penalize(
   return jnp.where(seen, weakened, logits)
 
 
-def adjust_logits(
-  logits: jax.Array, sampling: SamplingParams, seen: jax.Array | None
-) -> jax.Array:
-  """`logits [B, W, V]` with the bias and, if `seen` is given, the penalty."""
-  logits = add_bias(logits, sampling)
-  return logits if seen is None else penalize(logits, sampling, seen)
-
-
-def add_seen(seen: jax.Array, tokens: jax.Array, count: jax.Array) -> jax.Array:
-  """Adds the first `count [B]` of `tokens [B, n]` to `seen [B, V]` bool."""
-  index = jnp.arange(tokens.shape[1])[None]
-  tokens = jnp.where(index < count[:, None], tokens, seen.shape[1])
-  rows = jnp.arange(tokens.shape[0])[:, None]
-  return seen.at[rows, tokens].set(True, mode='drop')
-
-
-def seen_by_nodes(
-  tree: tree_lib.TokenTree, nodes: jax.Array, seen: jax.Array, max_depth: int
-) -> jax.Array:
-  """The tokens that the sequence of each node has, its own included.
-
-  A repetition penalty then has the same effect on a node as in plain decoding.
-
-  Args:
-    tree: `[B, M]` per field.
-    nodes: `[B, W]` int32; entries of `NO_NODE` get the tokens of the text.
-    seen: `[B, V]` bool, the tokens of the text.
-    max_depth: D.
-
-  Returns:
-    `[B, W, V]` bool. The root's token is in `seen`, too; a count would have to
-    leave it out once.
-  """
-
-  def of_row(
-    tree: tree_lib.TokenTree, nodes: jax.Array, seen: jax.Array
-  ) -> jax.Array:
-    walk = tree_lib.walk_up(tree.parent, nodes, max_depth)
-    tokens = jnp.where(walk >= 0, tree.token[walk], seen.shape[0])
-    index = jnp.arange(nodes.shape[0])[:, None]
-    spread = jnp.broadcast_to(seen[None], (nodes.shape[0], seen.shape[0]))
-    return spread.at[index, tokens].set(True, mode='drop')
-
-  return jax.vmap(of_row)(tree, nodes, seen)
-
-
 # How many of the most likely tokens are looked at first. Filters nearly always
 # exclude all others, and a search among a large vocabulary takes far longer.
 _FIRST_RANKED = 256
@@ -311,15 +264,13 @@ class Kept(NamedTuple):
     relative = _relative(self.logits, self.best, self.temperature)
     return jnp.where(relative >= self.threshold, relative, EXCLUDED)
 
-  def scores_of(
-    self, noise: randomness_lib.Noise | randomness_lib.NoiseOfSome
-  ) -> jax.Array:
+  def scores_of(self, noise: randomness_lib.Noise) -> jax.Array:
     """`[B, L, V]`, the filtered logits plus the noise of their positions."""
     return self.filtered() + noise.of_all(self.logits.shape[-1])
 
   def among_few(
     self,
-    noise: randomness_lib.Noise | randomness_lib.NoiseOfSome,
+    noise: randomness_lib.Noise,
     of_scores: Callable[[jax.Array, jax.Array], _T],
     otherwise: Callable[[], _T],
     *,

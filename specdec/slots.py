@@ -15,6 +15,7 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import itertools
 import types
 from typing import Any
 from typing import Unpack
@@ -32,7 +33,6 @@ from specdec import hosts
 from specdec import loop
 from specdec import model as model_lib
 from specdec import sampling as sampling_lib
-from specdec import slot_texts
 from specdec import step as step_lib
 from specdec import watchers as watchers_lib
 from specdec.draft import drafter as drafter_lib
@@ -72,6 +72,29 @@ class _Slot:
     return request, np.int32(kept)
 
 
+@dataclasses.dataclass
+class _Text:
+  """The text of a slot, which stays when its prompt has ended.
+
+  A prompt that begins like it need not be read there from its beginning.
+  """
+
+  tokens: list[int] = dataclasses.field(default_factory=list)
+  marked: int = 0  # Tokens at which recurrent states are marked.
+  used: int = 0  # The larger, the later it was read.
+
+  def kept(self, prompt: Sequence[int], is_recurrent: bool) -> int:
+    """How many tokens of a prompt need not be read; see `cache.usable`."""
+    pairs = zip(self.tokens, prompt, strict=False)
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+    # The caches lack the last token, and the prompt needs one to go on from.
+    cached = max(len(self.tokens) - 1, 0)
+    kept = min(sum(1 for _ in same), cached, max(len(prompt) - 1, 0))
+    if is_recurrent and kept < cached:
+      return self.marked if self.marked <= kept else 0
+    return kept
+
+
 @dataclasses.dataclass(frozen=True)
 class Growth:
   """The tokens that some steps added to a text."""
@@ -80,20 +103,6 @@ class Growth:
   origins: list[int]  #: Their sources, see `Generation`.
   #: The result, if the text has ended.
   generation: generation_lib.Generation | None = None
-
-
-def _checked_prompt(
-  prompt: Any, limit: Any, context: int, vocab_size: int
-) -> list[int]:
-  """The ids of a prompt that fits into a slot with its new tokens."""
-  ids = arguments_lib.to_prompt('the prompt', prompt, vocab_size)
-  arguments_lib.check_count('max_new_tokens', limit, least=0)
-  if len(ids) + limit > context:
-    raise ValueError(
-      f'the prompt of {len(ids)} tokens and max_new_tokens={limit} exceed the'
-      f' context of {context} tokens'
-    )
-  return ids
 
 
 def _row_of(result: Any, row: int) -> Any:
@@ -113,13 +122,9 @@ def _row_of(result: Any, row: int) -> Any:
 def _row_params(
   sampling: sampling_lib.Sampling, vocab_size: int
 ) -> sampling_lib.SamplingParams:
-  """The parameters of one row on the host; a `logit_bias` is `[1, V]`."""
+  """The parameters of one row on the host."""
   params = arguments_lib.to_params(sampling, 1, vocab_size)
-  params = jax.tree.map(np.asarray, params)
-  bias = params.logit_bias
-  return (
-    params if bias is None else params.replace(logit_bias=bias.reshape(1, -1))
-  )
+  return jax.tree.map(np.asarray, params)
 
 
 def _joined(
@@ -145,7 +150,10 @@ def _joined(
     given = [getattr(params, name) for params in everyone]
     if any(value is not None for value in given):
       values[name] = np.concatenate(
-        [nothing if value is None else value for value in given[1:]]
+        [
+          nothing if value is None else value.reshape(nothing.shape)
+          for value in given[1:]
+        ]
       )
   if 'top_k' in values:
     bounds = [params.max_top_k for params in everyone if params.max_top_k]
@@ -201,7 +209,8 @@ class _RowOptions:
     self._vocab_size = vocab_size
     self._default = _row_params(sampling, vocab_size)
     self._params = [self._default] * num_rows
-    self._joined = self._default  # The parameters of the last request.
+    # The parameters and the names of the adjusters of the last request.
+    self._joined, self._names = self._default, list[Any]()
     self._automata: list[automaton_lib.Automaton | None] = [None] * num_rows
     self._tables: constraint_lib.Tables | None = None
     self._ends = _padded_ids(eos_ids, vocab_size)
@@ -218,16 +227,18 @@ class _RowOptions:
     kinds = {*map(type, self._watchers)}
     return not self._adjusters and kinds <= {watchers_lib.LogProbs}
 
-  def check(
+  def assign(
     self,
+    row: int,
     sampling: sampling_lib.Sampling | None,
     eos_ids: Sequence[int] | None,
     automaton: automaton_lib.Automaton | None,
-  ) -> tuple[sampling_lib.SamplingParams, np.ndarray]:
-    """The parameters of a prompt, and the tokens that end it.
+    section: int,
+  ) -> None:
+    """Gives a row the options of another prompt, see `Slots.insert`.
 
     Raises:
-      ValueError: an option cannot be used.
+      ValueError: an option cannot be used; nothing has changed then.
     """
     params, ends = self._default, self._ends
     if sampling is not None:
@@ -241,27 +252,16 @@ class _RowOptions:
         'automaton: these slots have a constraint for all prompts; leave out'
         ' one of the two'
       )
-    return params, ends
-
-  def assign(
-    self,
-    row: int,
-    checked: tuple[sampling_lib.SamplingParams, np.ndarray],
-    automaton: automaton_lib.Automaton | None,
-    section: int,
-  ) -> None:
-    """Gives a row the options of another prompt.
-
-    `checked` was returned by `check`; the text begins in `section`.
-    """
-    self._params[row], self._row_ends[row] = checked
+    self._params[row], self._row_ends[row] = params, ends
     self._automata[row], self._sections[row] = automaton, section
     if not any(self._automata):
       self._tables = None
     elif self._tables is None:
       self._tables = automaton_lib.stack(self._automata, self._vocab_size)
     else:
-      self._tables = automaton_lib.with_row(self._tables, row, automaton)
+      self._tables = automaton_lib.with_row(
+        self._tables, row, self._automata, self._vocab_size
+      )
 
   def free(self, row: int) -> None:
     """Drops the options of a prompt that has ended; they cost nothing then."""
@@ -272,187 +272,37 @@ class _RowOptions:
     take = lambda array: jnp.asarray(array[row : row + 1])
     return jax.tree.map(take, self._joined)
 
-  def of_all(self, request: step_lib.Request) -> step_lib.Request:
-    """The request with the options of every row."""
+  def of_all(
+    self, request: step_lib.Request, state: step_lib.DecodeState | None = None
+  ) -> tuple[step_lib.Request, tuple[Any, ...]]:
+    """The request with the options of every row, and its adjusters' states.
+
+    `state` has the states of the adjusters of the last request.
+    """
     params = _joined(self._params, self._default, self._vocab_size)
     self._joined = params
-    adjusters: list[adjusters_lib.Adjuster] = [*self._adjusters]
+    adjusters: dict[Any, adjusters_lib.Adjuster] = {}
     if params.repetition_penalty is not None:
-      adjusters.insert(0, adjusters_lib.RepetitionPenalty(self._vocab_size))
+      adjusters['penalty'] = adjusters_lib.RepetitionPenalty(self._vocab_size)
+    adjusters |= enumerate(self._adjusters)
     if self._tables is not None:
-      adjusters.append(self._tables)
+      adjusters['tables'] = self._tables
     ends = watchers_lib.EndOfText(jnp.array(self._row_ends))
     others = watchers_lib.in_sections(self._watchers, self._sections)
-    return request.replace(
+    request = request.replace(
       sampling=jax.tree.map(jnp.asarray, params),
-      adjusters=tuple(adjusters),
+      adjusters=tuple(adjusters.values()),
       watchers=(ends, *others),
     )
-
-  def of_all_with_states(
-    self, request: step_lib.Request, state: step_lib.DecodeState
-  ) -> tuple[step_lib.Request, step_lib.DecodeState]:
-    """`of_all`, and the state with the states of the adjusters of `of_all`.
-
-    `state` has the states of the adjusters of the given request.
-    """
-    before = dict(zip(self._names(request), state.adjusters, strict=True))
-    request = self.of_all(request)
+    names, self._names = self._names, [*adjusters]
+    if state is None:
+      return request, ()
+    states = dict(zip(names, state.adjusters, strict=True))
     texts = carried_lib.Texts(state.tokens, state.length, 0)
-    names = self._names(request)
-    states = tuple(
-      before[name] if name in before else adjuster.start(texts)
-      for name, adjuster in zip(names, request.adjusters, strict=True)
-    )
-    return request, state.replace(adjusters=states)
-
-  def _names(self, request: step_lib.Request) -> list[Any]:
-    """Names that tell the adjusters of a request apart, in their order."""
-    names: list[Any] = [*range(len(self._adjusters))]
-    if request.sampling.repetition_penalty is not None:
-      names.insert(0, 'penalty')
-    return [*names, 'tables'][: len(request.adjusters)]
-
-
-@dataclasses.dataclass
-class _Rows:
-  """The rows of a batch, and the prompts in them."""
-
-  target: model_lib.LanguageModel
-  drafter: drafter_lib.Drafter
-  drafters: dict[float, drafter_lib.Drafter]  # See `_drafters_by_prompts`.
-  config: step_lib.DecodeConfig
-  options: _RowOptions
-  reading: int
-  request: step_lib.Request
-  state: step_lib.DecodeState
-  slots: list[_Slot | None]
-  texts: slot_texts.SlotTexts
-  #: A row that is decoded alone, with its request and its state, which is newer
-  #: than the one in `state`.
-  alone: tuple[int, step_lib.Request, step_lib.DecodeState] | None = None
-
-  def together(self) -> None:
-    """Puts the row that is decoded alone back among the others."""
-    if self.alone is not None:
-      row, _, state = self.alone
-      self.state = loop.put_row(self.state, np.int32(row), state)
-      self.alone = None
-
-  def is_alone(self, rows: Sequence[int]) -> bool:
-    """Whether a row may be decoded without the others, which all have ended."""
-    is_one = len(rows) == sum(map(bool, self.slots)) == 1 < len(self.slots)
-    num_devices = len(self.state.length.devices())
-    return is_one and num_devices == 1 and self.options.are_apart
-
-  def read_prompts(self, most: int) -> bool:
-    """Reads at most `most` tokens of new prompts; whether all are read."""
-    for row, slot in enumerate(self.slots):
-      if slot is not None and not slot.is_read:
-        if not most:
-          return False
-        new, kept = slot.read(most)
-        # Prompts that came since may have brought other options.
-        new = new.replace(sampling=self.options.of_row(row))
-        self.request, self.state = loop.insert(
-          self.target,
-          self.drafter,
-          self.request,
-          self.state,
-          np.int32(row),
-          new,
-          kept,
-        )
-        most -= slot.num_read - int(kept)
-        self.texts.read(row, slot.ids[: slot.num_read])
-        if not slot.is_read:
-          return False
-    return True
-
-  def go_on(
-    self, num_steps: int, num_ended: int, *, saves: bool = False
-  ) -> list[int]:
-    """Reads new prompts, then decodes until `num_ended` of the read ones end.
-
-    `saves`: a row that is alone is decoded by a program of its own.
-
-    Returns:
-      The slots of the prompts that are read.
-    """
-    wait = any(slot and slot.is_read for slot in self.slots)
-    all_read = self.read_prompts(self.reading if wait else loop.ALL_STEPS)
-    pairs = enumerate(self.slots)
-    rows = [row for row, slot in pairs if slot and slot.is_read]
-    request, state, row = self.request, self.state, None
-    if saves and self.is_alone(rows):
-      (row,) = rows
-      taken = self.alone or (row, *loop.take_row(request, state, np.int32(row)))
-      _, request, state = taken
-    else:
-      self.together()
-      state = self.state
-    state = loop.advance(
-      self.target,
-      self.drafters[min(n for n in self.drafters if n >= len(rows))],
-      request,
-      state,
-      np.int32(num_steps if all_read else 1),
-      np.int32(len(state.length) - len(rows) + min(num_ended, len(rows))),
-      config=self.config,
-    )
-    if row is None:
-      self.state = state
-    else:
-      self.alone = row, request, state
-    return rows
-
-  def end(self, rows: Sequence[int]) -> dict[int, generation_lib.Generation]:
-    """The results of slots, which are free from now on."""
-    if not rows:
-      return {}  # Without reading the result.
-    self.together()
-    result, ended = hosts.read(loop.result_of(self.state)), {}
-    for row in rows:
-      slot, self.slots[row] = self.slots[row], None
-      assert slot is not None
-      self.options.free(row)
-      generation = generation_lib.generation_of(
-        _row_of(result, row),
-        np.array([len(slot.ids)], np.int32),
-        request=self.request,
-        target=self.target,
-        drafter=self.drafter,
-      )
-      # The caches may have values that are not finite.
-      failed = generation.errors[0] is not None
-      tokens = [*slot.ids, *generation.tokens[0]]
-      self.texts.end(row, [] if failed else tokens)
-      ended[row] = generation
-    return ended
-
-  def grown(self, rows: Sequence[int]) -> dict[int, Growth]:
-    """The growth of some prompts since the last look, by slot."""
-    growths = dict[int, Growth]()
-    if not rows:
-      return growths
-    state = self.state if self.alone is None else self.alone[-1]
-    tokens, origins, ends, reasons = hosts.read(
-      (state.tokens, state.origins, state.length, state.reason)
-    )
-    done = []
-    for row in rows:
-      slot, index = self.slots[row], row if self.alone is None else 0
-      assert slot is not None
-      new = slice(len(slot.ids) + slot.num_seen, ends[index])
-      slot.num_seen = int(ends[index]) - len(slot.ids)
-      added = tokens[index, new].tolist(), origins[index, new].tolist()
-      growths[row] = Growth(*added)
-      if reasons[index] != accept.RUNNING:
-        done.append(row)
-    ended = self.end(done)
-    for row, generation in ended.items():
-      growths[row] = dataclasses.replace(growths[row], generation=generation)
-    return growths
+    for name, adjuster in adjusters.items():
+      if name not in states:
+        states[name] = adjuster.start(texts)
+    return request, tuple(states[name] for name in adjusters)
 
 
 @decode_options.documented(decode_options.Options)
@@ -519,27 +369,25 @@ class Slots:
       options,
       takes_plain_steps=any(not other.stages for other in drafters.values()),
     )
-    row_options = _RowOptions(
+    self._options = _RowOptions(
       request,
       options.get('sampling', sampling_lib.Sampling()),
       eos_ids,
       target.spec.vocab_size,
     )
-    request = loop.place_request(target, row_options.of_all(request))
-    state = loop.start(target, drafter, request, config=config)
-    has_states = bool(state.target.cache.recurrent)
-    self._rows = _Rows(
-      target=target,
-      drafter=drafter,
-      drafters=drafters,
-      config=config,
-      options=row_options,
-      reading=reading,
-      request=request,
-      state=state,
-      slots=[None] * num_slots,
-      texts=slot_texts.SlotTexts(num_slots, has_states),
+    request, _ = self._options.of_all(request)
+    self._target, self._config, self._reading = target, config, reading
+    self._drafter, self._drafters = drafter, drafters
+    self._request = loop.place_request(target, request)
+    self._state = loop.start(target, drafter, self._request, config=config)
+    # A row that is decoded alone, with its request and its state, which is
+    # newer than the one in `_state`.
+    self._alone: tuple[int, step_lib.Request, step_lib.DecodeState] | None = (
+      None
     )
+    self._slots: list[_Slot | None] = [None] * num_slots
+    self._texts = [_Text() for _ in range(num_slots)]
+    self._num_readings = 0
     #: By slot, the tokens of its last prompt that were not read again.
     self.num_kept: list[int] = [0] * num_slots
 
@@ -550,14 +398,15 @@ class Slots:
 
     Drafters of other shapes compile other programs.
     """
-    rows = self._rows
-    rows.drafter = change(rows.drafter)
-    rows.drafters = {n: change(one) for n, one in rows.drafters.items()}
+    self._drafter = change(self._drafter)
+    self._drafters = {
+      most: change(drafter) for most, drafter in self._drafters.items()
+    }
 
   @property
   def free(self) -> list[int]:
     """The slots that have no prompt."""
-    return [row for row, slot in enumerate(self._rows.slots) if slot is None]
+    return [row for row, slot in enumerate(self._slots) if slot is None]
 
   def insert(
     self,
@@ -589,30 +438,50 @@ class Slots:
     Raises:
       ValueError: no slot is free, or an argument cannot be used.
     """
-    rows, vocab_size = self._rows, self._rows.target.spec.vocab_size
     if not self.free:
       raise ValueError('no slot is free; call advance until one has ended')
-    ids = _checked_prompt(prompt, max_new_tokens, self.context, vocab_size)
-    checked = rows.options.check(sampling, eos_ids, automaton)
+    vocab_size = self._target.spec.vocab_size
+    ids = arguments_lib.to_prompt('the prompt', prompt, vocab_size)
+    arguments_lib.check_count('max_new_tokens', max_new_tokens, least=0)
+    if len(ids) + max_new_tokens > self.context:
+      raise ValueError(
+        f'the prompt of {len(ids)} tokens and max_new_tokens={max_new_tokens}'
+        f' exceed the context of {self.context} tokens'
+      )
     arguments_lib.row_keys(rng_key, 1)  # Refuses whatever is not a key.
-    row, kept = rows.texts.best(self.free, ids if keeps else [])
-    rows.options.assign(row, checked, automaton, section)
-    rows.together()
-    request, rows.state = rows.options.of_all_with_states(
-      rows.request, rows.state
-    )
-    rows.request = loop.place_request(rows.target, request)
-    tokens, lengths = arguments_lib.pad([ids], rows.state.tokens.shape[1])
+    row, kept = self._best(ids if keeps else [])
+    self._options.assign(row, sampling, eos_ids, automaton, section)
+    self._together()
+    request, states = self._options.of_all(self._request, self._state)
+    self._request = loop.place_request(self._target, request)
+    self._state = self._state.replace(adjusters=states)
+    tokens, lengths = arguments_lib.pad([ids], self._state.tokens.shape[1])
     of_row = step_lib.Request(
       prompt=jnp.asarray(tokens),
       prompt_length=jnp.asarray(lengths),
       limit=jnp.array([max_new_tokens], jnp.int32),
       row_keys=rng_key.reshape(1),
-      sampling=rows.options.of_row(row),
+      sampling=self._options.of_row(row),
     )
-    rows.slots[row] = _Slot(of_row, ids, kept)
+    self._slots[row] = _Slot(of_row, ids, kept)
     self.num_kept[row] = kept
     return row
+
+  def _best(self, prompt: Sequence[int]) -> tuple[int, int]:
+    """The free slot for a prompt, and how much of the prompt it has read.
+
+    It is the slot that has most of the prompt, if that is most of what it has.
+    Otherwise it is the slot that was not used for the longest time, so that a
+    text which others may go on from stays.
+    """
+    is_recurrent = bool(self._state.target.cache.recurrent)
+    kept = {
+      row: self._texts[row].kept(prompt, is_recurrent) for row in self.free
+    }
+    most = max(kept, key=lambda row: kept[row])
+    if not 2 * kept[most] >= len(self._texts[most].tokens) > 0:
+      most = min(kept, key=lambda row: self._texts[row].used)
+    return most, kept[most]
 
   def step(self, num_steps: int = 1) -> dict[int, Growth]:
     """Reads new prompts, and decodes for some steps, or until a prompt ends.
@@ -627,8 +496,27 @@ class Slots:
       By slot, what was added; the slots of prompts that ended are free again.
     """
     arguments_lib.check_count('num_steps', num_steps)
-    rows = self._rows.go_on(num_steps, num_ended=1, saves=True)
-    return self._rows.grown(rows)
+    rows, growths = self._go_on(num_steps, 1, saves=True), dict[int, Growth]()
+    if not rows:
+      return growths
+    state = self._state if self._alone is None else self._alone[-1]
+    tokens, origins, ends, reasons = hosts.read(
+      (state.tokens, state.origins, state.length, state.reason)
+    )
+    done = []
+    for row in rows:
+      slot, index = self._slots[row], row if self._alone is None else 0
+      assert slot is not None
+      new = slice(len(slot.ids) + slot.num_seen, ends[index])
+      slot.num_seen = int(ends[index]) - len(slot.ids)
+      growths[row] = Growth(
+        tokens[index, new].tolist(), origins[index, new].tolist()
+      )
+      if reasons[index] != accept.RUNNING:
+        done.append(row)
+    for row, generation in self._end(done).items():
+      growths[row] = dataclasses.replace(growths[row], generation=generation)
+    return growths
 
   def cancel(self, slot: int) -> generation_lib.Generation | None:
     """Ends a prompt; the result so far, or None if it is not read yet.
@@ -636,16 +524,15 @@ class Slots:
     Raises:
       ValueError: the slot has no prompt.
     """
-    rows = self._rows
-    prompt = rows.slots[slot] if slot in range(len(rows.slots)) else None
+    prompt = self._slots[slot] if slot in range(len(self._slots)) else None
     if prompt is None:
       raise ValueError(f'slot {slot!r} has no prompt to cancel')
     if not prompt.is_read:
-      rows.slots[slot] = None
-      rows.options.free(slot)
+      self._slots[slot] = None
+      self._options.free(slot)
       return None
-    generation = rows.end([slot])[slot]
-    rows.state = loop.end_row(rows.target, rows.state, np.int32(slot))
+    generation = self._end([slot])[slot]
+    self._state = loop.end_row(self._target, self._state, np.int32(slot))
     return generation
 
   def advance(self, num_ended: int = 1) -> dict[int, generation_lib.Generation]:
@@ -663,18 +550,120 @@ class Slots:
       steps of all prompts so far.
     """
     arguments_lib.check_count('num_ended', num_ended)
-    rows, ended = self._rows, dict[int, generation_lib.Generation]()
-    while len(ended) < num_ended and any(rows.slots):
-      read = rows.go_on(loop.ALL_STEPS, num_ended - len(ended))
-      reasons = hosts.read(rows.state.reason)
-      ended |= rows.end([row for row in read if reasons[row] != accept.RUNNING])
+    ended = dict[int, generation_lib.Generation]()
+    while len(ended) < num_ended and any(self._slots):
+      rows = self._go_on(loop.ALL_STEPS, num_ended - len(ended))
+      reasons = hosts.read(self._state.reason)
+      done = [row for row in rows if reasons[row] != accept.RUNNING]
+      ended |= self._end(done)
     return ended
 
   @property
   def num_steps(self) -> int:
     """Batched target forwards so far, those that read prompts apart."""
-    self._rows.together()
-    return int(hosts.read(self._rows.state.counters.steps))
+    self._together()
+    return int(hosts.read(self._state.counters.steps))
+
+  def _together(self) -> None:
+    """Puts the row that is decoded alone back among the others."""
+    if self._alone is not None:
+      row, _, state = self._alone
+      self._state = loop.put_row(self._state, np.int32(row), state)
+      self._alone = None
+
+  def _read_prompts(self, most: int) -> bool:
+    """Reads at most `most` tokens of new prompts; whether all are read."""
+    for row, slot in enumerate(self._slots):
+      if slot is not None and not slot.is_read:
+        if not most:
+          return False
+        new, kept = slot.read(most)
+        # Prompts that came since may have brought other options.
+        new = new.replace(sampling=self._options.of_row(row))
+        self._request, self._state = loop.insert(
+          self._target,
+          self._drafter,
+          self._request,
+          self._state,
+          np.int32(row),
+          new,
+          kept,
+        )
+        most -= slot.num_read - int(kept)
+        self._num_readings += 1
+        self._texts[row] = _Text(
+          slot.ids[: slot.num_read], slot.num_read - 1, self._num_readings
+        )
+        if not slot.is_read:
+          return False
+    return True
+
+  def _go_on(
+    self, num_steps: int, num_ended: int, *, saves: bool = False
+  ) -> list[int]:
+    """Reads new prompts, then decodes until `num_ended` of the read ones end.
+
+    `saves`: a row that is alone is decoded by a program of its own.
+
+    Returns:
+      The slots of the prompts that are read.
+    """
+    wait = any(slot and slot.is_read for slot in self._slots)
+    all_read = self._read_prompts(self._reading if wait else loop.ALL_STEPS)
+    pairs = enumerate(self._slots)
+    rows = [row for row, slot in pairs if slot and slot.is_read]
+    if not (
+      saves
+      and len(rows) == sum(map(bool, self._slots)) == 1 < len(self._slots)
+      and len(self._state.length.devices()) == 1
+      and self._options.are_apart
+    ):
+      self._together()
+    elif self._alone is None:
+      row = np.int32(rows[0])
+      request, state = loop.take_row(self._request, self._state, row)
+      self._alone = rows[0], request, state
+    request, state = self._request, self._state
+    if self._alone is not None:
+      _, request, state = self._alone
+    state = loop.advance(
+      self._target,
+      self._drafters[min(n for n in self._drafters if n >= len(rows))],
+      request,
+      state,
+      np.int32(num_steps if all_read else 1),
+      np.int32(len(state.length) - len(rows) + min(num_ended, len(rows))),
+      config=self._config,
+    )
+    if self._alone is None:
+      self._state = state
+    else:
+      self._alone = rows[0], request, state
+    return rows
+
+  def _end(self, rows: Sequence[int]) -> dict[int, generation_lib.Generation]:
+    """The results of slots, which are free from now on."""
+    if not rows:
+      return {}  # Without reading the result.
+    self._together()
+    result, ended = hosts.read(loop.result_of(self._state)), {}
+    for row in rows:
+      slot, self._slots[row] = self._slots[row], None
+      assert slot is not None
+      self._options.free(row)
+      generation = generation_lib.generation_of(
+        _row_of(result, row),
+        np.array([len(slot.ids)], np.int32),
+        request=self._request,
+        target=self._target,
+        drafter=self._drafter,
+      )
+      # The caches may have values that are not finite.
+      failed = generation.errors[0] is not None
+      tokens = [*slot.ids, *generation.tokens[0]]
+      self._texts[row].tokens = [] if failed else tokens
+      ended[row] = generation
+    return ended
 
 
 def _drafters_by_prompts(

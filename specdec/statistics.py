@@ -5,7 +5,6 @@ past an EOS or past the limit were not emitted and do not count.
 """
 
 from collections.abc import Mapping
-from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
@@ -19,7 +18,6 @@ from specdec import hosts
 from specdec import model as model_lib
 from specdec import total as total_lib
 from specdec.draft import drafter as drafter_lib
-from specdec.draft import stages as stages_lib
 
 
 class Counters(flax.struct.PyTreeNode):
@@ -58,6 +56,10 @@ class Counters(flax.struct.PyTreeNode):
     """`[B, D + 1]`; entry i counts the forwards that emitted i + 1 tokens."""
     return self._rows()[:, 3:]
 
+  def with_steps(self, number: jax.typing.ArrayLike) -> 'Counters':
+    """Counts the steps of a whole loop, which need no counter within it."""
+    return self.replace(steps=self.steps + number)
+
 
 def init_counters(batch_size: int, max_depth: int) -> Counters:
   """Counters of zero."""
@@ -75,7 +77,7 @@ def count_step(
 ) -> Counters:
   """Counts one target forward over `nodes [B, N]`; `emitted [B]` new tokens.
 
-  `Counters.steps` is left to `count_steps`.
+  `Counters.steps` is left to `Counters.with_steps`.
   """
   active = ctx.active.astype(jnp.int32)
   num_nodes = jnp.sum(nodes >= 0, axis=1)
@@ -86,11 +88,6 @@ def count_step(
   for index, amount in enumerate(counted):
     amounts = jnp.where(place == index, amount[:, None], amounts)
   return counters.replace(of_rows=counters.of_rows + amounts)
-
-
-def count_steps(counters: Counters, number: jax.typing.ArrayLike) -> Counters:
-  """Counts the steps of a whole loop, which need no counter within it."""
-  return counters.replace(steps=counters.steps + number)
 
 
 def bytes_read(
@@ -108,19 +105,6 @@ def bytes_read(
     for name, count in reads.items()
     if name != 'plain'
   )
-
-
-def plain_reads(
-  prompt_lengths: np.ndarray, new_tokens: np.ndarray
-) -> dict[str, int]:
-  """Forwards and visible slots of plain decoding; both arguments are `[B]`."""
-  # Emitting token i of a row, plain decoding sees prompt_length + i slots.
-  slots = new_tokens * prompt_lengths + new_tokens * (new_tokens - 1) // 2
-  return {
-    'forwards': int(new_tokens.max(initial=0)),
-    'slots': int(slots.sum()),
-    'rows': int(new_tokens.sum()),
-  }
 
 
 def relative_bandwidth(
@@ -194,59 +178,24 @@ class Statistics:
     return {name: value for name, value in figures.items() if value is not None}
 
 
-def _beyond(context: int, starts: np.ndarray, new_tokens: np.ndarray) -> int:
-  """Emitted tokens that a stage with this context could not have drafted."""
-  # The last token that can be drafted follows the last position.
-  first = np.maximum(starts, context + 1)
-  return int(np.maximum(starts + new_tokens - first, 0).sum())
-
-
-def _reads(
-  counters: Any,
-  stages: Sequence[tuple[drafter_lib.Stage, Any]],
-  prompt_lengths: np.ndarray,
-  new_tokens: np.ndarray,
-) -> dict[str, dict[str, int]]:
-  """`Statistics.reads`; the counters of target and stages are on the host."""
-  counted = {'target': (counters.steps, counters.target_forwards, counters)}
-  for stage, counts in stages:
-    counted[stage.name] = counts.forwards, counts.row_forwards, counts
-  return {'plain': plain_reads(prompt_lengths, new_tokens)} | {
-    name: {
-      'forwards': int(forwards),
-      'slots': int(counts.slots_read.sum()),
-      'rows': int(rows.sum()),
-    }
-    for name, (forwards, rows, counts) in counted.items()
-  }
-
-
-def _costs(
-  target: model_lib.ModelSpec, stages: tuple[drafter_lib.Stage, ...]
-) -> dict[str, dict[str, float]]:
-  """`Statistics.costs`."""
-
-  def cost(forward: float, slot: float, state: float) -> dict[str, float]:
-    per_row = {'per_row': 2 * state} if state else {}
-    return {'per_forward': forward, 'per_slot': slot} | per_row
-
+def _read(forwards: Any, rows: Any, slots: Any) -> dict[str, int]:
+  """An entry of `Statistics.reads`."""
   return {
-    'target': cost(
-      target.weight_bytes, target.cache_bytes_per_slot, target.state_bytes
-    )
-  } | {
-    stage.name: cost(
-      stage.scorer.facts.bytes_of(stage.config.width),
-      stage.scorer.facts.bytes_per_slot,
-      stage.scorer.facts.state_bytes,
-    )
-    for stage in stages
+    'forwards': int(forwards),
+    'slots': int(slots.sum()),
+    'rows': int(rows.sum()),
   }
+
+
+def _cost(forward: float, slot: float, state: float) -> dict[str, float]:
+  """An entry of `Statistics.costs`."""
+  per_row = {'per_row': 2 * state} if state else {}
+  return {'per_forward': forward, 'per_slot': slot} | per_row
 
 
 def summarize(
   counts: tuple[
-    Counters, tuple[stages_lib.StageCounters, ...], total_lib.Total
+    Counters, tuple[drafter_lib.StageCounters, ...], total_lib.Total
   ],
   origins: np.ndarray,
   prompt_lengths: np.ndarray,
@@ -269,32 +218,46 @@ def summarize(
   prompt_lengths = np.asarray(prompt_lengths, np.int64)
   new_tokens = np.asarray(new_tokens, np.int64)
   counters, stage_counters, plain_steps = hosts.read(counts)
-  stages = list(zip(drafter.stages, stage_counters, strict=True))
-  forwards = {
-    stage.name: int(counted.row_forwards.sum()) for stage, counted in stages
+  # Emitting token i of a row, plain decoding sees prompt_length + i slots.
+  slots = new_tokens * prompt_lengths + new_tokens * (new_tokens - 1) // 2
+  forwards = counters.target_forwards
+  reads = {
+    'plain': _read(new_tokens.max(initial=0), new_tokens, slots),
+    'target': _read(counters.steps, forwards, counters.slots_read),
   }
+  costs = {
+    'target': _cost(
+      target.weight_bytes, target.cache_bytes_per_slot, target.state_bytes
+    )
+  }
+  positions = {'target': int(counters.nodes_verified.sum())}
+  stage_forwards, beyond_context = dict[str, int](), dict[str, int]()
+  for stage, counted in zip(drafter.stages, stage_counters, strict=True):
+    facts, width = stage.scorer.facts, stage.config.width
+    rows = counted.row_forwards
+    reads[stage.name] = _read(counted.forwards, rows, counted.slots_read)
+    costs[stage.name] = _cost(
+      facts.bytes_of(width), facts.bytes_per_slot, facts.state_bytes
+    )
+    stage_forwards[stage.name] = int(rows.sum())
+    positions[stage.name] = width * stage_forwards[stage.name]
+    if facts.max_positions:
+      # The last token that can be drafted follows the last position.
+      first = np.maximum(prompt_lengths, facts.max_positions + 1)
+      beyond = np.maximum(prompt_lengths + new_tokens - first, 0)
+      beyond_context[stage.name] = int(beyond.sum())
   return Statistics(
     new_tokens=int(new_tokens.sum()),
-    target_forwards=int(counters.target_forwards.sum()),
+    target_forwards=int(forwards.sum()),
     accepted_histogram=counters.emitted_histogram.sum(axis=0).tolist(),
-    beyond_context={
-      stage.name: _beyond(
-        stage.scorer.facts.max_positions, prompt_lengths, new_tokens
-      )
-      for stage in drafter.stages
-      if stage.scorer.facts.max_positions
-    },
-    stage_forwards=forwards,
-    positions={'target': int(counters.nodes_verified.sum())}
-    | {
-      stage.name: stage.config.width * forwards[stage.name]
-      for stage in drafter.stages
-    },
+    beyond_context=beyond_context,
+    stage_forwards=stage_forwards,
+    positions=positions,
     origins={
       label: int(np.sum(origins == index))
       for index, label in enumerate(('target', *drafter.labels))
     },
     plain_steps=int(plain_steps),
-    reads=_reads(counters, stages, prompt_lengths, new_tokens),
-    costs=_costs(target, drafter.stages),
+    reads=reads,
+    costs=costs,
   )

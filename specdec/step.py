@@ -26,10 +26,8 @@ from specdec import statistics as statistics_lib
 from specdec import watchers as watchers_lib
 from specdec.draft import drafter as drafter_lib
 from specdec.draft import growth
-from specdec.draft import stages as stages_lib
 from specdec.tree import tree as tree_lib
 from specdec.verify import accept
-from specdec.verify import match
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +37,7 @@ class DecodeConfig:
   #: Room in the buffers; the limit itself is dynamic and at most this.
   max_new_tokens: int = 128
   #: The rule of verification, see `specdec.verify`.
-  rule: accept.Rule = dataclasses.field(default_factory=match.MatchRule)
+  rule: accept.Rule = dataclasses.field(default_factory=accept.MatchRule)
   #: Whether decoding may go on plainly where speculation does not pay, see
   #: `Request.break_even`.
   fallback: bool = False
@@ -77,7 +75,7 @@ class DecodeState(flax.struct.PyTreeNode):
   reason: jax.Array  #: `[B]` int32, why the row is done, see `verify.accept`.
   target: model_lib.ModelState  #: The state of the target.
   #: The states of the drafter's stages.
-  stages: tuple[stages_lib.StageState, ...]
+  stages: tuple[drafter_lib.StageState, ...]
   adjusters: tuple[Any, ...]  #: The states of the request's adjusters.
   watchers: tuple[Any, ...]  #: The states of the request's watchers.
   counters: statistics_lib.Counters  #: The counters so far.
@@ -158,7 +156,8 @@ def step(
     target, state.target, tree, nodes, ctx, may_lag=False
   )
   logits = ctx.adjusted(scores.logits, tree, nodes)
-  proposals = stages_lib.proposals_of(drafter, stages, tree)
+  nothing = jnp.zeros((*tree.token.shape, 0))
+  proposals = stages[0].proposals if drafter.stages else nothing
   verdict = config.rule(
     tree, nodes, logits, proposals, ctx.randomness, ctx.sampling
   )
@@ -174,9 +173,9 @@ def step(
   )
   path = verdict.path(nodes)
   added = carried_lib.Added(path, verdict.chosen, emitted, ctx.length)
-  stages = stages_lib.observe(
-    drafter, stages, _verified(tree, nodes, scores.logits, ctx)
-  )
+  tokens = jax.vmap(tree_lib.pick)(tree.token, nodes)
+  is_node = (nodes >= 0) & ctx.active[:, None]
+  seen = carried_lib.Verified(jnp.where(is_node, tokens, -1), scores.logits)
   if drafter.stages:
     origins = accept.emitted_origins(tree, nodes, verdict)
     appended = added.append(
@@ -194,7 +193,9 @@ def step(
     target=state.target.replace(
       cache=model_lib.keep(target_state, added).cache
     ),
-    stages=stages_lib.keep(drafter, state.stages, stages, added, ctx.active),
+    stages=drafter_lib.keep(
+      drafter, state.stages, stages, seen, added, ctx.active
+    ),
     adjusters=adjusters_lib.keep(
       request.adjusters, state.adjusters, tree, added
     ),
@@ -203,18 +204,6 @@ def step(
     fallback=_account(state.fallback, emitted, ctx, request, config),
   )
   return state, StepRecord(tree=tree, nodes=nodes, path=path, emitted=emitted)
-
-
-def _verified(
-  tree: tree_lib.TokenTree,
-  nodes: jax.Array,
-  logits: jax.Array,
-  ctx: context_lib.StepContext,
-) -> carried_lib.Verified:
-  """The observation of the stages; see `carried.Verified`."""
-  tokens = jax.vmap(tree_lib.pick)(tree.token, nodes)
-  known = (nodes >= 0) & ctx.active[:, None]
-  return carried_lib.Verified(jnp.where(known, tokens, -1), logits)
 
 
 def _account(

@@ -5,7 +5,6 @@ it the tokens that the target chose; it says where the text ends, and then keeps
 what it found about the tokens that were emitted (`specdec.carried`).
 """
 
-from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ class Observation(flax.struct.PyTreeNode):
   #: `[B, N, V]` float32, the target's, as the model gave them.
   logits: jax.Array
 
+  @property
   def no_end(self) -> jax.Array:
     """`[B, D + 1]` int32, that the text ends with none of the tokens."""
     return jnp.full(self.verdict.chosen.shape, accept.RUNNING)
@@ -53,11 +53,6 @@ class Watcher:
     """The state after a step, from what `observe` returned."""
     del added
     return state
-
-  def values(self, state: Any) -> Mapping[str, jax.Array]:
-    """Values `[B, T]` of the tokens of the texts, by name; by default none."""
-    del state
-    return {}
 
 
 class EndOfText(flax.struct.PyTreeNode, Watcher):
@@ -104,36 +99,12 @@ class LogProbs(flax.struct.PyTreeNode, Watcher):
     log_probs = sampling_lib.log_softmax(logits)
     chosen = seen.verdict.chosen[..., None]
     chosen_log_probs = jnp.take_along_axis(log_probs, chosen, axis=-1)[..., 0]
-    return seen.no_end(), (state, chosen_log_probs)
+    return seen.no_end, (state, chosen_log_probs)
 
   def keep(self, state: Any, added: carried_lib.Added) -> jax.Array:
     log_probs, new = state
     (appended,) = added.append((log_probs,), (new,))
     return appended
-
-  def values(self, state: Any) -> Mapping[str, jax.Array]:
-    return {'log_probs': state}
-
-
-def make_watchers(
-  *,
-  eos_ids: Sequence[int] | np.ndarray = (),
-  stop: stop_strings.StopTable | None = None,
-  log_probs: bool = False,
-) -> tuple[Watcher, ...]:
-  """The watchers that a request needs.
-
-  `eos_ids` serve all rows, or are an array of `EndOfText`.
-  """
-  watchers: list[Watcher] = []
-  if len(eos_ids):
-    ids = np.atleast_2d(np.asarray(eos_ids, np.int32))
-    watchers.append(EndOfText(jnp.asarray(ids)))
-  if stop is not None:
-    watchers.append(StopStrings(stop))
-  if log_probs:
-    watchers.append(LogProbs())
-  return tuple(watchers)
 
 
 def in_sections(
@@ -157,7 +128,7 @@ def observe(
     `[B, D + 1]` int32, why the text ends with each token, and what `keep`
     needs.
   """
-  ends, new_states = seen.no_end(), []
+  ends, new_states = seen.no_end, []
   for watcher, state in zip(watchers, states, strict=True):
     reasons, state = watcher.observe(state, seen)
     ends = jnp.where(ends == accept.RUNNING, reasons, ends)
@@ -177,11 +148,10 @@ def keep(
   )
 
 
-def values(
+def log_probs(
   watchers: tuple[Watcher, ...], states: tuple[Any, ...]
-) -> dict[str, jax.Array]:
-  """Values of tokens that watchers have, `[B, T]` by name."""
-  by_name: dict[str, jax.Array] = {}
-  for watcher, state in zip(watchers, states, strict=True):
-    by_name |= watcher.values(state)
-  return by_name
+) -> jax.Array | None:
+  """The state of `LogProbs`, if it is among the watchers."""
+  pairs = zip(watchers, states, strict=True)
+  found = (state for watcher, state in pairs if isinstance(watcher, LogProbs))
+  return next(found, None)

@@ -24,9 +24,8 @@ from specdec import adjusters as adjusters_lib
 from specdec import arguments as arguments_lib
 from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
+from specdec.draft import lookup
 from specdec.draft import ranking as ranking_lib
-from specdec.draft import recycling
-from specdec.draft import stored
 from specdec.models.nn import table_model
 from specdec.tree import topology as topology_lib
 from specdec.verify import rejection
@@ -106,7 +105,7 @@ TOPOLOGIES = {
 } | {
   'binary tree': topology_lib.k_ary(2, 2),
   'ternary tree': topology_lib.k_ary(3, 2),
-  'ragged tree': topology_lib.from_paths(
+  'ragged tree': topology_lib.Topology(
     [(0,), (1,), (2,), (0, 0), (2, 0), (2, 1), (2, 1, 0)]
   ),
   'more children than tokens': topology_lib.k_ary(5, 1),
@@ -143,8 +142,8 @@ def drafter(name: str, draft: np.ndarray) -> specdec.Drafter:
     ),
     'tables': tiny_drafters.candidates(*tables, config=_GROWN),
     'earlier': tiny_drafters.candidates(
-      stored.StoredTexts.of_texts([text]),
-      recycling.Recycling(num_kept=2, size=3),
+      lookup.StoredTexts.of_texts([text]),
+      lookup.Recycling(num_kept=2, size=3),
       config=_GROWN,
     ),
   }[name]
@@ -274,8 +273,8 @@ def spread(mass: np.ndarray, at: np.ndarray, more: np.ndarray) -> None:
 @quick_jit
 def _distributions(target, draft, seen, sampling, keys):
   """Distributions of `[S, V]` logits, and the best tokens by rank."""
-  adjust = lambda logits: sampling_lib.adjust_logits(
-    logits[:, None], sampling, seen[:, None]
+  adjust = lambda logits: sampling_lib.penalize(
+    sampling_lib.add_bias(logits[:, None], sampling), sampling, seen[:, None]
   )
   target, draft = adjust(target), adjust(draft)
   nodes = jnp.zeros((target.shape[0], 1), jnp.int32)

@@ -89,7 +89,7 @@ def _drafter(name: str):
   tree = tiny_drafters.Settings(
     num_nodes=8, width=3, branching=2, rounds=2, capacity=24, cost_ratio=0
   )
-  ragged = topology_lib.from_paths(
+  ragged = topology_lib.Topology(
     [(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0)]
   )
   fixed = lambda shape: tiny_drafters.Settings(topology=shape)

@@ -16,11 +16,11 @@ from specdec import carried as carried_lib
 from specdec import context as context_lib
 from specdec import hosts
 from specdec import randomness as randomness_lib
+from specdec.draft import drafter as drafter_lib
 from specdec.draft import growth
-from specdec.draft import stages as stages_lib
 from specdec.models.nn import table_model
 from specdec.tree import tree as tree_lib
-from specdec.verify import match
+from specdec.verify import accept
 
 CAPACITY = 14
 NUM_TOKENS = 4
@@ -123,7 +123,11 @@ def match_context(
 
   `noise`: `[B, D + 1, V]`; `seen`: `[B, V]`, for a repetition penalty.
   """
-  kw = {'active': length > 0, 'rule': match.MatchRule(), 'target_bytes': 1} | kw
+  kw = {
+    'active': length > 0,
+    'rule': accept.MatchRule(),
+    'target_bytes': 1,
+  } | kw
   if seen is not None:
     penalty = adjusters_lib.RepetitionPenalty(seen.shape[1])
     kw |= {'adjusters': (penalty,), 'adjuster_states': (seen,)}
@@ -202,7 +206,7 @@ def _log_softmax(scores):
 def grown(drafter, tokens, length, *rest):
   """States and trees after a first step."""
   texts = carried_lib.Texts(tokens, length, TEXT_SLOTS)
-  stages = stages_lib.start(drafter, texts)
+  stages = drafter_lib.start(drafter, texts)
   return grown_from(drafter, stages, tokens, length, *rest)
 
 
@@ -223,7 +227,7 @@ def grown_from(drafter, stages, tokens, length, active, noise, sampling):
 def kept(drafter, stages, path, count):
   """States after a step that keeps the first `count [B]` nodes of a path."""
   added = carried_lib.Added(path, path, count, 0 * count)
-  return stages_lib.keep(drafter, stages, stages, added, count > 0)
+  return drafter_lib.keep(drafter, stages, stages, None, added, count > 0)
 
 
 def lists_of(tree):

@@ -105,22 +105,20 @@ def table_of(texts: Sequence[Sequence[int]], kind: str) -> specdec.NGram:
   )
 
 
-class BigramTable(flax.struct.PyTreeNode):
+class BigramTable(flax.struct.PyTreeNode, specdec.Proposer):
   """A proposer that is given for each token what follows it."""
 
   tokens: jax.Array  # `[V, C]` int32
   log_probs: jax.Array  # `[V, C]` float32
   name: str = flax.struct.field(pytree_node=False, default='bigram')
 
-  bytes_per_node = 0
-
   @property
   def vocab_size(self) -> int:
     return self.tokens.shape[0]
 
-  def propose(self, tree, nodes, tokens, length):
-    del tokens, length
-    last = tree.token[nodes]
+  def propose(self, state, query):
+    del state
+    last = query.tree.token[query.nodes]
     return self.tokens[last], self.log_probs[last]
 
 
@@ -207,7 +205,7 @@ def simple(
 
 
 # The third child, but not the first two, goes on.
-_RAGGED = topology_lib.from_paths(
+_RAGGED = topology_lib.Topology(
   [(0,), (1,), (2,), (2, 0), (2, 1), (2, 1, 0), (2, 1, 0, 0), (0, 3)]
 )
 

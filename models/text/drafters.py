@@ -13,7 +13,6 @@ from specdec.draft import drafter as drafter_lib
 from specdec.draft import head as head_lib
 from specdec.draft import language_model
 from specdec.draft import lookup
-from specdec.draft import recycling
 from specdec.models.text import pair as pair_lib
 from specdec.models.text import plan as plan_lib
 from specdec.models.text import settings as settings_lib
@@ -80,7 +79,7 @@ def _tables(
   inner: str, settings: settings_lib.DraftSettings, pair: pair_lib.Pair
 ) -> candidates.CandidateScorer:
   # A match in the text itself is the better evidence, so it comes first.
-  proposers: list[candidates.Proposer | candidates.Learner] = []
+  proposers: list[candidates.Proposer] = []
   store = open_store(settings, pair)
   if 'lookup' in inner.split('+'):
     proposers.append(settings.lookup)
@@ -89,7 +88,7 @@ def _tables(
   if 'ngram' in inner.split('+'):
     proposers.append(_load_ngram(settings, pair))
   if 'recycling' in inner.split('+'):
-    proposers.append(recycling.Recycling())
+    proposers.append(lookup.Recycling())
   return candidates.CandidateScorer(tuple(proposers))
 
 
@@ -133,10 +132,9 @@ def _model_scorer(
     if isinstance(pair.head, head_lib.Head):
       return head_lib.HeadScorer(pair.head)
     return block_lib.BlockScorer(pair.head)
-  scorer = language_model.LanguageModelScorer(pair.draft)
-  if draft_prompt is None:
-    return scorer
-  return language_model.PromptTailScorer(scorer, draft_prompt)
+  return language_model.LanguageModelScorer(
+    pair.draft, most_tokens=draft_prompt
+  )
 
 
 def make_drafter(

@@ -251,7 +251,7 @@ def _from_record(
   if 'confidence' in lookup:
     lookup['confidence'] = tuple(lookup['confidence'])
   if paths is not None:
-    record['topology'] = topology_lib.from_paths(paths)
+    record['topology'] = topology_lib.Topology(paths)
   settings = settings_lib.with_options(settings_lib.DraftSettings(), record)
   return dataclasses.replace(settings, lookup=lookup_lib.PromptLookup(**lookup))
 

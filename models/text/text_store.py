@@ -18,7 +18,7 @@ import safetensors
 
 import specdec
 from specdec.draft import candidates
-from specdec.draft import stored
+from specdec.draft import lookup
 from specdec.text import whole_files
 
 _FORMAT = 'specdec texts 1'
@@ -92,7 +92,7 @@ class TextStore:
       message = 'store=%s: new texts are not added: %s'
       logging.log_first_n(logging.WARNING, message, 1, self._folder, error)
 
-  def index(self) -> stored.StoredTexts:
+  def index(self) -> lookup.StoredTexts:
     """The index of the texts, also of those that other processes added.
 
     A few new ones wait for others: sorting a million tokens takes a second.
@@ -107,7 +107,7 @@ class TextStore:
     return sum(text.size for texts in self._files.values() for text in texts)
 
   def _build(self) -> None:
-    index = stored.StoredTexts.of_texts(self.newest())
+    index = lookup.StoredTexts.of_texts(self.newest())
     self._num_indexed = self._num_tokens()
     self._index = jax.device_put(index, self._place)
 
@@ -126,7 +126,7 @@ class TextStore:
         return stage
       proposers = tuple(
         index.replace(confidence=proposer.confidence)
-        if isinstance(proposer, stored.StoredTexts)
+        if isinstance(proposer, lookup.StoredTexts)
         else proposer
         for proposer in scorer.proposers
       )

@@ -76,20 +76,6 @@ class BlockDrafter(model_lib.Network):
 
   spec: BlockSpec = flax.struct.field(pytree_node=False)
 
-  def apply(
-    self,
-    tokens: jax.Array,
-    positions: jax.Array,
-    mask: jax.Array,
-    cache: cache_lib.KVCache,
-  ) -> tuple[jax.Array, cache_lib.KVCache]:
-    """The logits of a block: what a forward costs can be measured."""
-    with jax.named_scope('forward'):
-      logits, _, cache = self.spec.propose(
-        self.params, tokens, positions, mask, cache
-      )
-    return logits, cache
-
   def read(
     self,
     hidden: carried_lib.HiddenStates,
@@ -119,10 +105,6 @@ class BlockScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
   drafter: BlockDrafter  #: A block drafter for the target.
   #: C, candidates of each depth; static.
   num_candidates: int = flax.struct.field(pytree_node=False, default=64)
-  #: The weight of the target's noise in the ranking of candidates; static. The
-  #: best tokens with all of their noise are independent draws from each depth,
-  #: which go together badly.
-  noise_weight: float = flax.struct.field(pytree_node=False, default=1.0)
   #: The name of the stage; static.
   name: str = flax.struct.field(pytree_node=False, default='block')
 
@@ -133,12 +115,10 @@ class BlockScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
       self.drafter, self.name, hidden=self.drafter.spec.reads
     )
 
-  def forward_width(
-    self, width: int, max_depth: int, *, has_inner: bool
-  ) -> int:
-    """The W nodes alone: the text is not read in their places."""
+  def least_width(self, max_depth: int, has_inner: bool) -> int:
+    """A node alone: the text is not read in the places of nodes."""
     del max_depth, has_inner
-    return width
+    return 1
 
   def start(self, texts: carried_lib.Texts, num_scored: int) -> BlockState:
     spec = self.drafter.spec
@@ -177,7 +157,7 @@ class BlockScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     tokens, log_probs = self._children(state, parents, depth, ctx.sampling)
     log_probs = ctx.adjusted_few(log_probs, tree, nodes, tokens)
     kept = sampling_lib.keep(log_probs, ctx.sampling)
-    noise = self.noise_weight * ctx.randomness.noise.at(depth).of_tokens(tokens)
+    noise = ctx.randomness.noise.at(depth).of_tokens(tokens)
     ranked = jax.nn.log_softmax(
       config.calibration * (kept.filtered() + noise), axis=-1
     )

@@ -7,7 +7,6 @@ off: each proposer distributes the probability that those before it left.
 
 from collections.abc import Sequence
 from typing import Any
-from typing import Protocol
 
 import flax.struct
 import jax
@@ -23,84 +22,74 @@ from specdec.draft import ranking as ranking_lib
 from specdec.tree import tree as tree_lib
 
 
-class Proposer(Protocol):
-  """A pure function from a node to likely next tokens, and what it needs."""
+class Query(flax.struct.PyTreeNode):
+  """The nodes of one row after which tokens are proposed; unbatched."""
 
-  @property
-  def name(self) -> str:
-    """The name of the source of its tokens."""
+  tree: tree_lib.TokenTree  #: `[M]` per field.
+  nodes: jax.Array  #: `[W]` int32.
+  tokens: jax.Array  #: `[T]` int32, the text so far.
+  length: jax.Array  #: `[]` int32, of the text; the root is the last token.
+
+  def histories(self, number: int) -> jax.Array:
+    """`[W, number]` int32, the tokens that end at each node, its own first.
+
+    -1 before the start of the text.
+    """
+    index = self.length - 1 - jnp.arange(number)
+    recent = jnp.where(index >= 0, self.tokens[index], -1)
+    return tree_lib.histories(self.tree, self.nodes, recent)
+
+
+class Proposer:
+  """Base of proposers: pure functions, and a pytree of what they need.
+
+  A subclass needs a `name` and `propose`. One that learns has a state, see
+  `specdec.carried`. When new texts begin, only rows whose text does not
+  continue the old one start again.
+  """
+
+  name: str  #: The name of the source of its tokens.
 
   @property
   def vocab_size(self) -> int | None:
     """V, or None if it has none of its own."""
+    return None
 
   @property
   def bytes_per_node(self) -> int:
     """Bytes read from memory to look up one node."""
-
-  def propose(
-    self,
-    tree: tree_lib.TokenTree,
-    nodes: jax.Array,
-    tokens: jax.Array,
-    length: jax.Array,
-  ) -> tuple[jax.Array, jax.Array]:
-    """Candidates after each node of one tree; unbatched.
-
-    Args:
-      tree: `[M]` per field.
-      nodes: `[W]` int32.
-      tokens: `[T]` int32, the text so far.
-      length: `[]` int32, of the text; the root is the last token.
-
-    Returns:
-      `[W, C]` int32 tokens, distinct where possible, and `[W, C]` float32, the
-      logarithms of their probabilities, which add up to at most 1;
-      `sampling.EXCLUDED` for entries that are no candidates.
-    """
-
-
-class Learner:
-  """Base of proposers that learn: what a row has taught them is a state.
-
-  The verbs are described in `specdec.carried`. When new texts begin, only rows
-  whose text does not continue the old one start again.
-  """
-
-  name: str  #: See `Proposer`.
-  vocab_size: int | None = None  #: See `Proposer`.
-
-  @property
-  def bytes_per_node(self) -> int:
-    """See `Proposer`."""
     return 0
 
   def start(self, texts: carried_lib.Texts) -> Any:
     """The state after texts; B is the first axis of each array in it."""
-    raise NotImplementedError
+    del texts
+    return ()
 
   def observe(self, state: Any, seen: carried_lib.Verified) -> Any:
     """Learns from a verification; by default the state stays as it is."""
     del seen
     return state
 
-  def propose_for(
-    self,
-    state: Any,
-    tree: tree_lib.TokenTree,
-    nodes: jax.Array,
-    tokens: jax.Array,
-    length: jax.Array,
-  ) -> tuple[jax.Array, jax.Array]:
-    """`Proposer.propose` of a row, with its state, without the axis B."""
+  def propose(self, state: Any, query: Query) -> tuple[jax.Array, jax.Array]:
+    """Candidates after each node of a row.
+
+    Args:
+      state: of the row, without the axis B.
+      query: the nodes.
+
+    Returns:
+      `[W, C]` int32 tokens, distinct where possible, and `[W, C]` float32, the
+      logarithms of their probabilities, which add up to at most 1;
+      `sampling.EXCLUDED` for entries that are no candidates.
+    """
     raise NotImplementedError
 
 
 class CandidateState(flax.struct.PyTreeNode):
-  """The states of the learners among the proposers."""
+  """The states of the proposers, of which some learn."""
 
   length: jax.Array  #: `[B]` int32, of the texts that they learned from.
-  learned: tuple[Any, ...]  #: One per proposer; `()` for those without.
+  learned: tuple[Any, ...]  #: One per proposer.
 
 
 def scores_of_few(
@@ -150,7 +139,7 @@ class CandidateScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
   """One or more proposers as a scorer; see `Scorer`."""
 
   #: The proposers, the most reliable first.
-  proposers: tuple[Proposer | Learner, ...]
+  proposers: tuple[Proposer, ...]
 
   @property
   def facts(self) -> drafter_lib.ScorerFacts:
@@ -167,17 +156,11 @@ class CandidateScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
   def start(
     self, texts: carried_lib.Texts, num_scored: int
   ) -> CandidateState | tuple[()]:
-    """The states of the learners, if there are any."""
+    """The states of the proposers, if any has one."""
     del num_scored
-    if not any(isinstance(one, Learner) for one in self.proposers):
-      return ()
-    return CandidateState(
-      texts.length,
-      tuple(
-        proposer.start(texts) if isinstance(proposer, Learner) else ()
-        for proposer in self.proposers
-      ),
-    )
+    learned = tuple(proposer.start(texts) for proposer in self.proposers)
+    has_states = jax.tree.leaves(learned)
+    return CandidateState(texts.length, learned) if has_states else ()
 
   def restart(
     self, state: Any, texts: carried_lib.Texts, num_scored: int
@@ -199,11 +182,11 @@ class CandidateScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     return CandidateState(length, learned), 0
 
   def observe(self, state: Any, seen: carried_lib.Verified) -> Any:
-    """Lets the learners learn."""
+    """Lets the proposers learn."""
     if not jax.tree.leaves(state):
       return state
     learned = tuple(
-      proposer.observe(one, seen) if isinstance(proposer, Learner) else one
+      proposer.observe(one, seen)
       for proposer, one in zip(self.proposers, state.learned, strict=True)
     )
     return state.replace(learned=learned)
@@ -225,7 +208,7 @@ class CandidateScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     """Looks the nodes up."""
     learned = state.learned if state else ((),) * len(self.proposers)
     proposed, proposed_log_probs = jax.vmap(self._looked_up)(
-      learned, tree, nodes, ctx.tokens, ctx.length
+      learned, Query(tree, nodes, ctx.tokens, ctx.length)
     )
     sizes = [tokens.shape[2] for tokens in proposed]
     tokens, log_probs = jax.vmap(_merged)(proposed, proposed_log_probs)
@@ -242,33 +225,24 @@ class CandidateScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     return scores, state
 
   def _looked_up(
-    self,
-    learned: tuple[Any, ...],
-    tree: tree_lib.TokenTree,
-    nodes: jax.Array,
-    tokens: jax.Array,
-    length: jax.Array,
+    self, learned: tuple[Any, ...], query: Query
   ) -> tuple[list[jax.Array], list[jax.Array]]:
     """By proposer, its candidates and their log-probabilities, `[W, n]`."""
-    tokens_of_all, log_probs = [], []
-    left = jnp.zeros((nodes.shape[0], 1))  # log of what is left to distribute
+    tokens, log_probs = [], []
+    is_node = (query.nodes >= 0)[:, None]
+    left = jnp.zeros(is_node.shape)  # log of what is left to distribute
     for proposer, state in zip(self.proposers, learned, strict=True):
-      args = tree, nodes, tokens, length
-      proposed, log_prob = (
-        proposer.propose_for(state, *args)
-        if isinstance(proposer, Learner)
-        else proposer.propose(*args)
-      )
+      proposed, log_prob = proposer.propose(state, query)
       log_prob = jnp.where(
-        (nodes >= 0)[:, None] & (log_prob > sampling_lib.EXCLUDED),
+        is_node & (log_prob > sampling_lib.EXCLUDED),
         log_prob + left,
         sampling_lib.EXCLUDED,
       )
-      tokens_of_all.append(proposed)
+      tokens.append(proposed)
       log_probs.append(log_prob)
       taken = jnp.sum(jnp.exp(log_prob), axis=1, keepdims=True)
       left = jnp.log(jnp.maximum(jnp.exp(left) - taken, 1e-6))
-    return tokens_of_all, log_probs
+    return tokens, log_probs
 
 
 def _side_by_side(arrays: list[jax.Array]) -> jax.Array:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from specdec import carried as carried_lib
 from specdec import context as context_lib
 from specdec import model as model_lib
+from specdec import total as total_lib
 from specdec.tree import topology as topology_lib
 from specdec.tree import tree as tree_lib
 
@@ -158,21 +159,18 @@ class Scorer:
     """The facts of the scorer."""
     raise NotImplementedError
 
-  def forward_width(
-    self, width: int, max_depth: int, *, has_inner: bool
-  ) -> int:
-    """Text and nodes that one forward reads, where W nodes are to be scored.
+  def least_width(self, max_depth: int, has_inner: bool) -> int:
+    """How many tokens of text and nodes one forward reads at least.
 
-    By default max(W, 2), so that at least one unread token and one node fit.
+    By default 2, so that an unread token and a node fit.
 
     Args:
-      width: W.
       max_depth: D.
       has_inner: whether inner stages draft for it. Then it may lack more than
         one token of the text, as not every accepted node was scored.
     """
     del max_depth, has_inner
-    return max(width, 2)
+    return 2
 
   def start(self, texts: carried_lib.Texts, num_scored: int) -> Any:
     """The state before the first step; by default there is none.
@@ -245,10 +243,10 @@ class Stage(flax.struct.PyTreeNode):
     """The labels of its scorer, joined."""
     return '+'.join(self.scorer.facts.labels)
 
-  def forward_width(self, max_depth: int, *, has_inner: bool) -> int:
-    return self.scorer.forward_width(
-      self.config.width, max_depth, has_inner=has_inner
-    )
+  def forward_width(self, max_depth: int, has_inner: bool) -> int:
+    """How many tokens of text and nodes one forward reads."""
+    least = self.scorer.least_width(max_depth, has_inner)
+    return max(self.config.width, least)
 
 
 class Drafter(flax.struct.PyTreeNode):
@@ -332,3 +330,118 @@ def staged(*drafters: Drafter) -> Drafter:
   """
   stages = tuple(stage for drafter in drafters for stage in drafter.stages)
   return drafters[0].replace(stages=stages)
+
+
+# The states of the stages, at the start and from step to step.
+
+
+class StageCounters(flax.struct.PyTreeNode):
+  """Counters of a stage."""
+
+  forwards: total_lib.Total  #: `[]`, batched forwards.
+  row_forwards: total_lib.Total  #: `[B]`, those in which the row was not done.
+  slots_read: total_lib.Total  #: `[B]`, visible cache slots, summed over these.
+
+  @classmethod
+  def zeros(cls, batch_size: int) -> 'StageCounters':
+    """Counters of zero."""
+    of_rows = total_lib.Total.zeros(batch_size)
+    return cls(total_lib.Total.zeros(), of_rows, of_rows)
+
+
+class StageState(flax.struct.PyTreeNode):
+  """State of one stage, carried from step to step."""
+
+  scorer: Any  #: The state of the scorer.
+  scored: jax.Array  #: `[B, M]` bool, nodes that it has scored in this step.
+  #: `[B, M, V]` float32, the distributions that the children of each node were
+  #: drawn from in this step; of size 0 if none are drawn.
+  proposals: jax.Array
+  #: `[B, 2]` int32, forwards and visible cache slots of this step.
+  counted: jax.Array
+  counters: StageCounters  #: The counters of the steps before.
+
+
+def _num_scored(drafter: Drafter) -> list[int]:
+  """The most nodes that each stage scores in one step."""
+  sizes, growths = [], 1
+  for index, stage in enumerate(drafter.stages):
+    forwards = growths * stage.config.rounds
+    has_inner = index + 1 < len(drafter.stages)
+    width = stage.forward_width(drafter.max_depth, has_inner)
+    # A whole path must fit when it is committed.
+    sizes.append(max(forwards * width, drafter.max_depth + 1))
+    growths += forwards  # before each growth and after each forward
+  return sizes
+
+
+def start(
+  drafter: Drafter, texts: carried_lib.Texts, drawn_from: int = 0
+) -> tuple[StageState, ...]:
+  """The states of all stages before the first step; see `Scorer.start`.
+
+  `drawn_from` is V if children are drawn, else 0.
+  """
+  batch_size, capacity = texts.tokens.shape[0], drafter.shape.capacity
+
+  def of_stage(stage: Stage, num_scored: int) -> StageState:
+    return StageState(
+      scorer=stage.scorer.start(texts, num_scored),
+      scored=jnp.zeros((batch_size, capacity), bool),
+      proposals=jnp.zeros((batch_size, capacity, drawn_from)),
+      counted=jnp.zeros((batch_size, 2), jnp.int32),
+      counters=StageCounters.zeros(batch_size),
+    )
+
+  return tuple(map(of_stage, drafter.stages, _num_scored(drafter)))
+
+
+def restart(
+  drafter: Drafter,
+  states: tuple[StageState, ...],
+  texts: carried_lib.Texts,
+) -> tuple[StageState, ...]:
+  """`Scorer.restart` of all stages; rows of length 0 have nothing to read."""
+
+  def of_stage(stage: Stage, state: StageState, num_scored: int) -> StageState:
+    scorer, forwards = stage.scorer.restart(state.scorer, texts, num_scored)
+    counters = state.counters.replace(
+      forwards=state.counters.forwards + forwards,
+      row_forwards=state.counters.row_forwards
+      + jnp.where(texts.length > 0, forwards, 0),
+    )
+    return state.replace(scorer=scorer, counters=counters)
+
+  return tuple(map(of_stage, drafter.stages, states, _num_scored(drafter)))
+
+
+def keep(
+  drafter: Drafter,
+  before: tuple[StageState, ...],
+  states: tuple[StageState, ...],
+  seen: carried_lib.Verified,
+  added: carried_lib.Added,
+  active: jax.Array,
+) -> tuple[StageState, ...]:
+  """`Scorer.observe` and `Scorer.keep` of all stages that the drafter has.
+
+  `active [B]` bool are the rows that are not done. The states of stages that
+  the drafter does not have stay as they are: a plain step between speculative
+  ones. Fields that last for one step are passed on as they were `before` it,
+  because an array that changes costs a GPU a kernel.
+  """
+
+  def of_stage(stage: Stage, old: StageState, state: StageState) -> StageState:
+    of_rows = jnp.where(active[:, None], state.counted, 0)
+    counters = state.counters
+    counters = StageCounters(
+      forwards=counters.forwards + state.counted[0, 0],
+      row_forwards=counters.row_forwards + of_rows[:, 0],
+      slots_read=counters.slots_read + of_rows[:, 1],
+    )
+    scorer = stage.scorer.observe(state.scorer, seen)
+    scorer = stage.scorer.keep(scorer, added)
+    return old.replace(scorer=scorer, counters=counters)
+
+  kept = tuple(map(of_stage, drafter.stages, before, states))
+  return kept + states[len(kept) :]

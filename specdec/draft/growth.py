@@ -13,9 +13,7 @@ stays in the tree: the target may verify what the stage had no time to score.
 """
 
 import dataclasses
-import functools
 
-import flax.struct
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -23,11 +21,10 @@ import jax.numpy as jnp
 from specdec import context as context_lib
 from specdec import sampling as sampling_lib
 from specdec.draft import drafter as drafter_lib
-from specdec.draft import stages as stages_lib
 from specdec.tree import topology as topology_lib
 from specdec.tree import tree as tree_lib
 
-_States = tuple[stages_lib.StageState, ...]
+_States = tuple[drafter_lib.StageState, ...]
 _Grown = tuple[_States, tree_lib.TokenTree]
 # The nodes of the next round, and whether there is one.
 _Planned = tuple[jax.Array, jax.Array]
@@ -48,8 +45,13 @@ def grow(
   if not ctx.max_depth:
     return states, tree
   nothing = jnp.zeros(tree.token.shape, bool)
-  begun = map(stages_lib.begin_step, states)
-  return _grow(stages, tuple(begun), tree, ctx, nothing, first_origin=1)
+  begun = tuple(
+    state.replace(
+      scored=jnp.zeros_like(state.scored), counted=jnp.zeros_like(state.counted)
+    )
+    for state in states
+  )
+  return _grow(stages, begun, tree, ctx, nothing, first_origin=1)
 
 
 def _grow(
@@ -115,15 +117,15 @@ def _grow(
 
 def _score(
   stage: drafter_lib.Stage,
-  state: stages_lib.StageState,
+  state: drafter_lib.StageState,
   tree: tree_lib.TokenTree,
   nodes: jax.Array,
   ctx: context_lib.StepContext,
-  policy: '_Policy',
+  policy: '_BestFirst',
   pays: jax.Array,
-) -> tuple[stages_lib.StageState, tree_lib.TokenTree]:
+) -> tuple[drafter_lib.StageState, tree_lib.TokenTree]:
   """One forward of a stage; its candidates join the tree if it `pays`."""
-  width = stage.forward_width(ctx.max_depth, has_inner=policy.has_inner)
+  width = stage.forward_width(ctx.max_depth, policy.has_inner)
   padding = ((0, 0), (0, width - nodes.shape[1]))
   nodes = jnp.pad(nodes, padding, constant_values=tree_lib.NO_NODE)
   if policy.masks_rounds:
@@ -167,8 +169,8 @@ def _depth_limit(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Policy:
-  """The choice of the nodes that a stage scores, and of their children."""
+class _BestFirst:
+  """The most likely nodes are scored, as long as it pays."""
 
   stage: drafter_lib.Stage
   ctx: context_lib.StepContext
@@ -179,8 +181,16 @@ class _Policy:
 
   @property
   def takes_all_rounds(self) -> bool:
-    """Whether growth hardly ever stops before the last round; static."""
-    raise NotImplementedError
+    """Whether growth hardly ever stops before the last round; static.
+
+    So it is if rounds cost nothing: an n-gram always has candidates.
+    """
+    return self.stage.config.cost_ratio == 0
+
+  @property
+  def masks_rounds(self) -> bool:
+    """Whether rounds that do not pay must be told to do nothing; static."""
+    return self.takes_all_rounds
 
   def goes_on(self, carry: _Carry) -> jax.Array:
     """Whether there is another round, `[]` bool."""
@@ -200,28 +210,86 @@ class _Policy:
       )
     return (rounds_done < self.stage.config.rounds) & pays
 
-  @property
-  def masks_rounds(self) -> bool:
-    """Whether rounds that do not pay must be told to do nothing; static."""
-    return self.takes_all_rounds
-
   def next_nodes(
     self, tree: tree_lib.TokenTree, scored: jax.Array, rounds_done: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
     """`[B, W]` int32 nodes, and `[]` bool, whether it pays to score them."""
-    raise NotImplementedError
+    nodes, can_grow, gain, expected = jax.vmap(self._frontier)(
+      tree, scored, self.expanded, self.depth_limit, self.ctx.active
+    )
+    facts, config, ctx = self.stage.scorer.facts, self.stage.config, self.ctx
+    cost = config.cost_ratio
+    if cost is None:
+      cost = facts.bytes_of(config.width) / ctx.target_bytes
+    if cost == 0:
+      return nodes, jnp.any(can_grow)
+    # The tokens that this cost would bring at the average rate so far.
+    price = cost * expected / (1.0 + rounds_done * cost)
+    # Rows share their forwards, so it is their sums that count.
+    total = lambda values: jnp.sum(jnp.where(ctx.active, values, 0.0))
+    # Before the root is scored nothing is known of the gain: do that round.
+    can_begin = ctx.active & (self.depth_limit >= 0)
+    all_have_begun = jnp.all(scored[:, tree_lib.ROOT] | ~can_begin)
+    return nodes, (total(gain) > total(price)) | ~all_have_begun
+
+  def _frontier(
+    self,
+    tree: tree_lib.TokenTree,
+    scored: jax.Array,
+    expanded: jax.Array,
+    depth_limit: jax.Array,
+    active: jax.Array,
+  ) -> tuple[jax.Array, ...]:
+    """What another round would score in one row, and the expected gain.
+
+    Nodes that are `expanded [M]` (see `_grow`) are scored only if the stage
+    needs them as ancestors: their keys and values are seen by their
+    descendants.
+
+    Returns:
+      `[W]` int32, the most likely nodes to score, then `NO_NODE`; `[]` bool,
+      whether any node could get children; and `[]` float32, the tokens that
+      scoring is expected to add, and those that the tree is expected to yield
+      as it is. The root is certain, and stands for the target's bonus token.
+      Both are 0 for a stage whose cost ratio is 0.
+    """
+    facts, width = self.stage.scorer.facts, self.stage.config.width
+    used = tree.log_prob > -jnp.inf
+    candidates = used & ~scored & (tree.depth <= depth_limit)
+    if facts.needs_parents:
+      candidates &= (tree.parent < 0) | scored[jnp.maximum(tree.parent, 0)]
+    can_grow = candidates & (tree.depth < self.ctx.max_depth)
+    can_grow &= active & ~expanded
+    if not facts.needs_ancestors:
+      candidates &= ~expanded
+    if self.stage.config.cost_ratio == 0:
+      nodes, _ = tree_lib.best_nodes(tree, candidates, width)
+      nothing = jnp.zeros(())
+      return nodes, jnp.any(can_grow), nothing, nothing
+    (nodes, _), (growing, _), (_, log_prob) = tree_lib.best_of_sets(
+      tree,
+      (candidates, can_grow, used),
+      (width, width, self.ctx.shape.num_nodes),
+    )
+    expected = jnp.sum(jnp.exp(log_prob))
+    return nodes, jnp.any(can_grow), _gain(tree, scored, growing), expected
 
   def insert(
     self, tree: tree_lib.TokenTree, scores: drafter_lib.Scores
   ) -> tree_lib.TokenTree:
-    """The trees with the candidates of a stage."""
+    """The trees with the candidates of the stage."""
+    if self.has_inner:
+      tree = _rescore(tree, scores, self.expanded)
     children = tree_lib.Children(
       scores.nodes,
       scores.tokens,
       scores.cond_log_probs,
       self.first_origin + scores.sources,
     )
-    return jax.vmap(self.put)(tree, children, self.expanded)
+    tree = jax.vmap(self.put)(tree, children, self.expanded)
+    if not self.has_inner:
+      return tree
+    return jax.vmap(tree_lib.accumulate, (0, None))(tree, self.ctx.max_depth)
 
   def put(
     self,
@@ -230,10 +298,16 @@ class _Policy:
     expanded: jax.Array,
   ) -> tree_lib.TokenTree:
     """The tree of a row with candidates; `expanded [M]` bool, see `_grow`."""
-    raise NotImplementedError
+    nodes = children.parents
+    depth = tree_lib.pick(tree.depth, nodes)
+    expandable = (nodes >= 0) & (depth < self.ctx.max_depth)
+    expandable &= ~tree_lib.pick(expanded, nodes)
+    is_candidate = children.cond_log_probs > sampling_lib.EXCLUDED
+    wanted = expandable[:, None] & is_candidate
+    return tree_lib.add_children(tree, children, wanted)
 
 
-class _FixedTopology(_Policy):
+class _FixedTopology(_BestFirst):
   """Every child is a node of the topology: nothing is sorted."""
 
   takes_all_rounds = True
@@ -274,85 +348,6 @@ class _FixedTopology(_Policy):
     return tree_lib.put_children(tree, index, children)
 
 
-class Frontier(flax.struct.PyTreeNode):
-  """Nodes that another round of a stage would score, and the expected gain."""
-
-  #: `[B, W]` int32, the most likely nodes to score, then `NO_NODE`.
-  nodes: jax.Array
-  can_grow: jax.Array  #: `[B]` bool, whether any node could get children.
-  #: `[B]` float32, tokens that scoring the nodes is expected to add.
-  gain: jax.Array
-  #: `[B]` float32, tokens that the tree is expected to yield as it is. The root
-  #: is certain, and stands for the target's bonus token.
-  expected: jax.Array
-
-
-class _BestFirst(_Policy):
-  """The most likely nodes are scored, as long as it pays."""
-
-  @property
-  def takes_all_rounds(self) -> bool:
-    """Whether rounds cost nothing: an n-gram always has candidates."""
-    return self.stage.config.cost_ratio == 0
-
-  def next_nodes(
-    self, tree: tree_lib.TokenTree, scored: jax.Array, rounds_done: jax.Array
-  ) -> tuple[jax.Array, jax.Array]:
-    of_row = functools.partial(
-      _frontier,
-      stage=self.stage,
-      max_depth=self.ctx.max_depth,
-      num_nodes=self.ctx.shape.num_nodes,
-    )
-    frontier = jax.vmap(of_row)(
-      tree, scored, self.expanded, self.depth_limit, self.ctx.active
-    )
-    return frontier.nodes, self._pays(
-      frontier, scored[:, tree_lib.ROOT], rounds_done
-    )
-
-  def _pays(
-    self, frontier: Frontier, has_begun: jax.Array, rounds_done: jax.Array
-  ) -> jax.Array:
-    """Whether another round is expected to be worth its cost, `[]` bool."""
-    facts, config, ctx = self.stage.scorer.facts, self.stage.config, self.ctx
-    cost = config.cost_ratio
-    if cost is None:
-      cost = facts.bytes_of(config.width) / ctx.target_bytes
-    if cost == 0:
-      return jnp.any(frontier.can_grow)
-    # The tokens that this cost would bring at the average rate so far.
-    price = cost * frontier.expected / (1.0 + rounds_done * cost)
-    # Rows share their forwards, so it is their sums that count.
-    total = lambda values: jnp.sum(jnp.where(ctx.active, values, 0.0))
-    # Before the root is scored nothing is known of the gain: do that round.
-    can_begin = ctx.active & (self.depth_limit >= 0)
-    all_have_begun = jnp.all(has_begun | ~can_begin)
-    return (total(frontier.gain) > total(price)) | ~all_have_begun
-
-  def insert(
-    self, tree: tree_lib.TokenTree, scores: drafter_lib.Scores
-  ) -> tree_lib.TokenTree:
-    if not self.has_inner:
-      return super().insert(tree, scores)
-    tree = super().insert(_rescore(tree, scores, self.expanded), scores)
-    return jax.vmap(tree_lib.accumulate, (0, None))(tree, self.ctx.max_depth)
-
-  def put(
-    self,
-    tree: tree_lib.TokenTree,
-    children: tree_lib.Children,
-    expanded: jax.Array,
-  ) -> tree_lib.TokenTree:
-    nodes = children.parents
-    depth = tree_lib.pick(tree.depth, nodes)
-    expandable = (nodes >= 0) & (depth < self.ctx.max_depth)
-    expandable &= ~tree_lib.pick(expanded, nodes)
-    is_candidate = children.cond_log_probs > sampling_lib.EXCLUDED
-    wanted = expandable[:, None] & is_candidate
-    return tree_lib.add_children(tree, children, wanted)
-
-
 # A child of an inner stage that the outer stage excludes stays in the tree,
 # after all others: the target may choose it all the same.
 _LAST = -1e30
@@ -376,47 +371,6 @@ def _rescore(
   log_probs = jnp.maximum(scores.log_prob_of(index, tree.token), _LAST)
   return tree.replace(
     cond_log_prob=jnp.where(is_rated, log_probs, tree.cond_log_prob)
-  )
-
-
-def _frontier(
-  tree: tree_lib.TokenTree,
-  scored: jax.Array,
-  expanded: jax.Array,
-  depth_limit: jax.Array,
-  active: jax.Array,
-  *,
-  stage: drafter_lib.Stage,
-  max_depth: int,
-  num_nodes: int,
-) -> Frontier:
-  """The frontier of one row.
-
-  Gain and expectation are 0 for a stage whose cost ratio is 0.
-
-  Nodes that are `expanded [M]` (see `_grow`) are scored only if the stage needs
-  them as ancestors: their keys and values are seen by their descendants.
-  """
-  facts, width = stage.scorer.facts, stage.config.width
-  used = tree.log_prob > -jnp.inf
-  candidates = used & ~scored & (tree.depth <= depth_limit)
-  if facts.needs_parents:
-    candidates &= (tree.parent < 0) | scored[jnp.maximum(tree.parent, 0)]
-  can_grow = candidates & (tree.depth < max_depth) & active & ~expanded
-  if not facts.needs_ancestors:
-    candidates &= ~expanded
-  if stage.config.cost_ratio == 0:
-    nodes, _ = tree_lib.best_nodes(tree, candidates, width)
-    nothing = jnp.zeros(())
-    return Frontier(nodes, jnp.any(can_grow), nothing, nothing)
-  (nodes, _), (growing, _), (_, log_prob) = tree_lib.best_of_sets(
-    tree, (candidates, can_grow, used), (width, width, num_nodes)
-  )
-  return Frontier(
-    nodes=nodes,
-    can_grow=jnp.any(can_grow),
-    gain=_gain(tree, scored, growing),
-    expected=jnp.sum(jnp.exp(log_prob)),
   )
 
 

@@ -56,18 +56,6 @@ class Head(model_lib.Network):
 
   spec: HeadSpec = flax.struct.field(pytree_node=False)
 
-  def apply(
-    self,
-    tokens: jax.Array,
-    positions: jax.Array,
-    mask: jax.Array,
-    cache: cache_lib.KVCache,
-  ) -> tuple[jax.Array, cache_lib.KVCache]:
-    """Logits with states of zeros: what a forward costs can be measured."""
-    states = jnp.zeros((*tokens.shape, self.spec.width))
-    states, cache = self.forward(tokens, positions, mask, cache, states)
-    return self.spec.logits(self.params, states), cache
-
   def forward(
     self,
     tokens: jax.Array,
@@ -96,7 +84,7 @@ class Head(model_lib.Network):
     mask: jax.Array,
     cache: cache_lib.KVCache,
   ) -> cache_lib.KVCache:
-    before = hidden.before(positions, self.spec.reads)
+    before = hidden.at(positions - 1, self.spec.reads)
     states = self.spec.fuse(self.params, *before)
     return self.forward(tokens, positions, mask, cache, states)[1]
 
@@ -125,12 +113,10 @@ class HeadScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
       hidden=self.head.spec.reads,
     )
 
-  def forward_width(
-    self, width: int, max_depth: int, *, has_inner: bool
-  ) -> int:
-    """Room for a whole accepted path and the root, or for W nodes."""
+  def least_width(self, max_depth: int, has_inner: bool) -> int:
+    """Room for a whole accepted path and the root."""
     del has_inner
-    return max(width, max_depth + 1)
+    return max_depth + 1
 
   def start(self, texts: carried_lib.Texts, num_scored: int) -> HeadState:
     head = self.head
@@ -198,7 +184,7 @@ class HeadScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     """
     shape = (*planned.nodes.shape, self.head.spec.width)
     at_text = jnp.any(planned.nodes == tree_lib.ROOT) | jnp.any(num_text > 0)
-    before = ctx.hidden.before(planned.positions, self.head.spec.reads)
+    before = ctx.hidden.at(planned.positions - 1, self.head.spec.reads)
     fused = lax.cond(  # In the first forward of a step only.
       at_text,
       lambda: self.head.spec.fuse(self.head.params, *before),

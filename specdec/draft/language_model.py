@@ -1,5 +1,7 @@
 """A language model as a scorer, which reads a whole text or only its end."""
 
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -62,13 +64,42 @@ def scores_of(
   )
 
 
+class TextState(model_lib.NetworkState):
+  """State of a draft model, whose text may begin later than the target's."""
+
+  #: `[B]` int32, tokens before the first that it reads; None: it reads all.
+  skipped: jax.Array | None = None
+
+
+def _from(of: Any, skipped: jax.Array | None) -> Any:
+  """Texts, or the context of a step, from `skipped [B]` on."""
+  if skipped is None:
+    return of
+  tokens = jax.vmap(jnp.roll)(of.tokens, -skipped)
+  return of.replace(tokens=tokens, length=of.length - skipped)
+
+
 class LanguageModelScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
-  """A language model with its own cache; see `Scorer`."""
+  """A language model with its own cache; see `Scorer`.
+
+  Raises:
+    ValueError: C is not an integer, or out of range.
+  """
 
   #: A language model with the target's vocabulary.
   model: model_lib.LanguageModel
   #: The name of the stage; static.
   name: str = flax.struct.field(pytree_node=False, default='draft')
+  #: C, the most tokens of new text that it reads, the last ones; static. None:
+  #: all. A draft of a third of the target's size reads a prompt in a third of
+  #: the target's time. Drafting a short answer saves less than that. Positions
+  #: are counted from the first token that is read, as if it began the text. A
+  #: prompt that `Slots` read in parts of at most C tokens is read whole.
+  most_tokens: int | None = flax.struct.field(pytree_node=False, default=None)
+
+  def __post_init__(self) -> None:
+    if self.most_tokens is not None:
+      arguments_lib.check_count('most_tokens', self.most_tokens, LARGEST_TAIL)
 
   @property
   def facts(self) -> drafter_lib.ScorerFacts:
@@ -76,129 +107,56 @@ class LanguageModelScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
       self.model, self.name, needs_ancestors=True
     )
 
-  def forward_width(
-    self, width: int, max_depth: int, *, has_inner: bool
-  ) -> int:
-    """Room for W nodes, and for an accepted path and the root if need be."""
+  def least_width(self, max_depth: int, has_inner: bool) -> int:
+    """Room for an accepted path and the root if need be."""
     lacks = max_depth if has_inner else 1
-    return max(width, min(lacks + 1, _MOST_ROWS))
+    return min(lacks + 1, _MOST_ROWS)
 
-  def start(
-    self, texts: carried_lib.Texts, num_scored: int
-  ) -> model_lib.ModelState:
-    return model_lib.start(self.model, texts, window_size=num_scored)
-
-  def restart(
-    self, state: model_lib.ModelState, texts: carried_lib.Texts, num_scored: int
-  ) -> tuple[model_lib.ModelState, jax.Array]:
-    del num_scored
-    return model_lib.restart(self.model, state, texts)
-
-  def score(
-    self,
-    state: model_lib.ModelState,
-    tree: tree_lib.TokenTree,
-    nodes: jax.Array,
-    ctx: context_lib.StepContext,
-    config: drafter_lib.StageConfig,
-  ) -> tuple[drafter_lib.Scores, model_lib.ModelState]:
-    """One forward over missing text and nodes, as far as they fit."""
-    scores, state = model_lib.forward_text_and_nodes(
-      self.model, state, tree, nodes, ctx, num_nodes=max(config.width, 2)
-    )
-    proposed = self.model.proposed
-    return scores_of(scores, tree, ctx, config, proposed), state
-
-  def keep(
-    self, state: model_lib.ModelState, added: carried_lib.Added
-  ) -> model_lib.ModelState:
-    return model_lib.keep(state, added)
-
-
-class TailState(model_lib.NetworkState):
-  """State of a draft model whose text begins later than the target's.
-
-  `model` is the state of a model that has only this text.
-  """
-
-  skipped: jax.Array  #: `[B]` int32, tokens before the first that it reads.
-
-
-def _from(tokens: jax.Array, skipped: jax.Array) -> jax.Array:
-  """`tokens [B, T]` from `skipped [B]` on, then anything."""
-  return jax.vmap(jnp.roll)(tokens, -skipped)
-
-
-class PromptTailScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
-  """A language model that reads at most the last C tokens of new text.
-
-  A draft of a third of the target's size reads a prompt in a third of the
-  target's time. Drafting a short answer saves less than that. Positions are
-  counted from the first token that is read, as if it began the text. A prompt
-  that `Slots` read in parts of at most C tokens is read whole.
-
-  Raises:
-    ValueError: C is not an integer, or out of range.
-  """
-
-  scorer: LanguageModelScorer  #: The model's scorer.
-  num_tokens: int = flax.struct.field(pytree_node=False)  #: C; static.
-
-  @property
-  def facts(self) -> drafter_lib.ScorerFacts:
-    return self.scorer.facts
-
-  def __post_init__(self) -> None:
-    arguments_lib.check_count('num_tokens', self.num_tokens, LARGEST_TAIL)
-
-  def forward_width(
-    self, width: int, max_depth: int, *, has_inner: bool
-  ) -> int:
-    return self.scorer.forward_width(width, max_depth, has_inner=has_inner)
-
-  def start(self, texts: carried_lib.Texts, num_scored: int) -> TailState:
-    """Prefills the ends of the texts."""
+  def start(self, texts: carried_lib.Texts, num_scored: int) -> TextState:
+    """Prefills the texts, or their ends."""
     skipped = self._first_of(texts.length)
-    tail = texts.replace(
-      tokens=_from(texts.tokens, skipped)[:, : self.num_tokens],
-      length=texts.length - skipped,
-    )
-    return TailState(self.scorer.start(tail, num_scored), skipped)
+    texts = _from(texts, skipped)
+    texts = texts.replace(tokens=texts.tokens[:, : self.most_tokens])
+    model = model_lib.start(self.model, texts, window_size=num_scored)
+    return TextState(model, skipped)
 
-  def _first_of(self, length: jax.Array) -> jax.Array:
+  def _first_of(self, length: jax.Array) -> jax.Array | None:
     """`[B]` int32, where the last C tokens before the root begin."""
-    return jnp.maximum(length - 1 - self.num_tokens, 0)
+    if self.most_tokens is None:
+      return None
+    return jnp.maximum(length - 1 - self.most_tokens, 0)
 
   def restart(
-    self, state: TailState, texts: carried_lib.Texts, num_scored: int
-  ) -> tuple[TailState, jax.Array]:
+    self, state: TextState, texts: carried_lib.Texts, num_scored: int
+  ) -> tuple[TextState, jax.Array]:
     """Feeds the missing text; the last C tokens if it had less of them."""
-    assert texts.kept is not None
-    end = jnp.minimum(state.cache.length + state.skipped, texts.kept)
-    first = self._first_of(texts.length)
-    restarts = (texts.length > 0) & ((end < first) | (state.skipped > first))
-    skipped = jnp.where(restarts, first, state.skipped)
-    tail = texts.replace(
-      tokens=_from(texts.tokens, skipped),
-      length=texts.length - skipped,
-      kept=jnp.where(restarts, 0, texts.kept - skipped),
-    )
-    model, forwards = self.scorer.restart(state.model, tail, num_scored)
-    return TailState(model, skipped), forwards
+    del num_scored
+    first, skipped = self._first_of(texts.length), state.skipped
+    if first is not None and skipped is not None:
+      assert texts.kept is not None
+      end = jnp.minimum(state.cache.length + skipped, texts.kept)
+      restarts = (texts.length > 0) & ((end < first) | (skipped > first))
+      skipped = jnp.where(restarts, first, skipped)
+      kept = jnp.where(restarts, 0, texts.kept - skipped)
+      texts = _from(texts, skipped).replace(kept=kept)
+    model, forwards = model_lib.restart(self.model, state.model, texts)
+    return TextState(model, skipped), forwards
 
   def score(
     self,
-    state: TailState,
+    state: TextState,
     tree: tree_lib.TokenTree,
     nodes: jax.Array,
     ctx: context_lib.StepContext,
     config: drafter_lib.StageConfig,
-  ) -> tuple[drafter_lib.Scores, TailState]:
-    tail = ctx.replace(
-      tokens=_from(ctx.tokens, state.skipped), length=ctx.length - state.skipped
+  ) -> tuple[drafter_lib.Scores, TextState]:
+    """One forward over missing text and nodes, as far as they fit."""
+    ctx = _from(ctx, state.skipped)
+    scores, model = model_lib.forward_text_and_nodes(
+      self.model, state.model, tree, nodes, ctx, num_nodes=max(config.width, 2)
     )
-    scores, model = self.scorer.score(state.model, tree, nodes, tail, config)
-    return scores, state.replace(model=model)
+    scored = scores_of(scores, tree, ctx, config, self.model.proposed)
+    return scored, state.replace(model=model)
 
-  def keep(self, state: TailState, added: carried_lib.Added) -> TailState:
-    return state.replace(model=self.scorer.keep(state.model, added))
+  def keep(self, state: TextState, added: carried_lib.Added) -> TextState:
+    return state.replace(model=model_lib.keep(state.model, added))

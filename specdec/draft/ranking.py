@@ -104,16 +104,15 @@ def rank_logits(
     proposed: `[N]` int32, ascending, if all other logits are -inf; then at most
       N are ranked.
   """
-  of_these: randomness_lib.Noise | randomness_lib.NoiseOfSome = noise
-  few = logits
+  few, of_few_tokens = logits, noise
   if proposed is not None:
     few = jnp.take(logits, proposed, axis=-1)
-    of_these = randomness_lib.NoiseOfSome(noise, proposed)
+    of_few_tokens = noise.among(proposed)
     number = min(number, len(proposed))
   kept = sampling_lib.keep(few, sampling)
 
   def of_all() -> tuple[jax.Array, jax.Array, jax.Array]:
-    return _best(calibration * kept.scores_of(of_these), number)
+    return _best(calibration * kept.scores_of(of_few_tokens), number)
 
   def of_few(
     scores: jax.Array, tokens: jax.Array
@@ -122,7 +121,7 @@ def rank_logits(
     return best, jnp.take_along_axis(tokens, places, axis=-1), total
 
   best, tokens, log_total = kept.among_few(
-    of_these, of_few, of_all, least=number
+    of_few_tokens, of_few, of_all, least=number
   )
   if proposed is not None:
     tokens = proposed[tokens]

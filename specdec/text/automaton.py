@@ -378,48 +378,36 @@ def _sizes(
 
 
 def stack(
-  automata: Sequence[Automaton | None], vocab_size: int
+  automata: Sequence[Automaton | None],
+  vocab_size: int,
+  least: tuple[int, ...] = (0,) * 4,
 ) -> constraint_lib.Tables:
   """The tables of an automaton for each row, or of one for all rows.
 
-  None allows everything; `vocab_size` is V.
+  None allows everything; `vocab_size` is V. The `Tables.sizes` are at least
+  `least`.
   """
-  sizes = _sizes(automata, (0,) * 4)
+  sizes = _sizes(automata, least)
   dense = [_dense(automaton, sizes, vocab_size) for automaton in automata]
   return jax.tree.map(lambda *arrays: jnp.asarray(np.stack(arrays)), *dense)
 
 
 def with_row(
-  tables: constraint_lib.Tables, row: int, automaton: Automaton | None
+  tables: constraint_lib.Tables,
+  row: int,
+  automata: Sequence[Automaton | None],
+  vocab_size: int,
 ) -> constraint_lib.Tables:
-  """The tables of B rows with another automaton in a row.
+  """The tables of the automata of B rows, all but one row as in `tables`.
 
-  They grow if it is larger than all before. The states of texts stay valid,
-  since no padded state is ever reached.
+  They grow if the automaton of the row is larger than all before. The states of
+  texts stay valid, since no padded state is ever reached.
   """
-  sizes, vocab_size = _sizes([automaton], tables.sizes), tables.kinds.shape[1]
+  sizes = _sizes(automata[row : row + 1], tables.sizes)
   if sizes != tables.sizes:
-    free = _dense(None, sizes, vocab_size)
-    if tables.counting is None and sizes[3]:
-      tables = tables.replace(counting=_no_counts(tables))
-    rows = range(len(tables.kinds))
-    grown = jax.tree.map(lambda array: jnp.stack([array for _ in rows]), free)
-    tables = jax.tree.map(_filled, grown, tables)
-  return _replaced(tables, np.int32(row), _dense(automaton, sizes, vocab_size))
-
-
-def _filled(array: jax.Array, begin: jax.Array) -> jax.Array:
-  """A larger array whose first entries of each axis are another array."""
-  return array.at[tuple(map(slice, begin.shape))].set(begin)
-
-
-def _no_counts(tables: constraint_lib.Tables) -> constraint_lib.Counting:
-  rows = len(tables.kinds)
-  return constraint_lib.Counting(
-    jnp.zeros_like(tables.following),
-    jnp.zeros((rows, 0, 0, 4), jnp.int32),
-    jnp.full((rows, 1), constraint_lib.LARGEST, jnp.int32),
-  )
+    return stack(automata, vocab_size, sizes)
+  new = _dense(automata[row], sizes, vocab_size)
+  return _replaced(tables, np.int32(row), new)
 
 
 @jax.jit

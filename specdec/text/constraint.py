@@ -65,7 +65,9 @@ class Constraint(adjusters_lib.Adjuster):
     return state
 
   def after(self, node_state: jax.Array, tokens: jax.Array) -> jax.Array:
-    return follow(self, node_state, tokens)
+    """`next_state`, also from `FORBIDDEN`, which is never left."""
+    after = self.next_state(jnp.maximum(node_state, 0), tokens)
+    return jnp.where(node_state < 0, FORBIDDEN, after).astype(jnp.int32)
 
   def adjust(
     self,
@@ -74,68 +76,34 @@ class Constraint(adjusters_lib.Adjuster):
     node_state: jax.Array,
     nodes: adjusters_lib.Nodes,
   ) -> jax.Array:
+    """The logits, `EXCLUDED` for tokens that must not follow.
+
+    Those of a node that is `FORBIDDEN` do not change: it is never chosen.
+    """
     del state, nodes
-    return exclude(self, logits, node_state)
+    allowed = self.allowed(jnp.maximum(node_state, 0), logits.shape[-1])
+    allowed |= (node_state < 0)[..., None]
+    # It is added, so that NaN stays NaN, as with a bias.
+    return logits + jnp.where(allowed, 0.0, sampling_lib.EXCLUDED)
 
   def adjust_few(
     self, log_probs: jax.Array, tokens: jax.Array, node_state: jax.Array
   ) -> jax.Array:
-    return condition(self, log_probs, node_state, tokens)
+    """The log-probabilities, given that the tokens may follow."""
+    state = jnp.broadcast_to(node_state[..., None], tokens.shape)
+    may_follow = self.after(state, tokens) >= 0
+    lost = jnp.where(may_follow, 0.0, jnp.exp(log_probs))
+    left = 1.0 - jnp.sum(lost, axis=-1, keepdims=True)
+    conditioned = log_probs - jnp.log(jnp.maximum(left, 1e-6))
+    conditioned = jnp.minimum(conditioned, 0.0)
+    return jnp.where(may_follow, conditioned, sampling_lib.EXCLUDED)
 
   def keep(
     self, state: jax.Array, node_state: jax.Array, added: carried_lib.Added
   ) -> jax.Array:
-    after = follow(self, node_state, added.tokens)
+    after = self.after(node_state, added.tokens)
     states = jnp.concatenate([state[:, None], after], axis=1)
     return jnp.take_along_axis(states, added.count[:, None], axis=1)[:, 0]
-
-
-def follow(
-  constraint: Constraint, state: jax.Array, tokens: jax.Array
-) -> jax.Array:
-  """`next_state`, also from `FORBIDDEN`, which is never left."""
-  after = constraint.next_state(jnp.maximum(state, 0), tokens)
-  return jnp.where(state < 0, FORBIDDEN, after).astype(jnp.int32)
-
-
-def exclude(
-  constraint: Constraint, logits: jax.Array, state: jax.Array
-) -> jax.Array:
-  """`logits [..., V]` with `EXCLUDED` for tokens that must not follow.
-
-  Where `state [...]` is `FORBIDDEN`, the logits do not change: nothing there
-  is ever chosen.
-  """
-  allowed = constraint.allowed(jnp.maximum(state, 0), logits.shape[-1])
-  allowed |= (state < 0)[..., None]
-  # It is added, so that NaN stays NaN, as with a bias.
-  return logits + jnp.where(allowed, 0.0, sampling_lib.EXCLUDED)
-
-
-def condition(
-  constraint: Constraint,
-  log_probs: jax.Array,
-  state: jax.Array,
-  tokens: jax.Array,
-) -> jax.Array:
-  """Log-probabilities of a few tokens, given that they may follow.
-
-  Args:
-    constraint: the constraint.
-    log_probs: `[..., C]` float32, of distinct tokens, adding up to at most 1;
-      `EXCLUDED` for entries without a candidate.
-    state: `[...]` int32.
-    tokens: `[..., C]` int32.
-
-  Returns:
-    `[..., C]` float32, `EXCLUDED` for tokens that must not follow.
-  """
-  state = jnp.broadcast_to(state[..., None], tokens.shape)
-  may_follow = follow(constraint, state, tokens) >= 0
-  lost = jnp.where(may_follow, 0.0, jnp.exp(log_probs))
-  left = 1.0 - jnp.sum(lost, axis=-1, keepdims=True)
-  conditioned = jnp.minimum(log_probs - jnp.log(jnp.maximum(left, 1e-6)), 0.0)
-  return jnp.where(may_follow, conditioned, sampling_lib.EXCLUDED)
 
 
 class Counting(flax.struct.PyTreeNode):

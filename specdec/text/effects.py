@@ -140,16 +140,15 @@ class OfTokens:
 
 
 class Reader:
-  """Follows bytes in many places at once, with their effects."""
+  """Follows bytes in many places at once, with their effects.
+
+  Args:
+    delta: `[S, 256]` int32, the state after a byte; the last state is the one
+      after forbidden bytes.
+    counts: the effects of bytes; None: none has any.
+  """
 
   def __init__(self, delta: np.ndarray, counts: OfBytes | None):
-    """Initializes it.
-
-    Args:
-      delta: `[S, 256]` int32, the state after a byte; the last state is the one
-        after forbidden bytes.
-      counts: the effects of bytes; None: none has any.
-    """
     self._delta, self._counts = delta, counts
     self._width = len(counts.effects) if counts else 1
     self._known = np.full(0, _UNKNOWN, np.int32)

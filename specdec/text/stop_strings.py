@@ -85,23 +85,20 @@ class StopTable(flax.struct.PyTreeNode):
 
 
 def _named(
-  texts: Iterable[bytes], special: Mapping[bytes, int]
+  stops: Iterable[bytes],
+  sections: sections_lib.Sections,
+  special: Mapping[bytes, int],
 ) -> dict[bytes, int]:
-  """The ids of the special tokens that some texts name; longest first.
+  """The ids of the special tokens in what is searched for; longest first.
 
   A token's symbol is its index, from `_NUM_BYTES` on.
   """
+  ends = [text for section in sections for text, _ in section.ends]
+  texts = [*stops, *ends]
   tokens = [token for token in special if any(token in text for text in texts)]
   return {
     token: special[token] for token in sorted(tokens, key=len, reverse=True)
   }
-
-
-def _texts(
-  stops: Iterable[bytes], sections: sections_lib.Sections
-) -> list[bytes]:
-  """Everything that is searched for."""
-  return [*stops, *(text for section in sections for text, _ in section.ends)]
 
 
 def _symbols(text: bytes, named: Iterable[bytes]) -> str:
@@ -232,7 +229,7 @@ def build_stop_table(
       raise ValueError(f'row {row} has an empty stop string: {list(strings)}')
   sets = [tuple(sorted(set(strings))) for strings in stops]
   stated = [stop for strings in sets for stop in strings]
-  named = _named(_texts(stated, sections), special)
+  named = _named(stated, sections, special)
   ids, num_symbols = [*named.values()], _NUM_BYTES + len(named)
   bases, blocks, num_states = {}, [], 0
   for strings in dict.fromkeys(sets):
@@ -289,7 +286,7 @@ class StopMatcher:
     """
     if not all(stops):
       raise ValueError(f'a stop string is empty: {list(stops)}')
-    named = _named(_texts(stops, sections), special)
+    named = _named(stops, sections, special)
     self.symbols = {
       token: chr(_NUM_BYTES + index)
       for index, token in enumerate(named.values())

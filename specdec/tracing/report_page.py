@@ -98,21 +98,6 @@ def _table(
   )
 
 
-def shares(histogram: Sequence[int]) -> list[float]:
-  """The fractions of the forwards in each entry."""
-  total = max(sum(histogram), 1)
-  return [count / total for count in histogram]
-
-
-def survivors(histogram: Sequence[int]) -> list[float]:
-  """The fractions of the forwards that accepted at least 1, 2, ... tokens.
-
-  Entry i of the histogram is the number of forwards that accepted i tokens.
-  """
-  fractions = shares(histogram)
-  return [sum(fractions[depth:]) for depth in range(1, len(fractions))]
-
-
 def _bar(share: float) -> svg.Html:
   # Hidden from screen readers, which read the number in the cell before.
   return svg.Html(
@@ -137,22 +122,15 @@ def _section(trace: trace_lib.Trace, number: int) -> str:
 
 
 def _summary(trace: trace_lib.Trace) -> str:
-  histogram = trace.accepted_histogram
-  emitted = enumerate(zip(histogram, shares(histogram), strict=True), 1)
-  # The last block may have accepted more tokens than it emitted.
-  lengths = [len(block.path) for block in trace.blocks]
-  accepted = [lengths.count(n) for n in range(1, max(lengths, default=0) + 1)]
-  survived = enumerate(survivors(accepted), 1)
+  shares = [
+    (size, count, count / len(trace.blocks))
+    for size, count in enumerate(trace.accepted_histogram, 1)
+  ]
   stages, new = trace.stage_forwards.items(), max(len(trace.tokens), 1)
   emitted_table = _table(
     'Tokens that a target forward emitted',
     'tokens,forwards,share,',
-    ((size, n, share, _bar(share)) for size, (n, share) in emitted),
-  )
-  accepted_table = _table(
-    'Forwards that accepted at least this number of draft tokens',
-    'draft tokens,share,',
-    ((depth, share, _bar(share)) for depth, share in survived),
+    ((size, count, share, _bar(share)) for size, count, share in shares),
   )
   stage_table = _table(
     'Forwards by stage',
@@ -161,7 +139,7 @@ def _summary(trace: trace_lib.Trace) -> str:
   )
   return (
     '<section aria-labelledby="all"><h2 id="all">All blocks</h2>'
-    f'<div class="pair">{emitted_table}{accepted_table}{stage_table}</div>'
+    f'<div class="pair">{emitted_table}{stage_table}</div>'
     '</section>'
   )
 

@@ -7,7 +7,6 @@ growth needs no sorting: level by level, the ranked children of every node go to
 known places (Sequoia, arXiv 2402.12374, section 3).
 """
 
-from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
 import functools
@@ -245,11 +244,6 @@ def k_ary(branching: int, depth: int) -> Topology:
   )
 
 
-def from_paths(paths: Iterable[Sequence[int]]) -> Topology:
-  """A topology from paths in any order; raises the errors of `Topology`."""
-  return Topology(tuple(tuple(path) for path in paths))
-
-
 def load_topology(name: str) -> Topology:
   """Reads a topology file: a JSON list of paths, `[[0], [0, 0], [1]]`.
 
@@ -261,4 +255,4 @@ def load_topology(name: str) -> Topology:
   ):
     paths = json.loads(text_files.read(name))
     text_files.check_types({'paths': paths}, {'paths': list[list[int]]})
-    return from_paths(paths)
+    return Topology(paths)

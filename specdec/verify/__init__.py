@@ -1,5 +1,5 @@
 """Rules of verification, and what a step emits.
 
-`accept` has what all rules share; the rules are in `match` (the default) and
+`accept` has what all rules share, and the default; the other rules are in
 `rejection`.
 """

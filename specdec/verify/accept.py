@@ -1,7 +1,6 @@
-"""The verdict of a rule of verification, and the tokens that follow from it."""
+"""What verification accepts: verdicts, rules, and the tokens that follow."""
 
-from typing import Protocol
-from typing import runtime_checkable
+import dataclasses
 
 import flax.struct
 import jax
@@ -38,35 +37,19 @@ class Verdict(flax.struct.PyTreeNode):
     return jnp.where(self.index >= 0, self.along_path(nodes), tree_lib.NO_NODE)
 
 
-@runtime_checkable
-class Rule(Protocol):
-  """A rule of verification; hashable, so static under `jit`.
+class Rule:
+  """Base of rules of verification; hashable, so static under `jit`."""
 
-  Attributes:
-    shares_noise: whether the target's choice at a position depends on noise
-      that drafts may know, so that they rank tokens with it.
-    children: how drafts choose the children of a node, one of
-      `sampling.CHILDREN`.
-    needs_chain: whether trees must be chains.
-    may_draw: whether children may be drawn.
-    keeps_tokens: whether the tokens are the same as by plain decoding, whatever
-      is drafted. If not, their distribution is the target's.
-  """
-
-  @property
-  def shares_noise(self) -> bool: ...
-
-  @property
-  def children(self) -> str: ...
-
-  @property
-  def needs_chain(self) -> bool: ...
-
-  @property
-  def may_draw(self) -> bool: ...
-
-  @property
-  def keeps_tokens(self) -> bool: ...
+  #: Whether the target's choice at a position depends on noise that drafts may
+  #: know, so that they rank tokens with it.
+  shares_noise: bool = False
+  #: How drafts choose the children of a node, one of `sampling.CHILDREN`.
+  children: str = sampling_lib.BEST
+  needs_chain: bool = False  #: Whether trees must be chains.
+  may_draw: bool = False  #: Whether children may be drawn.
+  #: Whether the tokens are the same as by plain decoding, whatever is drafted.
+  #: If not, their distribution is the target's.
+  keeps_tokens: bool = False
 
   def __call__(
     self,
@@ -89,6 +72,40 @@ class Rule(Protocol):
       randomness: of the step.
       sampling: the parameters.
     """
+    raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class MatchRule(Rule):
+  """Accepts nodes as long as they are the target's choice; see `Rule`.
+
+  The target's choice at every node is a function of its logits and of the
+  position alone (see `specdec.sampling`), so plain decoding emits the same
+  tokens, whatever was drafted (arXiv 2408.07978).
+  """
+
+  shares_noise = True
+  keeps_tokens = True
+
+  def __call__(
+    self,
+    tree: tree_lib.TokenTree,
+    nodes: jax.Array,
+    logits: jax.Array,
+    proposals: jax.Array,
+    randomness: randomness_lib.Randomness,
+    sampling: sampling_lib.SamplingParams,
+  ) -> Verdict:
+    del proposals
+    noise = randomness.noise.at(jax.vmap(tree_lib.pick)(tree.depth, nodes))
+    choices = sampling_lib.choose(logits, noise, sampling)
+    max_depth = randomness.noise.num_positions - 1
+    index, accepted = jax.vmap(tree_lib.accepted_path, (0, 0, 0, None))(
+      tree, nodes, choices, max_depth
+    )
+    # The choices along the path take the place of the nodes.
+    verdict = Verdict(index=index, accepted=accepted, chosen=index)
+    return verdict.replace(chosen=verdict.along_path(choices))
 
 
 def count_valid(logits: jax.Array, verdict: Verdict) -> jax.Array:

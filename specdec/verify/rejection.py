@@ -22,7 +22,7 @@ all that is below it, and accepted with all in front of it. On a chain this is
 block verification (Sun et al., arXiv 2403.10444, algorithm 2).
 
 The emitted tokens have the target's distribution, but plain decoding with the
-same seed emits others. `specdec.verify.match` emits the same.
+same seed emits others. `accept.MatchRule` emits the same.
 """
 
 import dataclasses
@@ -184,7 +184,7 @@ def _init_walk(shape: tuple[int, int], num_kept: int, vocab_size: int) -> _Walk:
 
 
 @dataclasses.dataclass(frozen=True)
-class RejectionRule:
+class RejectionRule(accept.Rule):
   """Tries the children of each accepted node in turn; see `Rule`."""
 
   #: One of `sampling.CHILDREN`. Siblings must come in the order in which they
@@ -192,10 +192,7 @@ class RejectionRule:
   #: temperature 0 children are the best.
   children: str = sampling_lib.BEST
 
-  shares_noise = False
-  needs_chain = False
   may_draw = True
-  keeps_tokens = False
   leaves_nodes = False  #: Whether a node is entered before it is accepted.
 
   def enter(

@@ -19,15 +19,15 @@ import tiny_drafters
 
 import specdec
 from specdec import carried as carried_lib
+from specdec import decode_options
 from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
+from specdec.draft import drafter as drafter_lib
 from specdec.draft import growth
 from specdec.draft import ranking as ranking_lib
-from specdec.draft import stages as stages_lib
 from specdec.tree import topology as topology_lib
 from specdec.tree import tree as tree_lib
 from specdec.verify import rejection
-from specdec.verify import rules as rules_lib
 
 # Total variation of whole sequences: the rounding of float32.
 _TOLERANCE = 1e-6
@@ -58,7 +58,7 @@ def _check_laws(worlds, rule, children, tolerance=_TOLERANCE):
 
 def _step_law(rule, worlds, topology, children):
   """The distribution of sequences that begin with a step, and `accepted`."""
-  length, rule = topology.max_depth + 1, rules_lib.RULES[rule](children)
+  length, rule = topology.max_depth + 1, decode_options.RULES[rule](children)
   roots = np.flatnonzero(worlds.length == 0)
   mass, accepted = enumeration.step(
     worlds, roots, np.ones(len(roots)), topology, rule
@@ -78,7 +78,7 @@ def test_sequences_have_the_targets_law(vocab_size, children, rule):
 @pytest.mark.parametrize('children', sampling_lib.CHILDREN)
 def test_several_steps_have_the_targets_law(children, rule):
   few = {'drafts': ('similar', 'adversarial'), 'samplings': _SAMPLINGS[:3]}
-  worlds, rule = _worlds(3, 5, **few), rules_lib.RULES[rule](children)
+  worlds, rule = _worlds(3, 5, **few), decode_options.RULES[rule](children)
   for topology in (topology_lib.chain(2), topology_lib.k_ary(2, 2)):
     law = enumeration.several_steps(worlds, topology, rule, 3)
     _assert_law(worlds, law, 3)
@@ -294,7 +294,7 @@ def test_grown_trees_have_the_targets_law(name):
         worlds,
         np.array([root]),
         np.ones(1),
-        topology_lib.from_paths([*guesses]),
+        topology_lib.Topology([*guesses]),
         rejection.RejectionRule(),
         guesses,
       )[0]
@@ -406,7 +406,7 @@ def _random_case(seed, vocab_size=4):
 
 def check_walks(children, name='rejection', num_batches=25):
   """Compares verdicts with the verdicts of a slow walk, row by row."""
-  rule, num_close, numbers = rules_lib.RULES[name](children), 0, []
+  rule, num_close, numbers = decode_options.RULES[name](children), 0, []
   for seed in range(num_batches):
     case = _random_case(seed)
     tree, nodes = _random_trees(case, children)
@@ -538,7 +538,7 @@ def _grown(scorer, sampling, key, text, length, *, children):
   randomness = ctx.randomness.replace(draft_keys=key[None])
   texts = carried_lib.Texts(text[None], length[None], 40, hidden=hidden)
   drawn_from = 0 if children == sampling_lib.BEST else _V
-  states = stages_lib.start(drafter, texts, drawn_from)
+  states = drafter_lib.start(drafter, texts, drawn_from)
   ctx = ctx.replace(randomness=randomness)
   [state], tree = growth.grow(drafter.stages, states, ctx.root_trees(), ctx)
   grown = tree, state.proposals, state.scorer.tokens

@@ -131,8 +131,8 @@ def _block(edges=_TABLE - _TABLE.mean(0), mean=_TABLE.mean(0), **changes):
 
 def _tail():
   """A draft that reads the last three tokens of a prompt."""
-  draft = _by_model(tiny.draft('similar', num_layers=1))
-  return tiny_drafters.target(), specdec.PromptTailScorer(draft, 3)
+  draft = tiny.draft('similar', num_layers=1)
+  return tiny_drafters.target(), _by_model(draft, most_tokens=3)
 
 
 def _loaded(module, write):
@@ -216,7 +216,7 @@ _PAIRS = {
   'wrong table': lambda: (_table(_TABLE), _by_model(_table(tiny.table(24, 1)))),
   'block': _block,
   'block without edges': lambda: _block(None),
-  'block with noise': lambda: _block(_TABLE, 0 * _TABLE[0], noise_weight=1.0),
+  'block with noise': lambda: _block(_TABLE, 0 * _TABLE[0]),
   'tail': _tail,
   'hashes': lambda: (_hashed(), _by_model(_hashed(1.0))),
   'lfm2': lambda: (_llama('lfm2'), _by_model(_llama('delta'))),

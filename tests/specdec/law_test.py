@@ -20,9 +20,9 @@ import tiny_drafters
 
 import specdec
 from specdec import arguments as arguments_lib
+from specdec import decode_options
 from specdec import sampling as sampling_lib
 from specdec.tree import topology as topology_lib
-from specdec.verify import rules as rules_lib
 
 _TOKENS = np.array([1, 2, 3, 4])
 _LENGTH = 4
@@ -78,7 +78,7 @@ def _p_value(counts, law):
 def test_sequences_have_the_targets_law(name, rule):
   target, scorer = equality_test.pair(name)
   best, drawn = sampling_lib.BEST, sampling_lib.WITHOUT_REPLACEMENT
-  rule = rules_lib.RULES[rule](best if rule == 'match' else drawn)
+  rule = decode_options.RULES[rule](best if rule == 'match' else drawn)
   size = target.spec.vocab_size
   bias = np.full((_BATCH_SIZE, size), -np.inf, np.float32)
   bias[:, _TOKENS] = 0.0

@@ -124,7 +124,10 @@ def test_no_temperature_and_no_penalty_brings_a_banned_token_back():
   )
   logits = np.tile(np.float32([-1e4, -2e4, 1e6, -1e4, -3e4]), (12, 200, 1))
   seen = np.broadcast_to(np.arange(5) == 2, logits.shape)
-  adjusted = sampling_lib.adjust_logits(logits, sampling, seen)
+  adjust = lambda logits: sampling_lib.penalize(
+    sampling_lib.add_bias(logits, sampling), sampling, seen
+  )
+  adjusted = adjust(logits)
   noise = _noise(12, 200, sampling)
   assert 2 not in np.asarray(_choose(adjusted, noise, sampling))
   assert np.all(
@@ -132,9 +135,7 @@ def test_no_temperature_and_no_penalty_brings_a_banned_token_back():
   )
   # Where nothing but it can be said, nothing can.
   only = np.where(np.arange(5) == 2, logits, -np.inf)
-  assert not np.any(
-    sampling_lib.is_usable(sampling_lib.adjust_logits(only, sampling, seen))
-  )
+  assert not np.any(sampling_lib.is_usable(adjust(only)))
 
 
 def test_temperature_0_is_argmax_whatever_the_filters():

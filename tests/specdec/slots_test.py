@@ -227,7 +227,7 @@ def test_a_text_is_returned_while_it_grows():
 
 def test_a_prompt_that_is_alone_is_decoded_without_the_other_rows():
   slots, texts = _slots('staged'), {}
-  num_rows = lambda: slots._rows.alone and len(slots._rows.alone[-1].length)
+  num_rows = lambda: slots._alone and len(slots._alone[-1].length)
   for number, job in ((1, _JOBS[1]), (2, _JOBS[2])):
     texts[slots.insert(**job)] = []
     assert num_rows() is None

@@ -129,7 +129,7 @@ def test_stop_strings_go_on_where_the_emitted_tokens_led():
 
 
 def test_rows_end_by_tokens_of_their_own():
-  [watcher] = watchers_lib.make_watchers(eos_ids=[[4, -1], [5, 6]])
+  watcher = watchers_lib.EndOfText(np.array([[4, -1], [5, 6]]))
   chosen = np.array([[4, 5, 6], [6, 4, 5]])
 
   @jax.jit
@@ -164,7 +164,7 @@ def test_hidden_states_by_hand():
   def both_ways(states, length):
     cache = cache_lib.init_empty_cache(2, 6).replace(hidden={0: states})
     both = carried_lib.of_text(cache), carried_lib.before_root(cache, length, 3)
-    return [hidden.before(positions, (0,))[0][:, :, 0] for hidden in both]
+    return [hidden.at(positions - 1, (0,))[0][:, :, 0] for hidden in both]
 
   # The roots are at 1 and 4, and three states are read of each row.
   of_text, before_root = both_ways(states, np.array([2, 5]))

@@ -33,7 +33,7 @@ _BUGS = {
     'tree.test_the_accepted_path()',
   ),
   'bonus token from the wrong node': (
-    'verify.match',
+    'verify.accept',
     '.along_path(choices)',
     '.replace(index=jax.numpy.roll(index, 1, 1)).along_path(choices)',
     'step.test_a_decode_of_all_that_a_step_does()',
@@ -72,7 +72,7 @@ _BUGS = {
     'enumeration.test_the_randomness_of_a_step_is_of_these_keys()',
   ),
   'target chooses with the noise of the depth above': (
-    'verify.match',
+    'verify.accept',
     '(tree.depth, nodes)',
     '(tree.depth, nodes) - 1',
     'step.test_a_decode_of_all_that_a_step_does()',
@@ -152,7 +152,7 @@ _BUGS = {
   ),
   'lookup reads what is after the text': (
     'draft.lookup',
-    '(position < length - 1)',
+    '(position < query.length - 1)',
     '(position < num_tokens - 1)',
     'scorers.test_lookup_against_a_loop()',
   ),
@@ -236,11 +236,7 @@ _BUGS = {
   ),
   'a token is not seen before the next block': (
     'adjusters',
-    (
-      'sampling_lib.seen_by_nodes(\n'
-      '      nodes.tree, nodes.index, state, nodes.max_depth\n'
-      '    )'
-    ),
+    'jax.vmap(add_path)(nodes.tree, nodes.index, state)',
     'jnp.broadcast_to(state[:, None], logits.shape)',
     'step.test_a_decode_of_all_that_a_step_does()',
   ),
@@ -329,7 +325,7 @@ _BUGS = {
     'recurrent.test_lengthening_and_going_back_by_hand()',
   ),
   'a row learns what another row was told': (
-    'draft.recycling',
+    'draft.lookup',
     'rows = jnp.arange(entry.shape[0])[:, None]',
     'rows = jnp.arange(entry.shape[0])[::-1, None]',
     'earlier.test_recycling_against_a_loop()',

@@ -12,6 +12,7 @@ import numpy as np
 
 import specdec
 from specdec import arguments as arguments_lib
+from specdec import decode_options
 from specdec import sampling as sampling_lib
 from specdec import statistics as statistics_lib
 from specdec.models.lab import task as task_lib
@@ -27,7 +28,6 @@ from specdec.models.text import drafters
 from specdec.models.text import pair as pair_lib
 from specdec.models.text import settings as settings_lib
 from specdec.text import whole_files
-from specdec.verify import rules as rules_lib
 
 Figures = Mapping[str, Any]
 Batches = Sequence[Sequence[Sequence[int]]]
@@ -311,7 +311,7 @@ def _find_flips(
   """Rows that differ from the plain arm of the same dtype, with margins."""
   dtype = spec.dtype or next(iter(pairs))
   reference = results.get(str(arms_lib.ArmSpec('plain', dtype)))
-  rule = rules_lib.RULES[task.verify](sampling_lib.BEST)
+  rule = decode_options.RULES[task.verify](sampling_lib.BEST)
   draws_differ = not rule.keeps_tokens or (
     spec.is_peer and task.sampling.temperature > 0
   )

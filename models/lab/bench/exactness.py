@@ -20,11 +20,12 @@ def _logits(
   sampling: sampling_lib.SamplingParams,
 ) -> jax.Array:
   """`[1, S, V]`, adjusted logits after each token of `tokens [1, S]`."""
-  seen = None
-  if sampling.repetition_penalty is not None:
-    occurs = jax.nn.one_hot(tokens, model.spec.vocab_size, dtype=jnp.int32)
-    seen = jnp.cumsum(occurs, axis=1) > 0
-  return sampling_lib.adjust_logits(model.logits(tokens), sampling, seen)
+  logits = sampling_lib.add_bias(model.logits(tokens), sampling)
+  if sampling.repetition_penalty is None:
+    return logits
+  occurs = jax.nn.one_hot(tokens, model.spec.vocab_size, dtype=jnp.int32)
+  seen = jnp.cumsum(occurs, axis=1) > 0
+  return sampling_lib.penalize(logits, sampling, seen)
 
 
 def padded(tokens: Sequence[int]) -> np.ndarray:

@@ -23,6 +23,7 @@ import numpy as np
 
 import specdec
 from specdec import arguments as arguments_lib
+from specdec import decode_options
 from specdec import loop
 from specdec import memory
 from specdec import watchers as watchers_lib
@@ -38,7 +39,6 @@ from specdec.models.text import drafters
 from specdec.models.text import pair as pair_lib
 from specdec.models.text import settings as settings_lib
 from specdec.ngram import table as table_lib
-from specdec.verify import rules as rules_lib
 
 LIBTPU = user_cache.folder('libtpu') / 'libtpu/libtpu.so'
 """The TPU compiler, where scripts/install_libtpu.py puts it."""
@@ -276,7 +276,7 @@ def compile_program(
   target = model(task.target, layout)
   drafter = _drafter(method, task, target, layout, model)
   request, count = _request(task), jax.ShapeDtypeStruct((), jnp.int32)
-  rule = rules_lib.to_rule(task.verify, None, drafter)
+  rule = decode_options.to_rule(task.verify, None, drafter)
   config = specdec.DecodeConfig(max_new_tokens=task.max_new_tokens, rule=rule)
   state = jax.eval_shape(
     lambda *args: loop.start(*args, config=config), target, drafter, request

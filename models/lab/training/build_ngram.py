@@ -22,7 +22,6 @@ from specdec.models.text import choice as choice_lib
 from specdec.models.text import pair as pair_lib
 from specdec.models.text import plan as plan_lib
 from specdec.models.text import sources as sources_lib
-from specdec.ngram import counting
 from specdec.ngram import katz
 from specdec.ngram import table as table_lib
 
@@ -137,7 +136,7 @@ def _sample(
 def _estimate(
   shards: list[pathlib.Path], table: TableConfig, vocab_size: int
 ) -> katz.KatzModel:
-  counts = counting.count_ngrams(
+  counts = katz.count_ngrams(
     shards,
     order=table.order,
     vocab_size=vocab_size,

@@ -125,7 +125,7 @@ def test_expected_tokens_and_seconds_of_a_step():
     topology_lib.chain(1),
     topology_lib.chain(5),
     topology_lib.k_ary(2, 3),
-    topology_lib.from_paths(ragged),
+    topology_lib.Topology(ragged),
   ):
     step = _speculation(shape, acceptance)
     assert step.tokens == pytest.approx(_mean_tokens(shape, acceptance))

@@ -36,7 +36,7 @@ _EXPRESSIONS = {
   '.*a{3}': (),
 }
 _LETTERS = (b'a', b'b', b'c', b'd', b'\xc3', b'\xa9')
-_follow = jax.jit(constraint_lib.follow)
+_follow = jax.jit(constraint_lib.Tables.after)
 _allowed = jax.jit(constraint_lib.Tables.allowed, static_argnums=2)
 
 

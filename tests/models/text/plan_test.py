@@ -39,7 +39,7 @@ _CHAIN = settings_lib.DraftSettings(
   num_draft_tokens=7, inner='lookup', ngram='x.st'
 )
 _FIXED = settings_lib.DraftSettings(
-  topology=topology_lib.from_paths([(0,), (1,), (0, 0), (0, 2)])
+  topology=topology_lib.Topology([(0,), (1,), (0, 0), (0, 2)])
 )
 
 

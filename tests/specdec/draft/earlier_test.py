@@ -18,13 +18,12 @@ from specdec import carried as carried_lib
 from specdec import loop
 from specdec import sampling as sampling_lib
 from specdec.draft import candidates
-from specdec.draft import recycling
-from specdec.draft import stored
+from specdec.draft import lookup as lookup_lib
 from specdec.models.nn import table_model
 from specdec.tree import topology as topology_lib
 
 _V = 10
-_L = stored.LONGEST_CONTEXT
+_L = lookup_lib.LONGEST_CONTEXT
 
 
 def _proposed(proposer, state, path):
@@ -38,9 +37,7 @@ def _proposed(proposer, state, path):
 
 @jax.jit
 def _propose(proposer, state, *args):
-  if isinstance(proposer, candidates.Learner):
-    return proposer.propose_for(state, *args)
-  return proposer.propose(*args)
+  return proposer.propose(state, specdec.Query(*args))
 
 
 # Recycling.
@@ -48,7 +45,7 @@ def _propose(proposer, state, *args):
 
 def test_recycling_against_a_loop():
   """Two rows; tokens share entries, and some nodes are missing or NaN."""
-  rng, learner = np.random.default_rng(0), recycling.Recycling(3, 4, trust=0.5)
+  rng, learner = np.random.default_rng(0), lookup_lib.Recycling(3, 4, trust=0.5)
   texts = carried_lib.Texts(np.zeros((2, 1), int), np.ones(2, int), 9)
   state, expected = learner.start(texts), [{}, {}]
   for _ in range(5):
@@ -87,7 +84,7 @@ def test_a_step_shows_the_logits_of_every_node():
   logits, target = _target()
   wrong = tiny_drafters.exact(np.roll(logits, 1, axis=1))
   drafter = tiny_drafters.candidates(
-    wrong, recycling.Recycling(2, size=16), config=tiny_drafters.TREE
+    wrong, lookup_lib.Recycling(2, size=16), config=tiny_drafters.TREE
   )
   request = enumeration.request(
     jax.random.split(jax.random.key(0), 2),
@@ -113,7 +110,7 @@ def test_a_step_shows_the_logits_of_every_node():
 
 def test_a_row_goes_on_or_starts_anew():
   """It goes on with its text, or if nothing was read; else it forgets."""
-  scorer = candidates.CandidateScorer((recycling.Recycling(2, size=4),))
+  scorer = candidates.CandidateScorer((lookup_lib.Recycling(2, size=4),))
   texts = lambda length, kept=None: carried_lib.Texts(
     np.zeros((3, 9), int), np.array(length), 9, kept and np.array(kept)
   )
@@ -161,7 +158,7 @@ def test_the_store_against_a_scan():
     texts = [
       rng.integers(3, size=rng.integers(30)).tolist() for _ in range(number)
     ]
-    index = stored.StoredTexts.of_texts(texts)
+    index = lookup_lib.StoredTexts.of_texts(texts)
     for _ in range(30):
       path = rng.integers(3, size=rng.integers(1, 13)).tolist()
       np.testing.assert_allclose(
@@ -202,9 +199,9 @@ def _drafter(name, target_name='gpt2'):
   if name == 'plain':
     return specdec.PLAIN
   texts = _generate('plain', target_name).tokens
-  learner, tree = recycling.Recycling(2, size=64), tiny_drafters.TREE
-  lookup, store = specdec.PromptLookup(), stored.StoredTexts.of_texts(texts)
-  other = stored.StoredTexts.of_texts([text[::-1] for text in texts])
+  learner, tree = lookup_lib.Recycling(2, size=64), tiny_drafters.TREE
+  lookup, store = specdec.PromptLookup(), lookup_lib.StoredTexts.of_texts(texts)
+  other = lookup_lib.StoredTexts.of_texts([text[::-1] for text in texts])
   of = tiny_drafters.candidates
   chain = tiny_drafters.Settings(topology=topology_lib.chain(3))
   return {

@@ -206,7 +206,7 @@ def test_a_draft_reads_what_it_lacks_together_with_the_root():
 
 @pytest.mark.parametrize('is_model', [True, False])
 def test_fixed_shapes_are_filled_by_rank(is_model):
-  topology = topology_lib.from_paths(
+  topology = topology_lib.Topology(
     [(1,), (0,), (3,), (1, 2), (1, 0), (1, 2, 4), (3, 0)]
   )
   config = tiny_drafters.Settings(topology=topology, calibration=1.5)

@@ -12,7 +12,7 @@ import tiny_heads
 
 import specdec
 from specdec import carried as carried_lib
-from specdec.draft import stages as stages_lib
+from specdec.draft import drafter as drafter_lib
 from specdec.models.text import drafters
 from specdec.models.text import pair as pair_lib
 from specdec.tree import topology as topology_lib
@@ -24,7 +24,7 @@ _SETTINGS = tiny_drafters.Settings(topology=topology_lib.k_ary(2, 2))
 def _of_tail(drafter, num_tokens=_C):
   """The drafter, but its outermost model reads only the ends of prompts."""
   outer, *others = drafter.stages
-  scorer = specdec.PromptTailScorer(outer.scorer, num_tokens)
+  scorer = outer.scorer.replace(most_tokens=num_tokens)
   return drafter.replace(stages=(outer.replace(scorer=scorer), *others))
 
 
@@ -50,7 +50,7 @@ def test_it_drafts_as_if_the_end_of_the_text_were_all_of_it():
   noise = list_trees.random_step(2, 2, 1.0, tiny.VOCAB_SIZE).noise
   rest = (rows >= 0, noise, tiny.sampling_params(1.0, 0.0, 1.0))
   grow_again = jax.jit(list_trees.grown_from)
-  restart = jax.jit(stages_lib.restart)
+  restart = jax.jit(drafter_lib.restart)
 
   stages, tree = list_trees.grown(drafter, *list_trees.padded(texts), *rest)
   firsts = [5, 0, 1]
@@ -96,7 +96,7 @@ def test_it_reads_so_many_tokens_of_a_prompt():
   counting = model.replace(spec=dataclasses.replace(model.spec, apply=apply))
   drafter = _of_tail(tiny_drafters.model(counting, _SETTINGS))
   for length, expected in ((9, _C), (2, 2)):
-    init = lambda tokens, length: stages_lib.start(
+    init = lambda tokens, length: drafter_lib.start(
       drafter, carried_lib.Texts(tokens, length, 20)
     )
     prompt = np.zeros((2, length), np.int32)
@@ -112,7 +112,7 @@ def test_a_head_and_no_tokens_are_refused():
   with pytest.raises(ValueError, match='draft_prompt=8 is for a draft model'):
     drafters.make_drafter('chain', pair, settings)
   for wrong in (0, 2.5):
-    with pytest.raises(ValueError, match='num_tokens must be'):
+    with pytest.raises(ValueError, match='most_tokens must be'):
       _of_tail(
         tiny_drafters.model(tiny.draft('similar', num_layers=1), _SETTINGS),
         wrong,

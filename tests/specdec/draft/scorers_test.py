@@ -21,7 +21,9 @@ _NUM_TOKENS = list_trees.NUM_TOKENS
 _MAX_LENGTH = 20
 _WIDTH = 4
 
-_propose = jax.jit(lambda proposer, *args: proposer.propose(*args))
+_propose = jax.jit(
+  lambda proposer, *args: proposer.propose((), specdec.Query(*args))
+)
 
 
 def _said(tokens, log_probs):
@@ -254,7 +256,7 @@ def test_a_block_drafter_by_hand():
     rng.normal(size=(depth, size)),
     rng.normal(size=(size,) * 2),
   )
-  made = tiny_drafters.block_table(marginals, edges, noise_weight=0.5)
+  made = tiny_drafters.block_table(marginals, edges)
   spec = dataclasses.replace(
     made.drafter.spec,
     num_candidates=3,
@@ -297,7 +299,7 @@ def test_a_block_drafter_by_hand():
   tokens, cond_log_probs, work = score(state, tree, np.array([[1, 2]]), ctx)
   log_softmax = lambda x: x - np.log(np.exp(x).sum())
   log_probs = log_softmax((marginals[1] + edges[3])[best[1]])
-  expected = log_softmax(0.4 * (log_probs + 0.5 * noise[0, 1, best[1]]))
+  expected = log_softmax(0.4 * (log_probs + noise[0, 1, best[1]]))
   order = np.argsort(-expected)
   assert tokens[0].tolist() == best[1][order].tolist()
   np.testing.assert_allclose(

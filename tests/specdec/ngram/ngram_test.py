@@ -18,7 +18,6 @@ import pytest
 from safetensors import numpy as safetensors_numpy
 import tiny_drafters
 
-from specdec.ngram import counting
 from specdec.ngram import katz
 from specdec.ngram import table as table_lib
 
@@ -134,7 +133,7 @@ def test_counts_are_those_of_a_counter(
   # A negative token ends a text, as the end of a shard does.
   joined_text = [token for text in texts for token in (*text, -1)]
   shards = _save(folder, [joined_text] if joined else texts)
-  counts = counting.count_ngrams(
+  counts = katz.count_ngrams(
     shards, order=order, vocab_size=vocab_size, min_count=min_count
   )
   expected = _counted(texts, order)
@@ -153,7 +152,7 @@ def test_bad_shards_are_refused(tmp_path):
 
   def refused(message):
     with pytest.raises(ValueError, match=message) as caught:
-      counting.count_ngrams([path], order=3, vocab_size=9)
+      katz.count_ngrams([path], order=3, vocab_size=9)
     assert '\n' not in str(caught.value)
 
   refused(r'shard\.npy cannot be read')
@@ -223,7 +222,7 @@ def _build(folder, texts, k, **arguments):
   # JAX would compile a program for every shape of an array.
   with mock.patch.object(table_lib, 'jnp', np):
     return katz.build_table(
-      katz.estimate(counting.count_ngrams(shards, **arguments)), k
+      katz.estimate(katz.count_ngrams(shards, **arguments)), k
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 from specdec.text import automaton as automaton_lib
 from specdec.text import constraint as constraint_lib
 
-_follow = jax.jit(constraint_lib.follow)
+_follow = jax.jit(constraint_lib.Tables.after)
 _allowed = jax.jit(lambda tables, state: tables.allowed(state, _SIZE))
 _SIZE = 40
 
@@ -154,7 +154,7 @@ def test_rows_that_come_and_go_keep_their_automata():
     rows[row] = [*made, None][rng.integers(len(made) + 1)]
     rows[row] = larger if step == 12 else rows[row]
     states[row] = 1
-    tables = automaton_lib.with_row(tables, row, rows[row])
+    tables = automaton_lib.with_row(tables, row, rows, _SIZE)
     for busy, automaton in enumerate(rows):
       alone = automaton_lib.stack([automaton] * 3, _SIZE)
       for function, args in ((_allowed, ()), (_follow, (states + 2,))):
@@ -176,7 +176,7 @@ def test_an_automaton_may_not_be_larger_than_is_said():
 def test_candidates_are_conditioned_on_what_may_follow():
   log_probs = jnp.log(jnp.array([[0.5, 0.2, 0.1]]))
   tokens = jnp.array([[3, 4, 5]])
-  conditioned = constraint_lib.condition(
-    equality_test.Turns(), log_probs, jnp.array([1]), tokens
+  conditioned = equality_test.Turns().adjust_few(
+    log_probs, tokens, jnp.array([1])
   )
   np.testing.assert_allclose(jnp.exp(conditioned), [[0.0, 0.5, 0.0]], rtol=1e-5)

@@ -201,8 +201,7 @@ def test_the_report_has_every_block_for_eyes_and_ears():
   assert any(stages in element['text'] for element in page.elements['table'])
 
 
-def test_a_block_that_is_cut_says_why_and_counts_as_accepted():
-  """There are two blocks; in the second, three draft tokens are accepted."""
+def test_a_block_that_is_cut_says_why():
   for number, reason, end in (
     (4, 'length', '; bonus token: “⏎”.'),
     (2, 'stop', '; only 2 tokens emitted: a stop string is complete.'),
@@ -216,9 +215,3 @@ def test_a_block_that_is_cut_says_why_and_counts_as_accepted():
     changes |= {'pieces': ('a',) * (1 + number), 'finish_reason': reason}
     trace = dataclasses.replace(_TRACE, blocks=(first, second), **changes)
     assert end in svg.sentence(trace, second)
-    tables = [
-      table['text'] for table in _Page(tracing.report(trace)).elements['table']
-    ]
-    [survival] = [text for text in tables if 'at least this' in text]
-    # One of two forwards had three accepted.
-    assert survival.endswith('10.50020.50030.500')

@@ -23,9 +23,9 @@ _PATHS = strategies.lists(_PATH.map(tuple), min_size=1, max_size=8).map(
 @hypothesis.given(_PATHS, strategies.randoms(use_true_random=False))
 def test_any_tree(paths, rng: random.Random):
   """However its paths are ordered, and however often one is named."""
-  shape = topology_lib.from_paths([list(path) for path in paths])
+  shape = topology_lib.Topology([list(path) for path in paths])
   rng.shuffle(paths)
-  again = topology_lib.from_paths(paths)
+  again = topology_lib.Topology(paths)
   assert (shape, hash(shape)) == (again, hash(again))
   assert shape == specdec.Topology(tuple(paths))
   nodes = sorted({(), *paths}, key=lambda path: (len(path), path))
@@ -51,7 +51,7 @@ def test_any_tree(paths, rng: random.Random):
   missing = rng.choice(shape.paths)
   if missing in inner:
     with pytest.raises(ValueError, match='but not its parent'):
-      topology_lib.from_paths([path for path in shape.paths if path != missing])
+      topology_lib.Topology([path for path in shape.paths if path != missing])
 
 
 def test_a_chain_and_a_binary_tree():
@@ -72,8 +72,8 @@ def test_shapes_that_are_refused():
     ),
     (lambda: topology_lib.k_ary(2, 12), '2-ary tree of depth 12 has more'),
     (lambda: topology_lib.k_ary(5000, 1), 'more than 4096 nodes'),
-    (lambda: topology_lib.from_paths([()]), r'ranks from 0 to 4095, got \(\)'),
-    (lambda: topology_lib.from_paths([[10**12]]), r'4095, got \(1000'),
+    (lambda: topology_lib.Topology([()]), r'ranks from 0 to 4095, got \(\)'),
+    (lambda: topology_lib.Topology([[10**12]]), r'4095, got \(1000'),
     (lambda: specdec.Topology(((0,), (0, -1))), r'4095, got \(0, -1\)'),
   ):
     with pytest.raises(ValueError, match=message):
@@ -102,7 +102,7 @@ def test_files(tmp_path, content, message):
   with pytest.raises(ValueError, match='cannot be read'):
     topology_lib.load_topology(str(path))
   path.write_text('[[0], [1], [1, 2], [1, 0]]')
-  assert topology_lib.load_topology(str(path)) == topology_lib.from_paths(
+  assert topology_lib.load_topology(str(path)) == topology_lib.Topology(
     [(0,), (1,), (1, 0), (1, 2)]
   )
   path.write_bytes(content)
@@ -115,7 +115,7 @@ def test_files(tmp_path, content, message):
 
 
 def test_settings_follow_from_a_topology():
-  shape = topology_lib.from_paths([(0,), (1,), (3,), (1, 2), (3, 0)])
+  shape = topology_lib.Topology([(0,), (1,), (3,), (1, 2), (3, 0)])
   lookup = specdec.PromptLookup()
   drafter = specdec.fixed_drafter(lookup, shape, calibration=1.5)
   assert (drafter.shape.num_nodes, drafter.shape.capacity) == (6, 6)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import specdec
+from specdec import decode_options
 from specdec import sampling as sampling_lib
 from specdec.draft import drafter as drafter_lib
 from specdec.tree import tree as tree_lib
 from specdec.verify import accept
-from specdec.verify import rules as rules_lib
 
 _count_emitted = jax.jit(accept.count_emitted)
 
@@ -34,7 +34,7 @@ class _Drawing(specdec.Scorer):
 def _to_rule(verify, children=None, *, topology=None, scorer=None):
   scorer = scorer or _Drawing()
   drafter = specdec.fixed_drafter(scorer, topology or specdec.chain(2))
-  return rules_lib.to_rule(verify, children, drafter)
+  return decode_options.to_rule(verify, children, drafter)
 
 
 _BEST, _DRAWN = sampling_lib.BEST, sampling_lib.WITHOUT_REPLACEMENT
@@ -42,7 +42,7 @@ _BEST, _DRAWN = sampling_lib.BEST, sampling_lib.WITHOUT_REPLACEMENT
 
 def test_a_rule_is_a_name_or_an_object():
   for name in ('rejection', 'traversal', 'block'):
-    make = rules_lib.RULES[name]
+    make = decode_options.RULES[name]
     assert (_to_rule(name), _to_rule(name, _BEST)) == (
       make(_DRAWN),
       make(_BEST),
