@@ -19,7 +19,6 @@ from specdec import recurrent as recurrent_lib
 from specdec.models.nn import contraction
 from specdec.models.nn import gpt2 as nn_gpt2
 from specdec.models.nn import llama as nn_llama
-from specdec.models.nn import llama_config
 from specdec.models.nn import matrices as matrices_lib
 from specdec.models.nn import sharding as sharding_lib
 from specdec.models.nn.cpu import ops
@@ -36,7 +35,7 @@ _LARGEST_LAYER = 8 << 20
 
 # A module and its shape, of any family; a Mixtral is a Llama.
 Module = nn_gpt2.GPT2 | nn_llama.Llama
-Config = nn_gpt2.GPT2Config | llama_config.LlamaConfig
+Config = nn_gpt2.GPT2Config | nn_llama.LlamaConfig
 
 
 @functools.cache

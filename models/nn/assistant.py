@@ -32,7 +32,6 @@ from specdec.models.nn import adapter
 from specdec.models.nn import attention
 from specdec.models.nn import eagle
 from specdec.models.nn import gemma as gemma_lib
-from specdec.models.nn import grouped_query
 from specdec.models.nn import layers
 from specdec.models.nn import llama as nn_llama
 from specdec.models.nn import matrices as matrices_lib
@@ -70,7 +69,7 @@ class Source(nnx.Module):
     layer = config.sources[index]
     target = config.target
     self.input_layernorm = layers.RMSNorm(target.width, target.norm_epsilon)
-    self.self_attn = grouped_query.Attention(target, layer, **new)
+    self.self_attn = nn_llama.Attention(target, layer, **new)
     self.self_attn.layer = index  # In the cache of the assistant.
     self.rope, self.width = (
       target.of_layers(name)[layer] for name in ('rope', 'head_width')

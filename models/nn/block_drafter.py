@@ -27,10 +27,8 @@ from specdec.draft import block as block_lib
 from specdec.models.nn import adapter
 from specdec.models.nn import convolution
 from specdec.models.nn import eagle
-from specdec.models.nn import grouped_query
 from specdec.models.nn import layers
 from specdec.models.nn import llama as nn_llama
-from specdec.models.nn import llama_config
 from specdec.models.nn import matrices as matrices_lib
 from specdec.models.nn import rope as rope_lib
 from specdec.models.nn import sharding as sharding_lib
@@ -43,7 +41,7 @@ LOOKED_UP = ('markov_w1', 'markov_w2')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockDrafterConfig(llama_config.LlamaConfig):
+class BlockDrafterConfig(nn_llama.LlamaConfig):
   """Shape of a block drafter: its layers, and what surrounds them.
 
   `vocab_size` is the target's, `num_layers` the drafter's.
@@ -92,7 +90,7 @@ class BlockDrafterConfig(llama_config.LlamaConfig):
 class _ConvolvedLayer(nn_llama.Layer):
   """A layer of DFlash 2, with convolutions around both of its parts."""
 
-  self_attn: grouped_query.Attention
+  self_attn: nn_llama.Attention
 
   def __init__(
     self, config: BlockDrafterConfig, layer: int, **new: Unpack[layers.New]

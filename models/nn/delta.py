@@ -26,10 +26,8 @@ import numpy as np
 from specdec import cache as cache_lib
 from specdec import recurrent as recurrent_lib
 from specdec.models.nn import convolution
-from specdec.models.nn import grouped_query
 from specdec.models.nn import layers
 from specdec.models.nn import llama as nn_llama
-from specdec.models.nn import llama_config
 from specdec.models.nn import mixer
 from specdec.models.nn import rope as rope_lib
 from specdec.models.nn.cpu import state_ops
@@ -38,7 +36,7 @@ _Arrays = dict[str, jax.Array]  # By the names of what they are.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DeltaConfig(llama_config.LlamaConfig):
+class DeltaConfig(nn_llama.LlamaConfig):
   """Shape of a Qwen3.5; `num_heads` and the like describe its attention."""
 
   key_heads: int = dataclasses.field()
@@ -243,7 +241,7 @@ class DeltaNet(mixer.Mixer):
     return out, write(layer_state, added)
 
 
-class GatedAttention(grouped_query.Attention):
+class GatedAttention(nn_llama.Attention):
   """Attention whose heads are multiplied with gates of their own.
 
   In its matrix the gate of each head comes after the query.

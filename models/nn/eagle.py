@@ -19,10 +19,8 @@ from specdec import cache as cache_lib
 from specdec.draft import head as head_lib
 from specdec.models.nn import adapter
 from specdec.models.nn import delta as delta_lib
-from specdec.models.nn import grouped_query
 from specdec.models.nn import layers
 from specdec.models.nn import llama as nn_llama
-from specdec.models.nn import llama_config
 from specdec.models.nn import matrices as matrices_lib
 from specdec.models.nn import rope as rope_lib
 from specdec.models.nn import sharding as sharding_lib
@@ -32,7 +30,7 @@ KINDS = (EAGLE3, EAGLE, MTP)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadConfig(llama_config.LlamaConfig):
+class HeadConfig(nn_llama.LlamaConfig):
   """Shape of a head: its layers, and how they are fed.
 
   `vocab_size` is the target's, `num_layers` the head's.
@@ -68,11 +66,11 @@ class _WideLayer(nn_llama.Layer):
   """First layer of EAGLE-3. Its queries, keys and values see both inputs."""
 
   config: HeadConfig
-  self_attn: grouped_query.Attention
+  self_attn: nn_llama.Attention
 
   def __init__(self, config: HeadConfig, layer: int, **new: Unpack[layers.New]):
     attention = functools.partial(
-      grouped_query.Attention, input_width=2 * config.width
+      nn_llama.Attention, input_width=2 * config.width
     )
     super().__init__(config, layer, mixers={'self_attn': attention}, **new)
     self.hidden_norm = layers.RMSNorm(config.width, config.norm_epsilon)

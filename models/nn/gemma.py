@@ -21,12 +21,11 @@ import jax.numpy as jnp
 
 from specdec.models.nn import layers
 from specdec.models.nn import llama as nn_llama
-from specdec.models.nn import llama_config
 from specdec.models.nn import matrices as matrices_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GemmaConfig(llama_config.LlamaConfig):
+class GemmaConfig(nn_llama.LlamaConfig):
   """Shape of a Gemma (arXiv 2503.19786, section 2).
 
   A class of its own, because checkpoints store the scales of norms minus one.

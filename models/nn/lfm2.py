@@ -14,16 +14,14 @@ import jax.numpy as jnp
 
 from specdec import recurrent as recurrent_lib
 from specdec.models.nn import convolution
-from specdec.models.nn import grouped_query
 from specdec.models.nn import layers
 from specdec.models.nn import llama as nn_llama
-from specdec.models.nn import llama_config
 from specdec.models.nn import mixer
 from specdec.models.nn.cpu import state_ops
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Lfm2Config(llama_config.LlamaConfig):
+class Lfm2Config(nn_llama.LlamaConfig):
   """Shape of an LFM2."""
 
   conv_size: int = 3  # Positions that a convolution sees.
@@ -111,5 +109,5 @@ class Lfm2(nn_llama.Llama):
   """LFM2 language model."""
 
   mixers = types.MappingProxyType(
-    {'self_attn': grouped_query.Attention, 'conv': ShortConv}
+    {'self_attn': nn_llama.Attention, 'conv': ShortConv}
   )

@@ -1,17 +1,20 @@
 """Llama and related models in Flax NNX, with positions and mask as arguments.
 
 One module serves Llama 2 and 3, Mistral, Qwen, Gemma, OLMo, Granite, SmolLM and
-Phi, which differ in `llama_config.LlamaConfig` only. `models/nn/mixtral` has
-the same blocks with experts in place of the feed-forward layer. Names and
-dtypes follow the same rules as in `models/nn/gpt2`.
+Phi, which differ in `LlamaConfig` only. `models/nn/mixtral` has the same blocks
+with experts in place of the feed-forward layer. Names and dtypes follow the
+same rules as in `models/nn/gpt2`.
 """
 
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
+import math
 import types
 from typing import Any
+from typing import cast
+from typing import ClassVar
 from typing import Unpack
 
 from flax import nnx
@@ -19,25 +22,378 @@ import jax
 import jax.numpy as jnp
 
 from specdec import cache as cache_lib
+from specdec import recurrent as recurrent_lib
 from specdec.models.nn import attention
-from specdec.models.nn import grouped_query
 from specdec.models.nn import layers
-from specdec.models.nn import llama_config
 from specdec.models.nn import matrices as matrices_lib
 from specdec.models.nn import rope as rope_lib
+from specdec.models.nn.cpu import ops
 
-LlamaConfig = llama_config.LlamaConfig  # The name that 0.8.0 had.
-
+_Rope = rope_lib.Rope | None
 _Cache = cache_lib.KVCache | None
-_ATTENTION = types.MappingProxyType({'self_attn': grouped_query.Attention})
+_FACTORS = (
+  'embedding_scale',
+  'attention_scale',
+  'residual_scale',
+  'logit_divisor',
+  'score_cap',
+  'logit_cap',
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+  """Shape of a Llama: everything that changes what it computes.
+
+  Each key and value head is shared by a group of query heads (grouped-query
+  attention, arXiv 2305.13245). What all models of the family have in common are
+  attributes of the class.
+  """
+
+  embedding: ClassVar[str] = 'embed_tokens'  # Name of the token embedding.
+  # Name of another embedding, from which rows are read.
+  looked_up: ClassVar[str | None] = None
+  gated: ClassVar[bool] = True  # Whether feed-forward layers have a gate.
+  num_experts = experts_per_token = 1
+
+  vocab_size: int
+  num_positions: int  # Longest context.
+  width: int  # The width of the residual stream.
+  num_layers: int
+  num_heads: int  # Heads of queries.
+  num_kv_heads: int  # Divides `num_heads`.
+  # One for all layers, or a tuple with one for each, as some fields below.
+  head_width: int | tuple[int, ...]  # Dh, even; not always width / num_heads.
+  inner_width: int | tuple[int, ...]  # Feed-forward layer, or one expert.
+  activation: str = 'silu'  # A key of `layers.ACTIVATIONS`.
+  norm_epsilon: float = 1e-6  # Added to the mean square in every norm.
+  rope: _Rope | tuple[_Rope, ...] = rope_lib.Rope()  # None rotates nothing.
+  window: int | tuple[int | None, ...] | None = None  # See `within_window`.
+  qkv_bias: bool = False
+  output_bias: bool = False  # In attention's output projection.
+  mlp_bias: bool = False
+  qk_norm: bool = False  # Whether queries and keys are normalised (Qwen 3),
+  joint_qk_norm: bool = False  # and that over all heads together (OLMo 2).
+  value_norm: bool = False  # Whether values are, without a scale (Gemma 4).
+  # Where else norms are: before attention and MLP, after them (OLMo 2), or both
+  # (Gemma 2).
+  pre_norm: bool = True
+  post_norm: bool = False
+  embedding_scale: float = 1.0  # Factor of the embeddings (Granite, Gemma).
+  attention_scale: float | None = None  # None: 1 / sqrt(Dh).
+  residual_scale: float = 1.0  # Scales each addition (Granite).
+  logit_divisor: float = 1.0  # Divides the logits (Granite).
+  score_cap: float | None = None  # See `layers.soft_cap` (Gemma 2).
+  logit_cap: float | None = None
+  sinks: bool = False  # Whether heads have them, see `self_attention`.
+  tie_embeddings: bool = False  # Use the token embedding as the head.
+  # The kind of each layer, a key of `Llama.mixers`.
+  mixers: str | tuple[str, ...] = 'self_attn'
+  # The earlier layer whose keys and values one reads; None: it has its own.
+  kv_source: int | tuple[int | None, ...] | None = None
+
+  def __post_init__(self) -> None:
+    layers.check_config(self)
+    if self.num_heads % self.num_kv_heads:
+      raise ValueError(
+        f'num_kv_heads must divide num_heads {self.num_heads}, got'
+        f' {self.num_kv_heads}'
+      )
+    widths = self.of_layers('head_width')
+    for width in widths:
+      if width % 2:
+        raise ValueError(f'head_width must be even, got {width}')
+    if not (self.pre_norm or self.post_norm):
+      raise ValueError('pre_norm and post_norm are both False')
+    for name in _FACTORS:
+      factor = getattr(self, name)
+      if factor is not None and not factor > 0:
+        raise ValueError(f'{name} must be positive, got {factor}')
+    # Equal models are equal records.
+    if {self.attention_scale} == {1 / math.sqrt(width) for width in widths}:
+      self._set('attention_scale', None)
+    windows = self.of_layers('window')
+    for window in windows:
+      if window is not None and window < 1:
+        raise ValueError(f'sliding_window must be positive, got {window}')
+    slides = lambda size: size is not None and size < self.num_positions
+    self._set_layers('window', tuple(w if slides(w) else None for w in windows))
+    ropes = zip(self.of_layers('rope'), widths, strict=True)
+    for rope, width in dict.fromkeys(ropes):
+      if rope:
+        rope.frequencies(width)  # Factors of each pair must be as many.
+      if rope and rope.query_growth and self.qk_norm:
+        raise ValueError('qk_norm with queries that grow is not supported')
+    if self.value_norm and (self.joint_qk_norm or not self.qk_norm):
+      raise ValueError('value_norm needs qk_norm of each head')
+    sources = self.of_layers('kv_source')
+    for layer, source in enumerate(sources):
+      if source is not None and not (
+        0 <= source < layer
+        and sources[source] is None
+        and widths[source] == widths[layer]
+      ):
+        raise ValueError(
+          f'kv_source of layer {layer} must be an earlier one that has keys and'
+          f' values, as wide as its own would be, got {source}'
+        )
+    for field in ('head_width', 'inner_width', 'rope', 'mixers', 'kv_source'):
+      self._set_layers(field, self.of_layers(field))
+
+  @property
+  def ends_with_training(self) -> bool:
+    """Whether longer texts than in the training are rotated otherwise."""
+    scalings = (rope and rope.scaling for rope in self.of_layers('rope'))
+    return any(isinstance(s, rope_lib.LongRopeScaling) for s in scalings)
+
+  @property
+  def attention_layers(self) -> tuple[int, ...]:
+    """The layers that have keys and values of their own."""
+    sources, states = self.of_layers('kv_source'), self.state_layers
+    layers = (layer for layer, source in enumerate(sources) if source is None)
+    return tuple(layer for layer in layers if layer not in states)
+
+  @property
+  def state_layers(self) -> tuple[int, ...]:
+    """The layers that have a state in place of attention."""
+    mixers = enumerate(self.of_layers('mixers'))
+    return tuple(layer for layer, name in mixers if name != 'self_attn')
+
+  @property
+  def cache_widths(self) -> tuple[int, ...]:
+    """The widths of keys and values in a cache, by `attention_layers`."""
+    widths = self.of_layers('head_width')
+    return tuple(widths[layer] for layer in self.attention_layers)
+
+  def state_of_layer(
+    self, batch_size: int, *, kernels: bool
+  ) -> recurrent_lib.Recurrent:
+    """A layer without keys and values before any token, its window empty.
+
+    `kernels` says whether the kernels of `models/nn/cpu` compute.
+    """
+    raise NotImplementedError
+
+  def _set(self, field: str, value: Any) -> None:
+    object.__setattr__(self, field, value)
+
+  def _set_layers(self, field: str, values: tuple[Any, ...]) -> None:
+    self._set(field, values if len(set(values)) > 1 else values[0])
+
+  def of_layers(self, field: str) -> tuple[Any, ...]:
+    """A field with one value for all layers or one for each, for each."""
+    value = getattr(self, field)
+    if not isinstance(value, tuple):
+      return (value,) * self.num_layers
+    if len(value) != self.num_layers:
+      raise ValueError(
+        f'{field} has {len(value)} values, expected one for each of'
+        f' {self.num_layers} layers'
+      )
+    return value
+
+
+def fields_of(config: LlamaConfig) -> dict[str, Any]:
+  """The fields by name, without those that a subclass adds."""
+  fields = dataclasses.fields(LlamaConfig)
+  return {field.name: getattr(config, field.name) for field in fields}
+
+
+class Attention(nnx.Module):
+  """Grouped-query self-attention of one block."""
+
+  def __init__(
+    self,
+    config: LlamaConfig,
+    layer: int,
+    *,
+    input_width: int | None = None,  # None: the residual stream's.
+    **new: Unpack[layers.New],
+  ):
+    self.config = config
+    source = config.of_layers('kv_source')[layer]
+    self.writes = source is None
+    # Counted among the layers that have keys and values.
+    self.layer = config.attention_layers.index(layer if self.writes else source)
+    self.dtype = new['dtype']
+    self.head_width = config.of_layers('head_width')[layer]
+    self.scale = config.attention_scale or 1 / math.sqrt(self.head_width)
+    make = functools.partial(layers.Linear, **new)
+    width = input_width or config.width
+    make_head = functools.partial(make, width, use_bias=config.qkv_bias)
+    self.q_proj = make_head(config.num_heads * self.head_width)
+    if self.writes:
+      self.k_proj = make_head(config.num_kv_heads * self.head_width)
+      self.v_proj = make_head(config.num_kv_heads * self.head_width)
+    self.o_proj = make(
+      config.num_heads * self.head_width,
+      config.width,
+      stddev=layers.residual_stddev(config.num_layers),
+      use_bias=config.output_bias,
+    )
+    if config.sinks:
+      self.sinks = nnx.Param(jnp.zeros(config.num_heads, jnp.float32))
+    if config.qk_norm:
+      make_norm = functools.partial(layers.RMSNorm, epsilon=config.norm_epsilon)
+      joint = config.joint_qk_norm
+      self.q_norm = make_norm(
+        self.head_width * (config.num_heads if joint else 1)
+      )
+      if self.writes:
+        self.k_norm = make_norm(
+          self.head_width * (config.num_kv_heads if joint else 1)
+        )
+      if self.writes and config.value_norm:
+        self.v_norm = make_norm(self.head_width, has_scale=False)
+
+  def _heads(self, x: jax.Array) -> jax.Array:
+    heads = (*x.shape[:-1], -1, self.head_width)
+    return x.reshape(heads).swapaxes(1, 2)
+
+  def __call__(
+    self,
+    x: jax.Array,
+    norm: layers.Norm | None,
+    rotation: rope_lib.Rotation | None,
+    mask: jax.Array,
+    cache: _Cache,
+    residual: jax.Array | None,
+  ) -> tuple[jax.Array, _Cache]:
+    # No kernel caps scores or has sinks.
+    plain = self.config.score_cap is None and not self.config.sinks
+    others = (self.k_proj, self.v_proj) if self.writes else ()
+    linears = (self.q_proj, *others)
+    if self.o_proj.is_packed and plain:
+      matrices = [linear.parameters for linear in linears]
+      projections = layers.project(x, matrices, norm=norm)
+      out, cache = self._fused(projections, rotation, mask, cache)
+    else:
+      rows = layers.normalize(x, norm, kernels=self.o_proj.is_packed)
+      products = [linear(rows) for linear in linears]
+      out, cache = self._composed(products, rotation, mask, cache)
+    return self.o_proj(out, residual=residual), cache
+
+  def _fused(
+    self,
+    projections: jax.Array,
+    rotation: rope_lib.Rotation | None,
+    mask: jax.Array,
+    cache: _Cache,
+  ) -> tuple[jax.Array, _Cache]:
+    """With the kernels of `models/nn/cpu`."""
+    config = self.config
+    norms: tuple[ops.Norm | None, ...] = ()
+    if rotation is not None and rotation.query_scale is not None:
+      # A rotation keeps factors; norms, which would not, are refused.
+      factors = jnp.ones(projections.shape[-1], jnp.float32)
+      queries = jnp.arange(len(factors)) < config.num_heads * self.head_width
+      scale = rotation.query_scale[..., None]
+      projections *= jnp.where(queries[None, None], scale, factors[None, None])
+    if config.qk_norm and config.joint_qk_norm:
+      width = config.num_heads * self.head_width
+      ends = width, width + config.num_kv_heads * self.head_width
+      query, key, value = jnp.split(projections, ends, axis=-1)
+      query = ops.normalize(query, self.q_norm.operand)
+      key = ops.normalize(key, self.k_norm.operand)
+      projections = jnp.concatenate([query, key, value], axis=-1)
+    elif config.qk_norm:
+      names = ('q_norm', 'k_norm', 'v_norm')
+      modules = (getattr(self, name, None) for name in names)
+      norms = tuple(module and module.operand for module in modules)
+    return attention.attend_projections(
+      projections,
+      mask,
+      cache,
+      self.layer,
+      slots_shape=(config.num_kv_heads, self.head_width),
+      dtype=self.dtype,
+      scale=self.scale,
+      norms=norms,
+      writes=self.writes,
+      rotation=rotation and rotation[:2],
+    )
+
+  def _normalized_heads(self, x: jax.Array, name: str) -> jax.Array:
+    norm = functools.partial(
+      layers.normalize,
+      norm=getattr(self, name, None),
+      kernels=self.o_proj.is_packed,
+    )
+    joint = self.config.joint_qk_norm
+    return self._heads(norm(x)) if joint else norm(self._heads(x))
+
+  def _composed(
+    self,
+    products: Sequence[jax.Array],
+    rotation: rope_lib.Rotation | None,
+    mask: jax.Array,
+    cache: _Cache,
+  ) -> tuple[jax.Array, _Cache]:
+    """By XLA; `products`: queries and, if it writes, keys and values."""
+    query, *entries = products
+    query = self._normalized_heads(query, 'q_norm')
+    query = rope_lib.rotate(query, rotation)
+    if rotation is not None and rotation.query_scale is not None:
+      query *= rotation.query_scale[:, None, :, None]
+    query = query.astype(self.dtype)
+    key, value = self._entries(rotation, *entries) if entries else (None, None)
+    out, cache = attention.self_attention(
+      query,
+      key,
+      value,
+      mask,
+      cache,
+      self.layer,
+      scale=self.scale,
+      cap=self.config.score_cap,
+      sinks=self.sinks[...] if self.config.sinks else None,
+    )
+    return out.swapaxes(1, 2).reshape(products[0].shape), cache
+
+  def _entries(
+    self,
+    rotation: rope_lib.Rotation | None,
+    key: jax.Array,
+    value: jax.Array,
+  ) -> tuple[jax.Array, jax.Array]:
+    """Keys and values as the cache has them."""
+    key = rope_lib.rotate(self._normalized_heads(key, 'k_norm'), rotation)
+    value = self._normalized_heads(value, 'v_norm')
+    return key.astype(self.dtype), value.astype(self.dtype)
+
+  def write(
+    self,
+    rows: jax.Array,
+    rotation: rope_lib.Rotation,
+    cache: cache_lib.KVCache,
+  ) -> cache_lib.KVCache:
+    """Writes keys and values of rows `[B, L, width]` that attend to nothing.
+
+    Returns:
+      The cache.
+    """
+    if not self.o_proj.is_packed:
+      key, value = self._entries(rotation, self.k_proj(rows), self.v_proj(rows))
+      return cache_lib.write(cache, self.layer, key, value)
+    # The kernel that attends writes, so that bits do not depend on the caller.
+    linears = [self.k_proj.parameters, self.v_proj.parameters]
+    width = self.config.num_heads * self.head_width
+    queries = jnp.zeros((*rows.shape[:-1], width))
+    projections = [queries, layers.project(rows, linears)]
+    mask = jnp.zeros((*rows.shape[:-1], cache.num_slots), bool)
+    _, written = self._fused(
+      jnp.concatenate(projections, axis=-1), rotation, mask, cache
+    )
+    return cast(cache_lib.KVCache, written)
+
+
+_ATTENTION = types.MappingProxyType({'self_attn': Attention})
 
 
 class FeedForward(nnx.Module):
   """Gated MLP (SwiGLU, arXiv 2002.05202) of one block."""
 
-  def __init__(
-    self, config: llama_config.LlamaConfig, **new: Unpack[layers.New]
-  ):
+  def __init__(self, config: LlamaConfig, **new: Unpack[layers.New]):
     self.activation = config.activation
     width, inner = config.width, config.of_layers('inner_width')[0]
     make = functools.partial(layers.Linear, use_bias=config.mlp_bias, **new)
@@ -62,7 +418,7 @@ class Layer(nnx.Module):
 
   def __init__(
     self,
-    config: llama_config.LlamaConfig,
+    config: LlamaConfig,
     layer: int,
     feed_forward: Any = FeedForward,
     *,
@@ -118,9 +474,7 @@ class Layer(nnx.Module):
     return add(x, out, self.post_feedforward_layernorm), cache
 
 
-def rotations(
-  config: llama_config.LlamaConfig, positions: jax.Array
-) -> list[Any]:
+def rotations(config: LlamaConfig, positions: jax.Array) -> list[Any]:
   """The rotation of each layer, for `positions [B, L]` int32."""
   ropes = zip(
     config.of_layers('rope'), config.of_layers('head_width'), strict=True
@@ -134,7 +488,7 @@ def rotations(
 
 
 def of_layers(
-  config: llama_config.LlamaConfig, positions: jax.Array, mask: jax.Array
+  config: LlamaConfig, positions: jax.Array, mask: jax.Array
 ) -> list[tuple[rope_lib.Rotation | None, jax.Array]]:
   """The rotation of each layer and what it sees.
 
@@ -166,7 +520,7 @@ class Llama(nnx.Module):
 
   def __init__(
     self,
-    config: llama_config.LlamaConfig,
+    config: LlamaConfig,
     *,
     dtype: jax.typing.DTypeLike = jnp.float32,
     rngs: nnx.Rngs,

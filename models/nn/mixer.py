@@ -84,7 +84,7 @@ def with_recurrent_layer(
 
 
 class Mixer(nnx.Module):
-  """Called as `grouped_query.Attention`; positions are not used."""
+  """Called as `llama.Attention`; positions are not used."""
 
   config: Any  # A `LlamaConfig` that has `state_of_layer`.
   layer: int

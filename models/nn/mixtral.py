@@ -17,13 +17,12 @@ import jax.numpy as jnp
 from specdec.models.nn import experts as experts_lib
 from specdec.models.nn import layers
 from specdec.models.nn import llama as nn_llama
-from specdec.models.nn import llama_config
 from specdec.models.nn import matrices as matrices_lib
 from specdec.models.nn import sharding as sharding_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MixtralConfig(llama_config.LlamaConfig):
+class MixtralConfig(nn_llama.LlamaConfig):
   """Shape of a Mixtral: the shape of a Llama, and its experts."""
 
   # Fields without a default, where a Llama has constants.
