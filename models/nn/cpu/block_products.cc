@@ -1,7 +1,8 @@
 // Products with matrices in blocks of few bits.
 
 #include "blocks.h"
-#include "multiply.h"
+#include "handlers.h"
+#include "products.h"
 
 namespace specdec {
 
@@ -13,9 +14,8 @@ extern template void Blocks::MultiplyKind<Q5_K>(const Rows&, int64_t, int64_t,
 extern template void Blocks::MultiplyKind<Q6_K>(const Rows&, int64_t, int64_t,
                                                 const Group&, float*);
 
-}  // namespace specdec
+void ComputeBlocks(ffi::ThreadPool& pool, const Products& products) {
+  Compute<Blocks>(pool, products);
+}
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    specdec_multiply_blocks,
-    (specdec::Multiply<specdec::Blocks, specdec::Blocks>),
-    specdec::BindMultiply());
+}  // namespace specdec

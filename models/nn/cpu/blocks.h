@@ -15,8 +15,7 @@
 // exact integers. Groups and parts are added in their order, whatever the number
 // of rows, so a row has the same bits alone.
 
-#ifndef SPECDEC_BLOCKS_H_
-#define SPECDEC_BLOCKS_H_
+#pragma once
 
 #include <algorithm>
 #include <cstdint>
@@ -683,5 +682,3 @@ void Blocks::MultiplyKind(const Rows& rows, int64_t first, int64_t count,
 }
 
 }  // namespace specdec
-
-#endif  // SPECDEC_BLOCKS_H_
