@@ -27,7 +27,6 @@ from specdec.models.nn import attention
 from specdec.models.nn import layers
 from specdec.models.nn import matrices as matrices_lib
 from specdec.models.nn import rope as rope_lib
-from specdec.models.nn.cpu import ops
 
 _Rope = rope_lib.Rope | None
 _Cache = cache_lib.KVCache | None
@@ -165,13 +164,8 @@ class LlamaConfig:
     widths = self.of_layers('head_width')
     return tuple(widths[layer] for layer in self.attention_layers)
 
-  def state_of_layer(
-    self, batch_size: int, *, kernels: bool
-  ) -> recurrent_lib.Recurrent:
-    """A layer without keys and values before any token, its window empty.
-
-    `kernels` says whether the kernels of `models/nn/cpu` compute.
-    """
+  def state_of_layer(self, batch_size: int) -> recurrent_lib.Recurrent:
+    """A layer without keys and values before any token, its window empty."""
     raise NotImplementedError
 
   def _set(self, field: str, value: Any) -> None:
@@ -246,9 +240,28 @@ class Attention(nnx.Module):
       if self.writes and config.value_norm:
         self.v_norm = make_norm(self.head_width, has_scale=False)
 
-  def _heads(self, x: jax.Array) -> jax.Array:
-    heads = (*x.shape[:-1], -1, self.head_width)
-    return x.reshape(heads).swapaxes(1, 2)
+  def attend(
+    self,
+    projections: Sequence[jax.Array],
+    rotation: rope_lib.Rotation | None,
+    mask: jax.Array,
+    cache: _Cache,
+  ) -> tuple[jax.Array, _Cache]:
+    """See `attention.self_attention`."""
+    names = ('q_norm', 'k_norm', 'v_norm')
+    heads = attention.Heads(
+      layer=self.layer,
+      count=self.config.num_kv_heads,
+      width=self.head_width,
+      dtype=self.dtype,
+      scale=self.scale,
+      norms=tuple(getattr(self, name, None) for name in names),
+      joint_norms=self.config.joint_qk_norm,
+      writes=self.writes,
+      cap=self.config.score_cap,
+      sinks=self.sinks[...] if self.config.sinks else None,
+    )
+    return attention.self_attention(projections, mask, cache, heads, rotation)
 
   def __call__(
     self,
@@ -259,107 +272,10 @@ class Attention(nnx.Module):
     cache: _Cache,
     residual: jax.Array | None,
   ) -> tuple[jax.Array, _Cache]:
-    # No kernel caps scores or has sinks.
-    plain = self.config.score_cap is None and not self.config.sinks
     others = (self.k_proj, self.v_proj) if self.writes else ()
-    linears = (self.q_proj, *others)
-    if self.o_proj.is_packed and plain:
-      matrices = [linear.parameters for linear in linears]
-      projections = layers.project(x, matrices, norm=norm)
-      out, cache = self._fused(projections, rotation, mask, cache)
-    else:
-      rows = layers.normalize(x, norm, kernels=self.o_proj.is_packed)
-      products = [linear(rows) for linear in linears]
-      out, cache = self._composed(products, rotation, mask, cache)
+    projections = layers.projections(x, (self.q_proj, *others), norm)
+    out, cache = self.attend(projections, rotation, mask, cache)
     return self.o_proj(out, residual=residual), cache
-
-  def _fused(
-    self,
-    projections: jax.Array,
-    rotation: rope_lib.Rotation | None,
-    mask: jax.Array,
-    cache: _Cache,
-  ) -> tuple[jax.Array, _Cache]:
-    """With the kernels of `models/nn/cpu`."""
-    config = self.config
-    norms: tuple[ops.Norm | None, ...] = ()
-    if rotation is not None and rotation.query_scale is not None:
-      # A rotation keeps factors; norms, which would not, are refused.
-      factors = jnp.ones(projections.shape[-1], jnp.float32)
-      queries = jnp.arange(len(factors)) < config.num_heads * self.head_width
-      scale = rotation.query_scale[..., None]
-      projections *= jnp.where(queries[None, None], scale, factors[None, None])
-    if config.qk_norm and config.joint_qk_norm:
-      width = config.num_heads * self.head_width
-      ends = width, width + config.num_kv_heads * self.head_width
-      query, key, value = jnp.split(projections, ends, axis=-1)
-      query = ops.normalize(query, self.q_norm.operand)
-      key = ops.normalize(key, self.k_norm.operand)
-      projections = jnp.concatenate([query, key, value], axis=-1)
-    elif config.qk_norm:
-      names = ('q_norm', 'k_norm', 'v_norm')
-      modules = (getattr(self, name, None) for name in names)
-      norms = tuple(module and module.operand for module in modules)
-    return attention.attend_projections(
-      projections,
-      mask,
-      cache,
-      self.layer,
-      slots_shape=(config.num_kv_heads, self.head_width),
-      dtype=self.dtype,
-      scale=self.scale,
-      norms=norms,
-      writes=self.writes,
-      rotation=rotation and rotation[:2],
-    )
-
-  def _normalized_heads(self, x: jax.Array, name: str) -> jax.Array:
-    norm = functools.partial(
-      layers.normalize,
-      norm=getattr(self, name, None),
-      kernels=self.o_proj.is_packed,
-    )
-    joint = self.config.joint_qk_norm
-    return self._heads(norm(x)) if joint else norm(self._heads(x))
-
-  def _composed(
-    self,
-    products: Sequence[jax.Array],
-    rotation: rope_lib.Rotation | None,
-    mask: jax.Array,
-    cache: _Cache,
-  ) -> tuple[jax.Array, _Cache]:
-    """By XLA; `products`: queries and, if it writes, keys and values."""
-    query, *entries = products
-    query = self._normalized_heads(query, 'q_norm')
-    query = rope_lib.rotate(query, rotation)
-    if rotation is not None and rotation.query_scale is not None:
-      query *= rotation.query_scale[:, None, :, None]
-    query = query.astype(self.dtype)
-    key, value = self._entries(rotation, *entries) if entries else (None, None)
-    out, cache = attention.self_attention(
-      query,
-      key,
-      value,
-      mask,
-      cache,
-      self.layer,
-      scale=self.scale,
-      cap=self.config.score_cap,
-      sinks=self.sinks[...] if self.config.sinks else None,
-    )
-    return out.swapaxes(1, 2).reshape(products[0].shape), cache
-
-  def _entries(
-    self,
-    rotation: rope_lib.Rotation | None,
-    key: jax.Array,
-    value: jax.Array,
-  ) -> tuple[jax.Array, jax.Array]:
-    """Keys and values as the cache has them."""
-    key = rope_lib.rotate(self._normalized_heads(key, 'k_norm'), rotation)
-    value = self._normalized_heads(value, 'v_norm')
-    return key.astype(self.dtype), value.astype(self.dtype)
 
   def write(
     self,
@@ -372,18 +288,13 @@ class Attention(nnx.Module):
     Returns:
       The cache.
     """
-    if not self.o_proj.is_packed:
-      key, value = self._entries(rotation, self.k_proj(rows), self.v_proj(rows))
-      return cache_lib.write(cache, self.layer, key, value)
-    # The kernel that attends writes, so that bits do not depend on the caller.
-    linears = [self.k_proj.parameters, self.v_proj.parameters]
+    # What attends writes, so that bits do not depend on the caller. XLA leaves
+    # out the attention, which nobody reads.
     width = self.config.num_heads * self.head_width
+    entries = layers.projections(rows, (self.k_proj, self.v_proj), None)
     queries = jnp.zeros((*rows.shape[:-1], width))
-    projections = [queries, layers.project(rows, linears)]
     mask = jnp.zeros((*rows.shape[:-1], cache.num_slots), bool)
-    _, written = self._fused(
-      jnp.concatenate(projections, axis=-1), rotation, mask, cache
-    )
+    _, written = self.attend([queries, *entries], rotation, mask, cache)
     return cast(cache_lib.KVCache, written)
 
 
@@ -451,7 +362,6 @@ class Layer(nnx.Module):
     cache: _Cache,
   ) -> tuple[jax.Array, _Cache]:
     config, mixer = self.config, getattr(self, self.mixer)
-    kernels = mixer.o_proj.is_packed
     # A part's output joins the stream, at once or after a norm and a factor.
     at_once = not config.post_norm and config.residual_scale == 1.0
     after_attention, before_mlp = None, self.post_attention_layernorm
@@ -463,8 +373,7 @@ class Layer(nnx.Module):
     ) -> jax.Array:
       if at_once:
         return out
-      out = layers.normalize(out, norm, kernels=kernels)
-      return x + config.residual_scale * out
+      return x + config.residual_scale * (norm(out) if norm else out)
 
     out, cache = mixer(
       x, self.input_layernorm, rotation, mask, cache, x if at_once else None
@@ -508,6 +417,16 @@ def of_layers(
       rotations(config, positions), windows, strict=True
     )
   ]
+
+
+def scores(
+  config: LlamaConfig, states: jax.Array, head: matrices_lib.Weight
+) -> jax.Array:
+  """Logits `[..., V]` float32, for normalised states `[..., width]`."""
+  logits = matrices_lib.matmul(states, head)
+  if config.logit_divisor != 1.0:
+    logits /= config.logit_divisor
+  return layers.soft_cap(logits, config.logit_cap)
 
 
 class Llama(nnx.Module):
@@ -591,11 +510,8 @@ class Llama(nnx.Module):
     cache = cache_lib.write_hidden(cache, len(self.layers), x)
     tied = config.tie_embeddings
     head = embedding if tied else self.lm_head.get_value()
-    x = layers.normalize(x, self.norm, kernels=matrices_lib.uses_kernels(head))
+    x = self.norm(x)
     cache = cache_lib.write_hidden(cache, cache_lib.AFTER_NORM, x)
     # On a GPU a head has some outputs more.
-    logits = matrices_lib.matmul(x, head)[..., : config.vocab_size]
-    if config.logit_divisor != 1.0:
-      logits /= config.logit_divisor
-    logits = layers.soft_cap(logits, config.logit_cap)
+    logits = scores(config, x, head)[..., : config.vocab_size]
     return logits, None if given is None else cache
