@@ -103,12 +103,6 @@ def route(logits: jax.Array, count: int, *, renormalize: bool) -> Routing:
   return Routing(experts, weights)
 
 
-def _tokens_per_expert(experts: jax.Array, num_experts: int) -> jax.Array:
-  """Number of tokens of each expert, `[E]` int32; `experts` of any shape."""
-  chosen = experts.reshape(-1, 1) == jnp.arange(num_experts)[None]
-  return jnp.sum(chosen, axis=0, dtype=jnp.int32)
-
-
 def _block_size(num_tokens: int, per_token: int, num_experts: int) -> int:
   """Rows per block: the mean share of an expert, rounded up."""
   steps = -(-num_tokens * per_token // (num_experts * _BLOCK_STEP))
@@ -170,7 +164,8 @@ def mix(
   order = jnp.argsort(chosen, stable=True)
   block = _block_size(num_tokens, per_token, len(weights))
   rows = jnp.pad(x[order // per_token], ((0, block), (0, 0)))
-  counts = _tokens_per_expert(chosen, len(weights))
+  is_chosen = chosen[:, None] == jnp.arange(len(weights))[None]
+  counts = jnp.sum(is_chosen, axis=0, dtype=jnp.int32)
   out = _apply(expert, block, tuple(weights), rows, counts)
   back = jnp.argsort(order).reshape(num_tokens, per_token)
   return weighted_sum(out, back, routing.weights)
