@@ -312,8 +312,8 @@ def _by_kernel(
     keys,
     values,
     scale=heads.scale,
-    norms=tuple(norm and norm.operand for norm in norms),
-    rotation=rotation and rotation[:2],
+    norms=tuple(None if norm is None else norm.operand for norm in norms),
+    rotation=None if rotation is None else rotation[:2],
   )
   if cache is not None:
     cache = cache_lib.with_layer(cache, heads.layer, keys, values)

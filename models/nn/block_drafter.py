@@ -143,6 +143,8 @@ class _ConvolvedLayer(nn_llama.Layer):
   """A layer of DFlash 2, with convolutions around both of its parts."""
 
   self_attn: nn_llama.Attention
+  input_layernorm: layers.RMSNorm
+  post_attention_layernorm: layers.RMSNorm
 
   def __init__(
     self, config: BlockDrafterConfig, layer: int, **new: Unpack[layers.New]

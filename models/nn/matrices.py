@@ -374,7 +374,8 @@ def pack(weight: Any) -> Any:
     return weight.replace(outputs=pack(weight.outputs), rows=rows)
   if not FORMATS[_as_matrix(weight).dtype].has_kernels:
     return weight
-  scale = kind = None
+  scale: jax.Array | None = None
+  kind: str | None = None
   if isinstance(weight, blocks_lib.BlockMatrix):
     kind = weight.kind
     words = _words_of(np.asarray(weight.words), *weight.words.shape[1:])
