@@ -68,7 +68,6 @@ class _WideLayer(nn_llama.Layer):
   config: HeadConfig
   self_attn: nn_llama.Attention
   input_layernorm: layers.RMSNorm
-  post_attention_layernorm: layers.RMSNorm
 
   def __init__(self, config: HeadConfig, layer: int, **new: Unpack[layers.New]):
     attention = functools.partial(
