@@ -211,7 +211,7 @@ class PackedMatrix(flax.struct.PyTreeNode):
     rows = words.transpose(0, 2, 4, 1, 3).reshape(-1, *words.shape[1::2])
     if self.kind:
       return np.ascontiguousarray(rows[: self.shape[0]])
-    values = rows[:, :, 0].view(jnp.dtype(self.dtype))
+    values = np.ascontiguousarray(rows[:, :, 0]).view(jnp.dtype(self.dtype))
     num_outputs, num_inputs = self.shape
     return np.ascontiguousarray(values[:num_outputs, :num_inputs])
 
