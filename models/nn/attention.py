@@ -171,7 +171,7 @@ def _library_takes(head_width: int, dtype: jnp.dtype) -> bool:
 
 
 def _attend_for_gpu(
-  operands: Operands, *, scale: float, cap: float | None
+  operands: Operands, *, scale: float, cap: float | None = None
 ) -> jax.Array:
   """`attend` to slots that are stored among the slots of other layers."""
   query, key, _, _, sinks = operands
@@ -189,7 +189,7 @@ class Heads(NamedTuple):
 
   Attributes:
     layer: index of the layer in the cache.
-    count: H, the heads of keys. Hq is a multiple, and each run of Hq / H
+    num_kv_heads: H, the heads of keys. Hq is a multiple, and each run of Hq / H
       consecutive heads of queries shares one (arXiv 2305.13245).
     width: Dh.
     dtype: of keys and values.
@@ -202,7 +202,7 @@ class Heads(NamedTuple):
   """
 
   layer: int
-  count: int
+  num_kv_heads: int
   width: int
   dtype: jax.typing.DTypeLike
   scale: float
@@ -220,8 +220,8 @@ def _apart(
   if len(projections) == 3 or not heads.writes:
     return projections
   rows = jnp.concatenate(projections, axis=-1)
-  queries = rows.shape[-1] - 2 * heads.count * heads.width
-  ends = queries, queries + heads.count * heads.width
+  queries = rows.shape[-1] - 2 * heads.num_kv_heads * heads.width
+  ends = queries, queries + heads.num_kv_heads * heads.width
   return jnp.split(rows, ends, axis=-1)
 
 
@@ -294,12 +294,12 @@ def _by_kernel(
   rows = jnp.concatenate(projections, axis=-1)
   if rotation is not None and rotation.query_scale is not None:
     # A rotation keeps factors; norms, which would not, are refused.
-    entries = 2 * heads.count * heads.width if heads.writes else 0
+    entries = 2 * heads.num_kv_heads * heads.width if heads.writes else 0
     is_query = jnp.arange(rows.shape[-1]) < rows.shape[-1] - entries
     scale = rotation.query_scale[..., None]
     rows *= jnp.where(is_query[None, None], scale, 1.0)
   if cache is None:
-    shape = len(rows), heads.count, mask.shape[2], heads.width
+    shape = len(rows), heads.num_kv_heads, mask.shape[2], heads.width
     keys = values = jnp.zeros(shape, heads.dtype)
     start = jnp.zeros(len(rows), jnp.int32)
   else:

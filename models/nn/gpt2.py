@@ -94,7 +94,7 @@ class Attention(nnx.Module):
   ) -> tuple[jax.Array, _Cache]:
     heads = attention.Heads(
       layer=self.layer,
-      count=self.config.num_heads,
+      num_kv_heads=self.config.num_heads,
       width=self.config.head_width,
       dtype=self.dtype,
       scale=self.scale,

@@ -251,7 +251,7 @@ class Attention(nnx.Module):
     names = ('q_norm', 'k_norm', 'v_norm')
     heads = attention.Heads(
       layer=self.layer,
-      count=self.config.num_kv_heads,
+      num_kv_heads=self.config.num_kv_heads,
       width=self.head_width,
       dtype=self.dtype,
       scale=self.scale,
