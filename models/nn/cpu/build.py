@@ -26,9 +26,14 @@ _SOURCES = *_UNITS, *sorted(_FOLDER.glob('*.h'))
 _NATIVE = (
   ('-mcpu=native',)
   if platform.machine() in ('aarch64', 'arm64')
-  # For AMD's processors GCC would fuse the products and sums of some loops and
-  # not of others, so that the same sum had other bits there.
-  else ('-march=native', '--param=avoid-fma-max-bits=0')
+  else (
+    '-march=native',
+    # For AMD's processors GCC would fuse the products and sums of some loops and
+    # not of others, so that the same sum had other bits there.
+    '--param=avoid-fma-max-bits=0',
+    # Products of blocks compile in half the time, to the same code.
+    '--param=max-combine-insns=2',
+  )
 )
 # Those for any processor.
 COMMON_FLAGS = (
