@@ -28,8 +28,8 @@ _NATIVE = (
   if platform.machine() in ('aarch64', 'arm64')
   else (
     '-march=native',
-    # For AMD's processors GCC would fuse the products and sums of some loops and
-    # not of others, so that the same sum had other bits there.
+    # For AMD's processors GCC would fuse the products and sums of some loops
+    # and not of others, so that the same sum had other bits there.
     '--param=avoid-fma-max-bits=0',
     # Products of blocks compile in half the time, to the same code.
     '--param=max-combine-insns=2',
