@@ -20,7 +20,6 @@ from specdec.models.nn import blocks as blocks_lib
 from specdec.models.nn import matrices as matrices_lib
 from specdec.models.nn.cpu import build
 from specdec.models.nn.cpu import ops
-from specdec.models.nn.cpu import state_ops
 
 # With -O3 this compiles for many minutes.
 _SANITIZE = ('-O1', '-fsanitize=address,undefined')
@@ -115,7 +114,7 @@ def _states(rng: np.random.Generator, data: np.random.Generator) -> jax.Array:
   }
   state, tiled = normal(rows, heads, key_width, width), rng.random() < 0.5
   first = integers(0, slots - length + 1, rows)
-  taken, _ = state_ops.mix_convolution(
+  taken, _ = ops.mix_convolution(
     normal(rows, length, 3 * mixed),
     normal(rows, taps, mixed),
     normal(*window, mixed),
@@ -123,7 +122,7 @@ def _states(rng: np.random.Generator, data: np.random.Generator) -> jax.Array:
     normal(taps + 1, mixed),
     normal(mixed),
   )
-  out, _ = state_ops.mix_delta(
+  out, _ = ops.mix_delta(
     normal(rows, length, mixed + heads * (width + 2)),
     {'conv': normal(rows, taps, mixed), 'matrix': state},
     inputs | {'conv': normal(*window, mixed)},
@@ -133,14 +132,14 @@ def _states(rng: np.random.Generator, data: np.random.Generator) -> jax.Array:
     ops.Norm(normal(width), None, 1e-6, center=False),
     tiled=tiled,
   )
-  folded = state_ops.fold_delta(
+  folded = ops.fold_delta(
     state,
     inputs,
     integers(-2, slots + 2, rows, slots),
     integers(0, slots + 1, rows),
     tiled=tiled,
   )
-  return state_ops.gate(out, out).sum() + folded.sum() + taken.sum()
+  return ops.gate(out, out).sum() + folded.sum() + taken.sum()
 
 
 def call(rng: np.random.Generator, data: np.random.Generator) -> jax.Array:

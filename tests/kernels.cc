@@ -11,8 +11,9 @@
 #include <string>
 #include <vector>
 
+#include "blocks_of_128.cc"
+#include "blocks_of_256.cc"
 #include "layers.cc"
-#include "products.h"
 #include "states.cc"
 
 using specdec::Blocks;

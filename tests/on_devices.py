@@ -26,7 +26,7 @@ from specdec.models.lab.bench import exactness
 from specdec.models.nn import adapter
 from specdec.models.nn import block_drafter
 from specdec.models.nn import eagle
-from specdec.models.nn import llama_config
+from specdec.models.nn import llama as nn_llama
 from specdec.models.nn import sharding as sharding_lib
 from specdec.tree import topology as topology_lib
 
@@ -339,7 +339,7 @@ def test_a_head_drafts_on_several_devices():
 
 
 # Two layers of Llama 3.2 1B.
-_LARGE = llama_config.LlamaConfig(
+_LARGE = nn_llama.LlamaConfig(
   **{'vocab_size': 128256, 'num_positions': 4096, 'width': 2048},
   **{'num_layers': 2, 'inner_width': 8192, 'tie_embeddings': True},
   **{'num_heads': 32, 'num_kv_heads': 8, 'head_width': 64},

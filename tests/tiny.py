@@ -24,7 +24,7 @@ from specdec.models.nn import adapter
 from specdec.models.nn import delta as delta_lib
 from specdec.models.nn import gpt2 as nn_gpt2
 from specdec.models.nn import lfm2 as lfm2_lib
-from specdec.models.nn import llama_config
+from specdec.models.nn import llama as nn_llama
 from specdec.models.nn import mixtral as mixtral_lib
 from specdec.models.nn import rope as rope_lib
 
@@ -234,7 +234,7 @@ _SCALING = rope_lib.Llama3Scaling(
 )
 _ROPE = rope_lib.Rope(theta=1000.0, scaling=_SCALING)
 LLAMA_CONFIGS = {
-  'llama': llama_config.LlamaConfig(**_LLAMA_SHAPE, qk_norm=True, rope=_ROPE),
+  'llama': nn_llama.LlamaConfig(**_LLAMA_SHAPE, qk_norm=True, rope=_ROPE),
   # One layer: every expert has a loop of its own to compile.
   'mixtral': mixtral_lib.MixtralConfig(
     **(_LLAMA_SHAPE | {'num_layers': 1}), num_experts=4, experts_per_token=2

@@ -34,7 +34,7 @@ def _apply(params, tokens, positions, mask, cache):
     entries, sees, first, {'token': tokens[..., None]}, visit
   )
   entries = mixer.write_inputs(cache, entries, added, first)
-  cache = mixer.with_recurrent_layer(cache, 0, entries)
+  cache = cache.replace(recurrent={0: entries})
   return params['logits'][hashes], cache
 
 

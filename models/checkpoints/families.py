@@ -20,7 +20,7 @@ from specdec.models.checkpoints.model_types import model_type as row_lib
 from specdec.models.checkpoints.model_types import registry
 from specdec.models.nn import adapter
 from specdec.models.nn import layers
-from specdec.models.nn import llama_config
+from specdec.models.nn import llama as nn_llama
 from specdec.models.nn import rope as rope_lib
 from specdec.text import text_files
 
@@ -93,7 +93,7 @@ def _read_windows(
 
 def _check_windows(
   keys: Mapping[str, Any],
-  shape: llama_config.LlamaConfig,
+  shape: nn_llama.LlamaConfig,
   row: row_lib.ModelType,
 ) -> None:
   """Refuses windows that transformers ignores, and others do not."""

@@ -17,16 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from specdec.models.nn import llama_config
+from specdec.models.nn import llama as nn_llama
 from specdec.models.nn import mixtral
 from specdec.tree import topology as topology_lib
 
 _BYTES = 2  # Per weight, element of a cache, and activation.
 
 
-def _llama(*sizes: int) -> llama_config.LlamaConfig:
+def _llama(*sizes: int) -> nn_llama.LlamaConfig:
   vocab_size, width, layers, heads, kv_heads, head_width, inner_width = sizes
-  return llama_config.LlamaConfig(
+  return nn_llama.LlamaConfig(
     vocab_size=vocab_size,
     num_positions=131_072,
     width=width,
@@ -44,7 +44,7 @@ def _mixture(
   return mixtral.MixtralConfig(
     num_experts=experts,
     experts_per_token=per_token,
-    **llama_config.fields_of(_llama(*sizes)),
+    **nn_llama.fields_of(_llama(*sizes)),
   )
 
 
@@ -96,7 +96,7 @@ def _sums(matrices: Iterable[tuple[int, int]]) -> np.ndarray:
   return np.sum([(a * b, a + b) for a, b in matrices], axis=0, dtype=float)
 
 
-def _matrices(config: llama_config.LlamaConfig) -> tuple[np.ndarray, ...]:
+def _matrices(config: nn_llama.LlamaConfig) -> tuple[np.ndarray, ...]:
   """`_sums` of what all tokens multiply, and of all experts."""
   width, inner, layers = config.width, config.inner_width, config.num_layers
   if not isinstance(config.head_width, int) or not isinstance(inner, int):
@@ -111,9 +111,7 @@ def _matrices(config: llama_config.LlamaConfig) -> tuple[np.ndarray, ...]:
   return layers * _sums(attention + router) + head, layers * experts * mlp
 
 
-def expected_experts(
-  config: llama_config.LlamaConfig, num_tokens: float
-) -> float:
+def expected_experts(config: nn_llama.LlamaConfig, num_tokens: float) -> float:
   """Expected number of different experts of a layer that n tokens use.
 
   For a router that chooses uniformly and independently: E (1 - (1 - k / E)^n).
@@ -125,11 +123,11 @@ def expected_experts(
   return experts * (1 - (1 - share) ** num_tokens)
 
 
-def dense_baseline(config: mixtral.MixtralConfig) -> llama_config.LlamaConfig:
+def dense_baseline(config: mixtral.MixtralConfig) -> nn_llama.LlamaConfig:
   """The dense model with as many active parameters, except for routers."""
-  fields = llama_config.fields_of(config)
+  fields = nn_llama.fields_of(config)
   fields['inner_width'] *= config.experts_per_token
-  return llama_config.LlamaConfig(**fields)
+  return nn_llama.LlamaConfig(**fields)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,7 +178,7 @@ class ForwardCost:
 
 
 def forward_cost(
-  config: llama_config.LlamaConfig,
+  config: nn_llama.LlamaConfig,
   *,
   batch_size: int = 1,
   num_tokens: float = 1,
@@ -228,8 +226,8 @@ class Speculation:
   tokens in the cache of each row. ValueError if `acceptance` does not fit.
   """
 
-  target: llama_config.LlamaConfig  #: The model that verifies.
-  draft: llama_config.LlamaConfig | None  #: None if drafting costs nothing.
+  target: nn_llama.LlamaConfig  #: The model that verifies.
+  draft: nn_llama.LlamaConfig | None  #: None if drafting costs nothing.
   hardware: Hardware  #: The machine that runs both.
   topology: topology_lib.Topology  #: The tree; a chain of n is `chain(n)`.
   #: The probability that the target emits the candidate of each rank.

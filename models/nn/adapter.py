@@ -1,6 +1,6 @@
 """Adapter from NNX modules to the pure functions that decoding calls."""
 
-from collections.abc import Iterable
+from collections.abc import Callable
 import dataclasses
 import functools
 import math
@@ -19,7 +19,6 @@ from specdec import recurrent as recurrent_lib
 from specdec.models.nn import contraction
 from specdec.models.nn import gpt2 as nn_gpt2
 from specdec.models.nn import llama as nn_llama
-from specdec.models.nn import llama_config
 from specdec.models.nn import matrices as matrices_lib
 from specdec.models.nn import sharding as sharding_lib
 from specdec.models.nn.cpu import ops
@@ -34,9 +33,10 @@ _FULL_ROWS = 8
 # path layer by layer where there are more (docs/accelerators.md).
 _LARGEST_LAYER = 8 << 20
 
+Path = tuple[Any, ...]  # Of a parameter in a module.
 # A module and its shape, of any family; a Mixtral is a Llama.
 Module = nn_gpt2.GPT2 | nn_llama.Llama
-Config = nn_gpt2.GPT2Config | llama_config.LlamaConfig
+Config = nn_gpt2.GPT2Config | nn_llama.LlamaConfig
 
 
 @functools.cache
@@ -68,7 +68,7 @@ def with_vocab_size(
   return model.replace(spec=_resized(model.spec, vocab_size))
 
 
-def _share_read(path: tuple[Any, ...], config: Config) -> float:
+def _share_read(path: Path, config: Config) -> float:
   """Fraction of a parameter that a forward of one position reads."""
   if path[0] == config.looked_up:
     return 0.0  # A few rows.
@@ -90,10 +90,10 @@ def _for_gpu(params: Any, config: Config) -> Any:
   outputs of a head are a multiple of 8, or a copy is made of it.
   """
 
-  def convert(path: tuple[Any, ...], leaf: Any) -> Any:
+  def convert(path: Path, leaf: Any) -> Any:
     is_head = path[0] == config.embedding or path[0] == 'lm_head'
     shape, dtype = leaf.shape, leaf.dtype
-    if len(shape) == 2 and is_head and not matrices_lib.uses_kernels(leaf):
+    if len(shape) == 2 and is_head:
       shape = (shape[0] + -shape[0] % 8, shape[1])
     if path[-1] == 'bias' and _ADDED & {*path}:
       dtype = jnp.dtype('float32')
@@ -138,34 +138,26 @@ class Amounts(NamedTuple):
   kernels: bool
 
 
-def amounts(read: Iterable[tuple[Any, float]]) -> Amounts:
-  """The amounts of matrices and vectors, each with the share that is read."""
+def amounts(
+  params: dict[str, Any], share: Callable[[Path], float] = lambda path: 1.0
+) -> Amounts:
+  """The amounts of parameters; `share` of a path is the part that is read."""
   weight_bytes = parameters = 0.0
   kernels = False
-  for leaf, share in read:
+  for path, leaf in traverse_util.flatten_dict(params).items():
     leaf = matrices_lib.computed(leaf)
-    kernels |= matrices_lib.uses_kernels(leaf)
+    kernels |= isinstance(leaf, matrices_lib.PackedMatrix)
     # Shapes have no `nbytes`.
-    weight_bytes += share * sum(
+    weight_bytes += share(path) * sum(
       part.size * part.dtype.itemsize for part in jax.tree.leaves(leaf)
     )
     if len(leaf.shape) == 2:
-      parameters += share * math.prod(leaf.shape)
+      parameters += share(path) * math.prod(leaf.shape)
   return Amounts(round(weight_bytes), round(parameters), kernels)
 
 
-def _states(
-  config: Any, batch_size: int, *, kernels: bool
-) -> dict[int, recurrent_lib.Recurrent]:
-  """The layers that have a state in place of keys and values, empty."""
-  return {
-    layer: config.state_of_layer(batch_size, kernels=kernels)
-    for layer in config.state_layers
-  }
-
-
 def network_facts(
-  config: Config,
+  config: Any,
   dtype: jnp.dtype,
   layout: sharding_lib.Layout,
   amounts: Amounts,
@@ -183,10 +175,16 @@ def network_facts(
     hidden: the states that its cache keeps, see `as_model`.
     on_gpu: whether it has the form for a GPU.
   """
-  cache_ops, kernels = sharding_lib.slot_ops(layout), amounts.kernels
-  if kernels:
+  cache_ops = sharding_lib.slot_ops(layout)
+  if amounts.kernels:
     cache_ops = cache_ops._replace(write=ops.write_slots)
-  empty = functools.partial(_states, config, kernels=kernels)
+
+  @contraction.in_use(contraction.Backend(kernels=amounts.kernels))
+  def states(batch_size: int) -> dict[int, recurrent_lib.Recurrent]:
+    return {
+      layer: config.state_of_layer(batch_size) for layer in config.state_layers
+    }
+
   widths = config.cache_widths
   per_slot = 2 * config.num_kv_heads * sum(widths)
 
@@ -203,7 +201,7 @@ def network_facts(
     )
     kept = dict.fromkeys(hidden, config.width)
     cache = cache_lib.with_hidden(cache, kept, dtype)
-    cache = cache_lib.with_recurrent(cache, empty(batch_size))
+    cache = cache_lib.with_recurrent(cache, states(batch_size))
     return layout.place(cache.replace(ops=cache_ops))
 
   head_parts = layout.parts('kv_heads')
@@ -215,7 +213,7 @@ def network_facts(
     'max_positions': config.num_positions,
     'cache_bytes_per_slot': per_slot * dtype.itemsize,
     'state_bytes': sum(
-      layer_state.state_bytes for layer_state in empty(1).values()
+      layer_state.state_bytes for layer_state in states(1).values()
     ),
     'place': layout.place,
     'row_shards': layout.parts('rows'),
@@ -238,6 +236,7 @@ def _spec(
 
   `graph` is the module's; for the others see `network_facts`.
   """
+  backend = contraction.Backend(kernels=amounts.kernels, gpu=on_gpu)
 
   def apply(
     params: Any,
@@ -251,7 +250,7 @@ def _spec(
     if on_gpu:
       tokens, positions, mask = _in_full_rows(tokens, positions, mask)
       cache = cache.replace(num_new=length)
-    with layout.in_use(), contraction.in_use(for_gpu=on_gpu):
+    with layout.in_use(), contraction.in_use(backend):
       logits, updated = module(tokens, positions, mask, cache)
     written = cast(cache_lib.KVCache, updated)  # Only training has no cache.
     if on_gpu:
@@ -294,11 +293,8 @@ def as_model(
   params = nnx.to_pure_dict(variables)
   if on_gpu:
     params = _for_gpu(params, config)
-  by_path = traverse_util.flatten_dict(params)
-  read = [(by_path[path], _share_read(path, config)) for path in by_path]
+  read = amounts(params, functools.partial(_share_read, config=config))
   return model_lib.LanguageModel(
     params=params,
-    spec=_spec(
-      graph, config, module.dtype, layout, amounts(read), hidden, on_gpu
-    ),
+    spec=_spec(graph, config, module.dtype, layout, read, hidden, on_gpu),
   )

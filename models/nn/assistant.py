@@ -30,9 +30,8 @@ from specdec import cache as cache_lib
 from specdec.draft import head as head_lib
 from specdec.models.nn import adapter
 from specdec.models.nn import attention
-from specdec.models.nn import eagle
+from specdec.models.nn import contraction
 from specdec.models.nn import gemma as gemma_lib
-from specdec.models.nn import grouped_query
 from specdec.models.nn import layers
 from specdec.models.nn import llama as nn_llama
 from specdec.models.nn import matrices as matrices_lib
@@ -70,7 +69,7 @@ class Source(nnx.Module):
     layer = config.sources[index]
     target = config.target
     self.input_layernorm = layers.RMSNorm(target.width, target.norm_epsilon)
-    self.self_attn = grouped_query.Attention(target, layer, **new)
+    self.self_attn = nn_llama.Attention(target, layer, **new)
     self.self_attn.layer = index  # In the cache of the assistant.
     self.rope, self.width = (
       target.of_layers(name)[layer] for name in ('rope', 'head_width')
@@ -80,8 +79,7 @@ class Source(nnx.Module):
     self, x: jax.Array, positions: jax.Array, cache: cache_lib.KVCache
   ) -> cache_lib.KVCache:
     """Writes entries of rows `x [B, L, width]` at `positions [B, L]`."""
-    kernels = self.self_attn.o_proj.is_packed
-    rows = layers.normalize(x, self.input_layernorm, kernels=kernels)
+    rows = self.input_layernorm(x)
     rotation = self.rope and self.rope.rotation(positions, self.width)
     return self.self_attn.write(rows, rotation, cache)
 
@@ -145,8 +143,7 @@ class Assistant(nnx.Module):
       window = windows[index] and windows[index] + 1
       seen = attention.within_window(mask, window)
       x, cache = layer(x, rotations[index], seen, cache)
-    kernels = self.pre_projection.is_packed
-    x = layers.normalize(x, self.norm, kernels=kernels)
+    x = self.norm(x)
     rest = len(config.sources) * width - config.width
     other = jnp.pad(x, ((0, 0), (0, 0), (0, rest)))
     place = (root + 1).astype(jnp.float32)[..., None]
@@ -182,7 +179,9 @@ def _spec(
 ) -> head_lib.HeadSpec:
   """The record of a shape; see `eagle`."""
   module, sources = graphs
+  in_use = contraction.in_use(contraction.Backend(kernels=amounts.kernels))
 
+  @in_use
   def apply(
     params: dict[str, Any],
     tokens: jax.Array,
@@ -202,6 +201,7 @@ def _spec(
     place = jnp.zeros((*states[0].shape[:2], 1))
     return jnp.concatenate([*states, place], -1).astype(jnp.float32)
 
+  @in_use
   def logits(params: dict[str, Any], states: jax.Array) -> jax.Array:
     head = nnx.merge(module, params['head'])
     return head.logits(states, params['lm_head'], params.get('ordering'))
@@ -254,7 +254,7 @@ def as_head(
   if ordering is not None:
     params['ordering'] = jnp.asarray(ordering, jnp.int32)
   graphs = graph, nnx.split(shapes)[0]
-  amounts = eagle.amounts(head_params, lm_head)
+  amounts = adapter.amounts({'head': head_params, 'lm_head': lm_head})
   return head_lib.Head(
     params=params,
     spec=_spec(graphs, config, module.dtype, layout, amounts),

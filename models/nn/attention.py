@@ -4,6 +4,7 @@ The mask alone decides what a query sees, so the same functions serve prefill, a
 chain, a token tree and training.
 """
 
+from collections.abc import Sequence
 import functools
 from typing import Any
 from typing import NamedTuple
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from specdec import cache as cache_lib
 from specdec.models.nn import contraction
 from specdec.models.nn import layers
+from specdec.models.nn import rope as rope_lib
 from specdec.models.nn.cpu import ops
 
 # The most products that a GPU sums up at once in attention of few queries. Each
@@ -49,8 +51,17 @@ def within_window(mask: jax.Array, window: int | None) -> jax.Array:
   return mask & (counted <= window)
 
 
-class _Operands(NamedTuple):
-  """The operands of `attend`."""
+class Operands(NamedTuple):
+  """The operands of `attend`.
+
+  Attributes:
+    query: `[B, Hq, L, Dh]`, in the dtype of the cache.
+    key: `[B, H, S, Dh]`, the keys of the whole cache.
+    value: the same.
+    mask: see `self_attention`.
+    sinks: `[Hq]` float32, for each head the score of a slot without a value,
+      which every query sees (gpt-oss); or None.
+  """
 
   query: jax.Array
   key: jax.Array
@@ -59,18 +70,18 @@ class _Operands(NamedTuple):
   sinks: jax.Array | None = None
 
 
-def _grouped(operands: _Operands) -> _Operands:
+def _grouped(operands: Operands) -> Operands:
   """Query heads as further queries of their key head, which is read once."""
   query, key, value, mask, sinks = operands
   rows = query.reshape(*key.shape[:2], -1, query.shape[3])
   mask = jnp.tile(mask, (1, query.shape[1] // key.shape[1], 1))
   if sinks is not None:
     sinks = jnp.repeat(sinks, query.shape[2])
-  return _Operands(rows, key, value, mask, sinks)
+  return Operands(rows, key, value, mask, sinks)
 
 
 def _attend(
-  operands: _Operands, *, scale: float, cap: float | None = None
+  operands: Operands, *, scale: float, cap: float | None = None
 ) -> jax.Array:
   query, key, value, mask, sinks = operands
   scores = layers.soft_cap(scale * _batched_matmul(query, key, 3), cap)
@@ -86,7 +97,7 @@ def _attend(
   return _batched_matmul(probs.astype(value.dtype), value, 2)
 
 
-def _attend_padded(operands: _Operands, **options: Any) -> jax.Array:
+def _attend_padded(operands: Operands, **options: Any) -> jax.Array:
   """Attention of a single query, computed as two equal ones."""
   query = operands.query
   query = jnp.broadcast_to(query, (*query.shape[:2], 2, query.shape[3]))
@@ -94,42 +105,30 @@ def _attend_padded(operands: _Operands, **options: Any) -> jax.Array:
 
 
 def attend(
-  query: jax.Array,
-  key: jax.Array,
-  value: jax.Array,
-  mask: jax.Array,
-  *,
-  scale: float,
-  cap: float | None = None,
-  sinks: jax.Array | None = None,
+  operands: Operands, *, scale: float, cap: float | None = None
 ) -> jax.Array:
   """Softmax attention `[B, Hq, L, Dh]`, computed in float32.
 
   Args:
-    query: see `self_attention`.
-    key: `[B, H, S, Dh]`, the keys of the whole cache.
-    value: the same.
-    mask: see `self_attention`.
+    operands: see `Operands`.
     scale: factor of the scores.
     cap: see `layers.soft_cap`, of the scores (Gemma 2).
-    sinks: `[Hq]` float32, for each head the score of a slot without a value,
-      which every query sees (gpt-oss).
   """
-  operands = _Operands(query, key, value, mask, sinks)
-  if query.shape[1] > key.shape[1]:
+  shape = operands.query.shape
+  if shape[1] > operands.key.shape[1]:
     operands = _grouped(operands)
   plain = functools.partial(_attend, scale=scale, cap=cap)
-  if operands.query.shape[2] > 1 or value.dtype == jnp.float32:
-    return plain(operands).reshape(query.shape)
+  if operands.query.shape[2] > 1 or operands.value.dtype == jnp.float32:
+    return plain(operands).reshape(shape)
   # A bfloat16 product of a single row misses the fast CPU kernel
   # (187 ms, against 12.5 ms with two rows, AMD EPYC Zen 5).
   padded = functools.partial(_attend_padded, scale=scale, cap=cap)
   out = lax.platform_dependent(operands, cpu=padded, default=plain)
-  return out.reshape(query.shape)
+  return out.reshape(shape)
 
 
 def _attend_by_sums(
-  operands: _Operands, *, scale: float, cap: float | None
+  operands: Operands, *, scale: float, cap: float | None
 ) -> jax.Array:
   """Attention of few queries: two kernels of a GPU, which read slots in place.
 
@@ -143,7 +142,7 @@ def _attend_by_sums(
   return jnp.sum(probs.astype(jnp.float32)[..., None] * value[:, :, None], 3)
 
 
-def _attend_by_library(operands: _Operands, scale: float) -> jax.Array:
+def _attend_by_library(operands: Operands, scale: float) -> jax.Array:
   """Attention by cuDNN, in one call."""
   query, key, value = (operand.swapaxes(1, 2) for operand in operands[:3])
   out = jax.nn.dot_product_attention(
@@ -172,100 +171,150 @@ def _library_takes(head_width: int, dtype: jnp.dtype) -> bool:
 
 
 def _attend_for_gpu(
-  query: jax.Array,
-  key: jax.Array,
-  value: jax.Array,
-  mask: jax.Array,
-  *,
-  scale: float,
-  cap: float | None = None,
-  sinks: jax.Array | None = None,
+  operands: Operands, *, scale: float, cap: float | None = None
 ) -> jax.Array:
   """`attend` to slots that are stored among the slots of other layers."""
-  operands = _Operands(query, key, value, mask, sinks)
+  query, key, _, _, sinks = operands
   if sinks is None and query.size * key.shape[2] <= _MOST_SUMS:
     out = _attend_by_sums(_grouped(operands), scale=scale, cap=cap)
     return out.reshape(query.shape)
   takes = cap is None and sinks is None and key.shape[2] % 8 == 0
   if takes and _library_takes(key.shape[3], key.dtype):
     return _attend_by_library(operands, scale)
-  return attend(*operands[:4], scale=scale, cap=cap, sinks=sinks)
+  return attend(operands, scale=scale, cap=cap)
+
+
+class Heads(NamedTuple):
+  """How projections become heads, and how these attend.
+
+  Attributes:
+    layer: index of the layer in the cache.
+    num_kv_heads: H, the heads of keys. Hq is a multiple, and each run of Hq / H
+      consecutive heads of queries shares one (arXiv 2305.13245).
+    width: Dh.
+    dtype: of keys and values.
+    scale: factor of the scores.
+    norms: of queries, keys and values, each a norm or None.
+    joint_norms: whether a norm is over all heads together, not each by itself.
+    writes: whether there are keys and values; else the cache has them already.
+    cap: see `attend`.
+    sinks: see `Operands`.
+  """
+
+  layer: int
+  num_kv_heads: int
+  width: int
+  dtype: jax.typing.DTypeLike
+  scale: float
+  norms: tuple[layers.Norm | None, ...] = (None, None, None)
+  joint_norms: bool = False
+  writes: bool = True
+  cap: float | None = None
+  sinks: jax.Array | None = None
+
+
+def _apart(
+  projections: Sequence[jax.Array], heads: Heads
+) -> Sequence[jax.Array]:
+  """Projections for queries and, if there are any, for keys and for values."""
+  if len(projections) == 3 or not heads.writes:
+    return projections
+  rows = jnp.concatenate(projections, axis=-1)
+  queries = rows.shape[-1] - 2 * heads.num_kv_heads * heads.width
+  ends = queries, queries + heads.num_kv_heads * heads.width
+  return jnp.split(rows, ends, axis=-1)
 
 
 def self_attention(
-  query: jax.Array,
-  key: jax.Array | None,
-  value: jax.Array | None,
+  projections: Sequence[jax.Array],
   mask: jax.Array,
   cache: cache_lib.KVCache | None,
-  layer: int,
-  **options: Any,
+  heads: Heads,
+  rotation: rope_lib.Rotation | None = None,
 ) -> tuple[jax.Array, cache_lib.KVCache | None]:
   """Writes the keys and values of L positions to a cache, then attends to it.
 
   Args:
-    query: `[B, Hq, L, Dh]`; Hq is a multiple of H, and each run of Hq / H
-      consecutive query heads shares one key head (arXiv 2305.13245).
-    key: `[B, H, L, Dh]`, in the dtype of the cache; None: it has them already.
-    value: the same.
+    projections: `[B, L, Hq Dh]` float32 for queries and, if `heads.writes`,
+      `[B, L, H Dh]` for keys and for values. Arrays may be concatenated.
     mask: `[B, L, S]` bool over the slots of the cache, true where a query may
       look; `[B, L, L]` without a cache.
     cache: see `specdec.cache.write`. Without one (training), the L positions
       attend to one another only.
-    layer: index of the layer in the cache.
-    **options: of `attend`.
-
-  Returns:
-    `[B, Hq, L, Dh]` float32, and the cache with the new entries.
-  """
-  function = attend
-  if cache is not None:
-    if key is not None and value is not None:
-      cache = cache_lib.write(cache, layer, key, value)
-    key, value = cache.layer(layer)
-    function = attend if cache.heads_together is None else _attend_for_gpu
-  assert key is not None
-  assert value is not None
-  return function(query, key, value, mask, **options), cache
-
-
-def attend_projections(
-  projections: jax.Array,
-  mask: jax.Array,
-  cache: cache_lib.KVCache | None,
-  layer: int,
-  *,
-  slots_shape: tuple[int, int],
-  dtype: jax.typing.DTypeLike,
-  writes: bool = True,
-  **options: Any,
-) -> tuple[jax.Array, cache_lib.KVCache | None]:
-  """`self_attention` with the kernels of `models/nn/cpu`, in one call.
-
-  Args:
-    projections: `[B, L, (Hq + 2 H) Dh]` float32: heads of queries, of keys and
-      of values.
-    mask: see `self_attention`.
-    cache: see `self_attention`.
-    layer: see `self_attention`.
-    slots_shape: `(H, Dh)`.
-    dtype: of the keys and values.
-    writes: whether there are keys and values; else the cache has them already.
-    **options: of `ops.attend`.
+    heads: what the projections are.
+    rotation: of queries and keys; None rotates nothing.
 
   Returns:
     `[B, L, Hq Dh]` float32, and the cache with the new entries.
   """
+  norms = heads.norms
+  if heads.joint_norms:
+    apart = _apart(projections, heads)
+    projections = [
+      norm(rows) if norm else rows
+      for rows, norm in zip(apart, norms, strict=False)
+    ]
+    norms = (None, None, None)
+  # No kernel caps scores or has sinks.
+  plain = heads.cap is None and heads.sinks is None
+  if contraction.backend().kernels and plain:
+    return _by_kernel(projections, mask, cache, heads, norms, rotation)
+
+  def split(rows: jax.Array, norm: layers.Norm | None) -> jax.Array:
+    split_rows = rows.reshape(*rows.shape[:2], -1, heads.width).swapaxes(1, 2)
+    return norm(split_rows) if norm else split_rows
+
+  query, *entries = map(split, _apart(projections, heads), norms)
+  query = rope_lib.rotate(query, rotation)
+  if rotation is not None and rotation.query_scale is not None:
+    query *= rotation.query_scale[:, None, :, None]
+  if entries:
+    key, value = rope_lib.rotate(entries[0], rotation), entries[1]
+    key, value = key.astype(heads.dtype), value.astype(heads.dtype)
+  function = attend
+  if cache is not None:
+    if entries:
+      cache = cache_lib.write(cache, heads.layer, key, value)
+    key, value = cache.layer(heads.layer)
+    function = attend if cache.heads_together is None else _attend_for_gpu
+  operands = Operands(query.astype(heads.dtype), key, value, mask, heads.sinks)
+  out = function(operands, scale=heads.scale, cap=heads.cap)
+  return out.swapaxes(1, 2).reshape(*projections[0].shape[:2], -1), cache
+
+
+def _by_kernel(
+  projections: Sequence[jax.Array],
+  mask: jax.Array,
+  cache: cache_lib.KVCache | None,
+  heads: Heads,
+  norms: Sequence[layers.Norm | None],
+  rotation: rope_lib.Rotation | None,
+) -> tuple[jax.Array, cache_lib.KVCache | None]:
+  """`self_attention` with the kernels of `models/nn/cpu`, in one call."""
+  rows = jnp.concatenate(projections, axis=-1)
+  if rotation is not None and rotation.query_scale is not None:
+    # A rotation keeps factors; norms, which would not, are refused.
+    entries = 2 * heads.num_kv_heads * heads.width if heads.writes else 0
+    is_query = jnp.arange(rows.shape[-1]) < rows.shape[-1] - entries
+    scale = rotation.query_scale[..., None]
+    rows *= jnp.where(is_query[None, None], scale, 1.0)
   if cache is None:
-    batch, heads, width = projections.shape[0], *slots_shape
-    keys = values = jnp.zeros((batch, heads, mask.shape[2], width), dtype)
-    start = jnp.zeros(batch, jnp.int32)
+    shape = len(rows), heads.num_kv_heads, mask.shape[2], heads.width
+    keys = values = jnp.zeros(shape, heads.dtype)
+    start = jnp.zeros(len(rows), jnp.int32)
   else:
-    keys, values = cache.layer(layer)
+    keys, values = cache.layer(heads.layer)
     start = cache.write_at
   out, keys, values = ops.attend(
-    projections, mask, start if writes else None, keys, values, **options
+    rows,
+    mask,
+    start if heads.writes else None,
+    keys,
+    values,
+    scale=heads.scale,
+    norms=tuple(None if norm is None else norm.operand for norm in norms),
+    rotation=None if rotation is None else rotation[:2],
   )
   if cache is not None:
-    cache = cache_lib.with_layer(cache, layer, keys, values)
+    cache = cache_lib.with_layer(cache, heads.layer, keys, values)
   return out, cache

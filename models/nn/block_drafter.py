@@ -25,12 +25,9 @@ import jax.numpy as jnp
 from specdec import cache as cache_lib
 from specdec.draft import block as block_lib
 from specdec.models.nn import adapter
-from specdec.models.nn import convolution
-from specdec.models.nn import eagle
-from specdec.models.nn import grouped_query
+from specdec.models.nn import contraction
 from specdec.models.nn import layers
 from specdec.models.nn import llama as nn_llama
-from specdec.models.nn import llama_config
 from specdec.models.nn import matrices as matrices_lib
 from specdec.models.nn import rope as rope_lib
 from specdec.models.nn import sharding as sharding_lib
@@ -43,7 +40,7 @@ LOOKED_UP = ('markov_w1', 'markov_w2')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockDrafterConfig(llama_config.LlamaConfig):
+class BlockDrafterConfig(nn_llama.LlamaConfig):
   """Shape of a block drafter: its layers, and what surrounds them.
 
   `vocab_size` is the target's, `num_layers` the drafter's.
@@ -89,17 +86,72 @@ class BlockDrafterConfig(llama_config.LlamaConfig):
     self._set_layers('causal', self.of_layers('causal'))
 
 
+class _BlockConvolution(nnx.Module):
+  """Two causal convolutions within blocks, before and after a layer's part.
+
+  Each tap of a channel is a constant plus a number of the row, shared by a
+  group of channels. The numbers of both follow from the part's input.
+  """
+
+  def __init__(
+    self,
+    width: int,
+    block_size: int,
+    size: int,
+    group: int,
+    *,
+    dtype: jax.typing.DTypeLike,
+    rngs: nnx.Rngs,
+  ):
+    self.block_size = block_size
+    self.shape = (2, size, width // group)
+    start = jnp.zeros((2, size, width)).at[:, 0].set(1.0)
+    self.base_kernel = nnx.Param(start)
+    outputs = 2 * size * self.shape[2]
+    self.kernel_projection = layers.Linear(
+      width, outputs, dtype=dtype, rngs=rngs, use_bias=False
+    )
+
+  def before(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The input `[B, L, H]` of the part, and what `after` takes."""
+    dynamic = self.kernel_projection(rows)
+    dynamic = dynamic.reshape(*rows.shape[:2], *self.shape)
+    return self._apply(0, rows, dynamic), dynamic
+
+  def after(self, rows: jax.Array, dynamic: jax.Array) -> jax.Array:
+    """The output `[B, L, H]` of the part, convolved."""
+    return self._apply(1, rows, dynamic)
+
+  def _apply(
+    self, place: int, rows: jax.Array, dynamic: jax.Array
+  ) -> jax.Array:
+    _, size, groups = self.shape
+    batch, length, width = rows.shape
+    channels = (batch, -1, self.block_size, groups, width // groups)
+    blocks = rows.reshape(channels)
+    dynamic = dynamic[:, :, place].reshape(*channels[:3], size, groups, 1)
+    base = self.base_kernel[...][place].reshape(1, 1, 1, size, *channels[3:])
+    out = jnp.zeros_like(blocks)
+    for tap in range(size):
+      shifted = jnp.pad(blocks, ((0, 0), (0, 0), (tap, 0), (0, 0), (0, 0)))
+      factor = base[:, :, :, tap] + dynamic[:, :, :, tap]
+      out += factor * shifted[:, :, : self.block_size]
+    return out.reshape(batch, length, width)
+
+
 class _ConvolvedLayer(nn_llama.Layer):
   """A layer of DFlash 2, with convolutions around both of its parts."""
 
-  self_attn: grouped_query.Attention
+  self_attn: nn_llama.Attention
+  input_layernorm: layers.RMSNorm
+  post_attention_layernorm: layers.RMSNorm
 
   def __init__(
     self, config: BlockDrafterConfig, layer: int, **new: Unpack[layers.New]
   ):
     super().__init__(config, layer, **new)
     make = functools.partial(
-      convolution.BlockConvolution,
+      _BlockConvolution,
       config.width,
       config.block_size,
       config.conv_size,
@@ -115,15 +167,10 @@ class _ConvolvedLayer(nn_llama.Layer):
     mask: jax.Array,
     cache: cache_lib.KVCache | None,
   ) -> tuple[jax.Array, cache_lib.KVCache | None]:
-    normalize = functools.partial(
-      layers.normalize, kernels=self.self_attn.o_proj.is_packed
-    )
-    rows = normalize(x, self.input_layernorm)
-    rows, dynamic = self.attention_conv.before(rows)
+    rows, dynamic = self.attention_conv.before(self.input_layernorm(x))
     out, cache = self.self_attn(rows, None, rotation, mask, cache, None)
     x = x + self.attention_conv.after(out, dynamic)
-    rows = normalize(x, self.post_attention_layernorm)
-    rows, dynamic = self.mlp_conv.before(rows)
+    rows, dynamic = self.mlp_conv.before(self.post_attention_layernorm(x))
     out = self.mlp(rows, None, None)
     return x + self.mlp_conv.after(out, dynamic), cache
 
@@ -213,11 +260,7 @@ class BlockDrafter(nnx.Module):
   ) -> cache_lib.KVCache:
     """See `specdec.draft.block.BlockSpec.read`."""
     floats = [state.astype(jnp.float32) for state in states]
-    rows = layers.normalize(
-      self.fc(jnp.concatenate(floats, axis=-1)),
-      self.hidden_norm,
-      kernels=self.fc.is_packed,
-    )
+    rows = self.hidden_norm(self.fc(jnp.concatenate(floats, axis=-1)))
     rotations = nn_llama.rotations(self.config, positions)
     for layer, rotation in zip(self.layers, rotations, strict=True):
       cache = layer.self_attn.write(rows, rotation, cache)
@@ -281,17 +324,10 @@ class BlockDrafter(nnx.Module):
     masks = self._masks(positions, mask, cache)
     for layer, *seen in zip(self.layers, rotations, masks, strict=True):
       x, cache = layer(x, *seen, cache)
-    x = layers.normalize(x, self.norm, kernels=self.fc.is_packed)
+    x = self.norm(x)
     blocks = x.reshape(x.shape[0], -1, config.block_size, x.shape[-1])
     drafts = blocks[:, :, config.block_size - config.depth :]
     return drafts.reshape(x.shape[0], -1, x.shape[-1]), cache
-
-  def scores(self, states: jax.Array, lm_head: Any) -> jax.Array:
-    """Scores `[..., V]` float32 of tokens, for states `[..., H]`."""
-    logits = matrices_lib.matmul(states, lm_head)
-    if self.config.logit_divisor != 1.0:
-      logits /= self.config.logit_divisor
-    return layers.soft_cap(logits, self.config.logit_cap)
 
   def edges(
     self, states: jax.Array, parents: jax.Array, tokens: jax.Array, rows: Any
@@ -331,14 +367,16 @@ def _spec(
   For the arguments see `models/nn/adapter`.
   """
   module: Any = lambda params: nnx.merge(graph, params['drafter'])
+  in_use = contraction.in_use(contraction.Backend(kernels=amounts.kernels))
 
+  @in_use
   def propose(
     params: Any, tokens: jax.Array, *others: Any
   ) -> tuple[jax.Array, jax.Array, cache_lib.KVCache]:
     embedded = matrices_lib.take_rows(params['embedding'], tokens)
-    drafter = module(params)
-    states, cache = drafter(embedded, *others)
-    scores = drafter.scores(states, matrices_lib.computed(params['lm_head']))
+    states, cache = module(params)(embedded, *others)
+    head = matrices_lib.computed(params['lm_head'])
+    scores = nn_llama.scores(config, states, head)
     return layout.gather_vocabulary(scores), states, cache
 
   edges = lambda params, *args: module(params).edges(
@@ -348,7 +386,7 @@ def _spec(
     module(params).confidence(*args)
   )
   return block_lib.BlockSpec(
-    read=lambda params, *args: module(params).read(*args),
+    read=in_use(lambda params, *args: module(params).read(*args)),
     propose=propose,
     edges=edges if config.markov else None,
     confidence=confidence if config.confidence else None,
@@ -395,7 +433,10 @@ def as_drafter(
       module.config,
       module.dtype,
       layout,
-      eagle.amounts(drafter_params, lm_head, LOOKED_UP),
+      adapter.amounts(
+        {'drafter': drafter_params, 'lm_head': lm_head},
+        lambda path: 0.0 if {*path} & {*LOOKED_UP} else 1.0,
+      ),
       num_outputs,
     ),
   )

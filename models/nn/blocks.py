@@ -14,8 +14,8 @@ file:
     Q6_K              256     what it has in the file, and two bytes
 
 A q of MXFP4 is the number of a value, twice a float of four bits. Inputs are
-padded with groups whose scale is zero. `cpu/blocks.h` multiplies `PackedBlocks`
-of these words; XLA multiplies a `GroupedMatrix`.
+padded with groups whose scale is zero. `cpu/blocks.h` multiplies these words in
+a `matrices.PackedMatrix`; XLA multiplies a `GroupedMatrix`.
 """
 
 from collections.abc import Iterable
@@ -33,15 +33,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec.models.nn import contraction
-from specdec.models.nn.cpu import ops
 
 Rows = tuple[slice | np.ndarray, np.ndarray]
 """Indices of n rows, and these rows `[n, in]`; of a vector `[n]`."""
 
 _HUGE_PAGE = 1 << 21  # Bytes.
 _ALIGNMENT = 64  # Bytes; JAX copies arrays on the CPU that begin elsewhere.
-_LANES = 16  # Outputs of a register; a group has two registers.
-_GROUP = 2 * _LANES
 _ROWS = 4096  # Rows that are read at once.
 
 
@@ -367,7 +364,6 @@ class GroupedMatrix(flax.struct.PyTreeNode):
   minima: Any
   width: int = flax.struct.field(pytree_node=False)
   dtype: str = flax.struct.field(pytree_node=False)
-  uses_kernels = False
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -434,64 +430,6 @@ class BlockMatrix(flax.struct.PyTreeNode):
       width=self.width,
       dtype=self.dtype,
     )
-
-  def packed(self) -> 'PackedBlocks':
-    words = np.asarray(self.words)
-    groups = -(-len(words) // _GROUP)
-    packed = aligned_zeros((groups, words.shape[1], 2, words.shape[2], _LANES))
-    whole = len(words) // _GROUP
-    rows = words[: whole * _GROUP].reshape(whole, 2, _LANES, *words.shape[1:])
-    packed[:whole] = rows.transpose(0, 3, 1, 4, 2)
-    if whole < groups:
-      rest = np.zeros((_GROUP, *words.shape[1:]), np.uint32)
-      rest[: len(words) - whole * _GROUP] = words[whole * _GROUP :]
-      rest = rest.reshape(2, _LANES, *words.shape[1:])
-      packed[whole] = rest.transpose(2, 0, 3, 1)
-    return PackedBlocks(
-      words=jax.device_put(packed),  # As it lies, without a copy.
-      kind=self.kind,
-      shape=(len(words), self.width),
-      dtype=self.dtype,
-    )
-
-
-class PackedBlocks(flax.struct.PyTreeNode):
-  """A `BlockMatrix` as the kernels read it.
-
-  Attributes:
-    words: `[ceil(out / 32), blocks, 2, words, 16]` uint32.
-    kind: a key of `KINDS`.
-    shape: the shape `(out, in)` of the matrix.
-    dtype: the format it was loaded in.
-  """
-
-  words: jax.Array
-  kind: str = flax.struct.field(pytree_node=False)
-  shape: tuple[int, int] = flax.struct.field(pytree_node=False)
-  dtype: str = flax.struct.field(pytree_node=False)
-  uses_kernels = True
-  kernel = 'blocks'
-
-  def operand(self, bias: jax.Array | None) -> ops.Matrix:
-    """The matrix and a bias for `ops.multiply`."""
-    kind_number = KINDS[self.kind].number
-    return ops.Matrix(self.words, None, self.shape[0], bias, kind_number)
-
-  def product(self, rows: jax.Array) -> jax.Array:
-    """See `Matrix`; rows are rounded to eight bits by 128 inputs."""
-    operand = self.operand(None)
-    return ops.multiply(rows.astype(jnp.float32), [operand], dtype=self.kernel)
-
-  def take(self, index: jax.Array) -> jax.Array:
-    group, within = index // _GROUP, index % _GROUP
-    lane = within % _LANES
-    words = self.words[group, :, within // _LANES, :, lane]
-    return expand(words, self.kind, self.shape[1])
-
-  def unpacked(self) -> np.ndarray:
-    words = np.asarray(self.words).transpose(0, 2, 4, 1, 3)
-    rows = words.reshape(-1, words.shape[3], words.shape[4])
-    return np.ascontiguousarray(rows[: self.shape[0]])
 
 
 def from_raw(

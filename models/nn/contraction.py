@@ -5,22 +5,42 @@ import contextlib
 import contextvars
 import functools
 from typing import Any
+from typing import NamedTuple
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-_for_gpu = contextvars.ContextVar('for_gpu', default=False)
+
+class Backend(NamedTuple):
+  """What computes a model; by default XLA, on any platform.
+
+  Attributes:
+    kernels: whether the kernels of `models/nn/cpu` do.
+    gpu: whether a GPU does, where a product may be a call of a library.
+  """
+
+  kernels: bool = False
+  gpu: bool = False
+
+
+_XLA = Backend()
+_backend = contextvars.ContextVar('backend', default=_XLA)
 
 
 @contextlib.contextmanager
-def in_use(*, for_gpu: bool) -> Iterator[None]:
-  """A context in which models are traced that run on a GPU, or not."""
-  before = _for_gpu.set(for_gpu)
+def in_use(backend: Backend) -> Iterator[None]:
+  """A context in which models are traced that this backend computes."""
+  before = _backend.set(backend)
   try:
     yield
   finally:
-    _for_gpu.reset(before)
+    _backend.reset(before)
+
+
+def backend() -> Backend:
+  """The backend in use."""
+  return _backend.get()
 
 
 def takes_launches(weight: Any) -> bool:
@@ -30,7 +50,7 @@ def takes_launches(weight: Any) -> bool:
   these are written in its dtype.
   """
   is_array = isinstance(weight, jax.Array)
-  return _for_gpu.get() and is_array and weight.dtype.itemsize == 2
+  return backend().gpu and is_array and weight.dtype.itemsize == 2
 
 
 def precision(dtype: jnp.dtype) -> lax.Precision:

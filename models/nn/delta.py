@@ -25,20 +25,18 @@ import numpy as np
 
 from specdec import cache as cache_lib
 from specdec import recurrent as recurrent_lib
-from specdec.models.nn import convolution
-from specdec.models.nn import grouped_query
+from specdec.models.nn import contraction
 from specdec.models.nn import layers
 from specdec.models.nn import llama as nn_llama
-from specdec.models.nn import llama_config
 from specdec.models.nn import mixer
 from specdec.models.nn import rope as rope_lib
-from specdec.models.nn.cpu import state_ops
+from specdec.models.nn.cpu import ops
 
 _Arrays = dict[str, jax.Array]  # By the names of what they are.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DeltaConfig(llama_config.LlamaConfig):
+class DeltaConfig(nn_llama.LlamaConfig):
   """Shape of a Qwen3.5; `num_heads` and the like describe its attention."""
 
   key_heads: int = dataclasses.field()
@@ -66,9 +64,7 @@ class DeltaConfig(llama_config.LlamaConfig):
     keys = self.key_heads * self.key_width
     return 2 * keys + self.value_heads * self.value_width
 
-  def state_of_layer(
-    self, batch_size: int, *, kernels: bool
-  ) -> recurrent_lib.Recurrent:
+  def state_of_layer(self, batch_size: int) -> recurrent_lib.Recurrent:
     shape = (self.value_heads, self.key_width, self.value_width)
     state = {
       'conv': jnp.zeros((batch_size, self.conv_size - 1, self.mixed_width)),
@@ -85,6 +81,7 @@ class DeltaConfig(llama_config.LlamaConfig):
       for name, width in widths.items()
     }
     mark = jax.tree.map(jnp.zeros_like, state)
+    kernels = contraction.backend().kernels
     fold = _fold_by_kernel(self.tiled) if kernels else None
     return recurrent_lib.Recurrent(state, inputs, mark, _rule(self.tiled), fold)
 
@@ -114,7 +111,7 @@ def _rule(tiled: bool) -> recurrent_lib.Step:
   def step(state: _Arrays, inputs: _Arrays) -> _Arrays:
     new_state = {'matrix': _update(state['matrix'], inputs, tiled)}
     if 'conv' in state:
-      new_state['conv'] = convolution.shift(state['conv'], inputs['conv'])
+      new_state['conv'] = mixer.shift(state['conv'], inputs['conv'])
     return new_state
 
   return step
@@ -128,8 +125,8 @@ def _fold_by_kernel(tiled: bool) -> Callable[..., _Arrays]:
     state: _Arrays, inputs: _Arrays, slots: jax.Array, count: jax.Array
   ) -> _Arrays:
     return {
-      'conv': convolution.fold(state['conv'], inputs['conv'], slots, count),
-      'matrix': state_ops.fold_delta(
+      'conv': mixer.fold(state['conv'], inputs['conv'], slots, count),
+      'matrix': ops.fold_delta(
         state['matrix'], inputs, slots, count, tiled=tiled
       ),
     }
@@ -175,7 +172,7 @@ class DeltaNet(mixer.Mixer):
     self.in_proj_z = make(config.width, width)
     self.in_proj_b = make(config.width, heads)
     self.in_proj_a = make(config.width, heads)
-    self.conv1d = convolution.Convolution(
+    self.conv1d = mixer.Convolution(
       config.mixed_width, config.conv_size, use_bias=False, rngs=new['rngs']
     )
     self.rate = nnx.Param(-jnp.ones(heads, jnp.float32))
@@ -195,7 +192,7 @@ class DeltaNet(mixer.Mixer):
     tree: tuple[jax.Array, jax.Array],
   ) -> tuple[jax.Array, _Arrays]:
     weight, _ = self.conv1d.operands
-    return state_ops.mix_delta(
+    return ops.mix_delta(
       projected,
       layer_state.state,
       layer_state.inputs,
@@ -243,7 +240,7 @@ class DeltaNet(mixer.Mixer):
     return out, write(layer_state, added)
 
 
-class GatedAttention(grouped_query.Attention):
+class GatedAttention(nn_llama.Attention):
   """Attention whose heads are multiplied with gates of their own.
 
   In its matrix the gate of each head comes after the query.
@@ -267,7 +264,6 @@ class GatedAttention(grouped_query.Attention):
     cache: cache_lib.KVCache | None,
     residual: jax.Array | None,
   ) -> tuple[jax.Array, cache_lib.KVCache | None]:
-    kernels = self.o_proj.is_packed
     linears = (self.q_proj, self.k_proj, self.v_proj)
     projected = layers.project(
       x, [linear.parameters for linear in linears], norm=norm
@@ -279,13 +275,10 @@ class GatedAttention(grouped_query.Attention):
       part.reshape(*x.shape[:2], -1)
       for part in (query, *jnp.split(others, 2, axis=2))
     ]
-    if kernels:
-      projections = jnp.concatenate(products, axis=-1)
-      out, cache = self._fused(projections, rotation, mask, cache)
-    else:
-      out, cache = self._composed(products, rotation, mask, cache)
+    out, cache = self.attend(products, rotation, mask, cache)
     gate = gate.reshape(out.shape)
-    out = state_ops.gate(out, gate) if kernels else out * jax.nn.sigmoid(gate)
+    kernels = contraction.backend().kernels
+    out = ops.gate(out, gate) if kernels else out * jax.nn.sigmoid(gate)
     return self.o_proj(out, residual=residual), cache
 
 

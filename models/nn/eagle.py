@@ -11,18 +11,16 @@ from typing import Any
 from typing import Unpack
 
 from flax import nnx
-from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
 from specdec import cache as cache_lib
 from specdec.draft import head as head_lib
 from specdec.models.nn import adapter
+from specdec.models.nn import contraction
 from specdec.models.nn import delta as delta_lib
-from specdec.models.nn import grouped_query
 from specdec.models.nn import layers
 from specdec.models.nn import llama as nn_llama
-from specdec.models.nn import llama_config
 from specdec.models.nn import matrices as matrices_lib
 from specdec.models.nn import rope as rope_lib
 from specdec.models.nn import sharding as sharding_lib
@@ -32,7 +30,7 @@ KINDS = (EAGLE3, EAGLE, MTP)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadConfig(llama_config.LlamaConfig):
+class HeadConfig(nn_llama.LlamaConfig):
   """Shape of a head: its layers, and how they are fed.
 
   `vocab_size` is the target's, `num_layers` the head's.
@@ -68,11 +66,12 @@ class _WideLayer(nn_llama.Layer):
   """First layer of EAGLE-3. Its queries, keys and values see both inputs."""
 
   config: HeadConfig
-  self_attn: grouped_query.Attention
+  self_attn: nn_llama.Attention
+  input_layernorm: layers.RMSNorm
 
   def __init__(self, config: HeadConfig, layer: int, **new: Unpack[layers.New]):
     attention = functools.partial(
-      grouped_query.Attention, input_width=2 * config.width
+      nn_llama.Attention, input_width=2 * config.width
     )
     super().__init__(config, layer, mixers={'self_attn': attention}, **new)
     self.hidden_norm = layers.RMSNorm(config.width, config.norm_epsilon)
@@ -85,10 +84,8 @@ class _WideLayer(nn_llama.Layer):
     mask: jax.Array,
     cache: cache_lib.KVCache | None,
   ) -> tuple[jax.Array, cache_lib.KVCache | None]:
-    kernels = self.self_attn.o_proj.is_packed
-    normalized = layers.normalize(x, self.hidden_norm, kernels=kernels)
-    embedded = layers.normalize(embedded, self.input_layernorm, kernels=kernels)
-    both = jnp.concatenate([embedded, normalized], axis=-1)
+    normalized = self.hidden_norm(x)
+    both = jnp.concatenate([self.input_layernorm(embedded), normalized], -1)
     residual = normalized if self.config.norm_before_residual else x
     x, cache = self.self_attn(both, None, rotation, mask, cache, residual)
     return self.mlp(x, self.post_attention_layernorm, x), cache
@@ -153,26 +150,23 @@ class Head(nnx.Module):
 
   def fuse(self, *states: jax.Array) -> jax.Array:
     """See `specdec.draft.head.HeadSpec.fuse`."""
-    config, kernels = self.config, self.fc.is_packed
+    config = self.config
     floats = [state.astype(jnp.float32) for state in states]
     if config.kind != EAGLE3:
       return floats[0]
     if config.fc_norm:
       floats = [
-        layers.normalize(state, norm, kernels=kernels)
-        for norm, state in zip(self.fc_norm, floats, strict=True)
+        norm(state) for norm, state in zip(self.fc_norm, floats, strict=True)
       ]
     fused = jnp.concatenate(floats, axis=-1)
     if config.norm_before_fc:
-      fused = layers.normalize(fused, self.input_norm, kernels=kernels)
+      fused = self.input_norm(fused)
     return self.fc(fused)
 
   def _first_input(self, embedded: jax.Array, states: jax.Array) -> jax.Array:
     """`[B, L, H]`, one input of both, except for EAGLE-3."""
     if self.config.kind == MTP:
-      kernels = self.fc.is_packed
-      embedded = layers.normalize(embedded, self.enorm, kernels=kernels)
-      states = layers.normalize(states, self.hnorm, kernels=kernels)
+      embedded, states = self.enorm(embedded), self.hnorm(states)
     inputs = [embedded, states]
     return self.fc(
       jnp.concatenate(inputs[::-1] if self.config.state_first else inputs, -1)
@@ -205,14 +199,14 @@ class Head(nnx.Module):
     for index, seen in enumerate(others, 1):
       x, cache = self.layers[index](x, *seen, cache)
     if config.kind == MTP or config.norm_output:
-      x = layers.normalize(x, self.norm, kernels=self.fc.is_packed)
+      x = self.norm(x)
     return x, cache
 
   def output(self, states: jax.Array) -> jax.Array:
     """`[B, L, H]`, what the output matrix multiplies, of what is fed back."""
     if self.config.kind != EAGLE3 or self.config.norm_output:
       return states
-    return layers.normalize(states, self.norm, kernels=self.fc.is_packed)
+    return self.norm(states)
 
 
 @functools.cache
@@ -227,13 +221,20 @@ def _spec(
 
   For the arguments see `models/nn/adapter`.
   """
+  in_use = contraction.in_use(contraction.Backend(kernels=amounts.kernels))
 
+  @in_use
   def apply(
     params: dict[str, Any], tokens: jax.Array, *others: Any
   ) -> tuple[jax.Array, cache_lib.KVCache]:
     embedded = matrices_lib.take_rows(params['embedding'], tokens)
     return nnx.merge(graph, params['head'])(embedded, *others)
 
+  @in_use
+  def fuse(params: dict[str, Any], *states: jax.Array) -> jax.Array:
+    return nnx.merge(graph, params['head']).fuse(*states)
+
+  @in_use
   def logits(params: dict[str, Any], states: jax.Array) -> jax.Array:
     states = nnx.merge(graph, params['head']).output(states)
     scores = matrices_lib.matmul(states, params['lm_head'])
@@ -241,28 +242,13 @@ def _spec(
 
   return head_lib.HeadSpec(
     apply=apply,
-    fuse=lambda params, *states: nnx.merge(graph, params['head']).fuse(*states),
+    fuse=fuse,
     logits=logits,
     reads=config.reads,
     target_width=config.target_width,
     width=config.width,
     **adapter.network_facts(config, dtype, layout, amounts),
   )
-
-
-def amounts(
-  head_params: dict[str, Any], lm_head: Any, looked_up: tuple[str, ...] = ()
-) -> adapter.Amounts:
-  """The amounts that a forward of a head reads, without its embedding.
-
-  Args:
-    head_params: the parameters of the head.
-    lm_head: its output matrix.
-    looked_up: names of its matrices; a forward reads a few rows of each.
-  """
-  by_path = traverse_util.flatten_dict(head_params)
-  read = [by_path[path] for path in by_path if not {*path} & {*looked_up}]
-  return adapter.amounts((leaf, 1.0) for leaf in [*read, lm_head])
 
 
 def as_head(
@@ -284,9 +270,8 @@ def as_head(
   graph, variables = nnx.split(module)
   head_params = nnx.to_pure_dict(variables)
   parameters = {'head': head_params, 'embedding': embedding, 'lm_head': lm_head}
+  read = adapter.amounts({'head': head_params, 'lm_head': lm_head})
   return head_lib.Head(
     params=parameters,
-    spec=_spec(
-      graph, module.config, module.dtype, layout, amounts(head_params, lm_head)
-    ),
+    spec=_spec(graph, module.config, module.dtype, layout, read),
   )

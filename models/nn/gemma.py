@@ -21,12 +21,11 @@ import jax.numpy as jnp
 
 from specdec.models.nn import layers
 from specdec.models.nn import llama as nn_llama
-from specdec.models.nn import llama_config
 from specdec.models.nn import matrices as matrices_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GemmaConfig(llama_config.LlamaConfig):
+class GemmaConfig(nn_llama.LlamaConfig):
   """Shape of a Gemma (arXiv 2503.19786, section 2).
 
   A class of its own, because checkpoints store the scales of norms minus one.
@@ -84,11 +83,7 @@ class Layer(nn_llama.Layer):
       activation = self.config.activation
       gate = self.per_layer_input_gate(x, activation=activation)
       out = self.per_layer_projection(gate * embedded)
-      x += layers.normalize(
-        out,
-        self.post_per_layer_input_norm,
-        kernels=self.per_layer_projection.is_packed,
-      )
+      x += self.post_per_layer_input_norm(out)
     return x * self.layer_scalar[...][None, None], cache
 
 
@@ -136,11 +131,7 @@ class Gemma4(nn_llama.Llama):
     split = lambda rows: rows.reshape(
       *rows.shape[:2], config.num_layers, config.layer_width
     )
-    of_stream = layers.normalize(
-      split(of_stream),
-      self.per_layer_projection_norm,
-      kernels=self.per_layer_model_projection.is_packed,
-    )
+    of_stream = self.per_layer_projection_norm(split(of_stream))
     embedded = (split(of_tokens) + of_stream) / math.sqrt(2)
     return [
       {'embedded': embedded[:, :, layer]} for layer in range(config.num_layers)

@@ -92,28 +92,15 @@ class Attention(nnx.Module):
   def __call__(
     self, x: jax.Array, norm: layers.Norm, mask: jax.Array, cache: _Cache
   ) -> tuple[jax.Array, _Cache]:
-    projections = self.c_attn(x, norm=norm)
-    heads = self.config.num_heads, self.config.head_width
-    if self.c_proj.is_packed:
-      out, cache = attention.attend_projections(
-        projections,
-        mask,
-        cache,
-        self.layer,
-        slots_shape=heads,
-        dtype=self.dtype,
-        scale=self.scale,
-      )
-    else:
-      query, key, value = (
-        projections.astype(self.dtype)
-        .reshape(*x.shape[:-1], 3, *heads)
-        .transpose(2, 0, 3, 1, 4)
-      )
-      out, cache = attention.self_attention(
-        query, key, value, mask, cache, self.layer, scale=self.scale
-      )
-      out = out.swapaxes(1, 2).reshape(x.shape)
+    heads = attention.Heads(
+      layer=self.layer,
+      num_kv_heads=self.config.num_heads,
+      width=self.config.head_width,
+      dtype=self.dtype,
+      scale=self.scale,
+    )
+    projections = [self.c_attn(x, norm=norm)]
+    out, cache = attention.self_attention(projections, mask, cache, heads)
     return self.c_proj(out, residual=x), cache
 
 
@@ -216,7 +203,7 @@ class GPT2(nnx.Module):
     cache = cache_lib.write_hidden(cache, len(self.h), x)
     tied = self.config.tie_embeddings
     head = embedding if tied else self.lm_head.get_value()
-    x = layers.normalize(x, self.ln_f, kernels=matrices_lib.uses_kernels(head))
+    x = self.ln_f(x)
     cache = cache_lib.write_hidden(cache, cache_lib.AFTER_NORM, x)
     # On a GPU a head has some outputs more.
     return matrices_lib.matmul(x, head)[..., : self.config.vocab_size], cache

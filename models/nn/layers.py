@@ -126,11 +126,6 @@ class Linear(nnx.Module):
     self.bias = nnx.Param(jnp.zeros(features_out, dtype)) if use_bias else None
 
   @property
-  def is_packed(self) -> bool:
-    """Whether the weight is packed for the kernels of `models/nn/cpu`."""
-    return matrices_lib.uses_kernels(self.weight.get_value())
-
-  @property
   def parameters(self) -> Parameters:
     """Weight and bias, for `project`."""
     bias = None if self.bias is None else self.bias[...]
@@ -172,6 +167,8 @@ class LayerNorm(nnx.Module):
     return ops.Norm(self.scale[...], self.bias[...], self.epsilon, center=True)
 
   def __call__(self, x: jax.Array) -> jax.Array:
+    if contraction.backend().kernels:
+      return ops.normalize(x, self.operand)
     mean = jnp.mean(x, axis=-1, keepdims=True)
     if x.size == x.shape[-1]:
       variance = lax.platform_dependent(
@@ -203,6 +200,8 @@ class RMSNorm(nnx.Module):
     return ops.Norm(scale, None, self.epsilon, center=False)
 
   def __call__(self, x: jax.Array) -> jax.Array:
+    if contraction.backend().kernels:
+      return ops.normalize(x, self.operand)
     mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
     normalized = x * lax.rsqrt(mean_square + self.epsilon)
     if self.scale is None:
@@ -211,16 +210,6 @@ class RMSNorm(nnx.Module):
 
 
 Norm = LayerNorm | RMSNorm
-
-
-def normalize(x: jax.Array, norm: Norm | None, *, kernels: bool) -> jax.Array:
-  """The norm of `[..., width]`, by the kernels of `models/nn/cpu` or by XLA.
-
-  None changes nothing.
-  """
-  if norm is None:
-    return x
-  return ops.normalize(x, norm.operand) if kernels else norm(x)
 
 
 def _product(x: jax.Array, linear: Parameters) -> jax.Array:
@@ -263,6 +252,17 @@ def _project_for_gpu(
   return out.astype(jnp.float32).reshape(*rows.shape[:-1], -1)
 
 
+def projections(
+  x: jax.Array, linears: Sequence[Linear], norm: Norm | None
+) -> list[jax.Array]:
+  """Linear maps of normalised rows, in one array if that is one call."""
+  parameters = [linear.parameters for linear in linears]
+  if matrices_lib.are_one_call([matrix for matrix, _ in parameters]):
+    return [project(x, parameters, norm=norm)]
+  rows = norm(x) if norm else x
+  return [linear(rows) for linear in linears]
+
+
 def project(
   x: jax.Array,
   linears: Sequence[Parameters],
@@ -275,7 +275,7 @@ def project(
   """Linear maps of rows, the norm before them and what follows them.
 
   With the kernels of `models/nn/cpu`, all of it is one call, unless the
-  matrices are of several formats.
+  matrices are of several formats or the kernels do not have the activation.
 
   Args:
     x: `[..., in]` float32.
@@ -291,24 +291,19 @@ def project(
     `[..., out]` float32, the results of all maps next to one another.
   """
   matrices = [matrix for matrix, _ in linears]
-  if matrices_lib.are_one_call(matrices):
-    multiply = functools.partial(
-      matrices_lib.multiply_packed,
+  if matrices_lib.are_one_call(matrices) and activation in _KERNEL_NAMES:
+    return matrices_lib.multiply_packed(
       x,
       *zip(*linears, strict=True),
-      norm=None if norm is None else norm.operand,
+      norm=norm and norm.operand,
+      activation=_KERNEL_NAMES[activation],
+      gated=gated,
+      residual=residual,
     )
-    if activation in _KERNEL_NAMES:
-      name = _KERNEL_NAMES[activation]
-      return multiply(activation=name, gated=gated, residual=residual)
-    out = multiply()
-    results = jnp.split(out, 2, axis=-1) if gated else [out]
-  else:
-    kernels = matrices_lib.uses_kernels(matrices[0])
-    rows = normalize(x, norm, kernels=kernels)
-    if all(map(contraction.takes_launches, matrices)):
-      return _project_for_gpu(rows, linears, activation, gated, residual)
-    results = [_product(rows, linear) for linear in linears]
+  rows = norm(x) if norm else x
+  if all(map(contraction.takes_launches, matrices)):
+    return _project_for_gpu(rows, linears, activation, gated, residual)
+  results = [_product(rows, linear) for linear in linears]
   if activation in _GATES:
     out = _GATES[activation](*results)
   elif gated:

@@ -13,17 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from specdec import recurrent as recurrent_lib
-from specdec.models.nn import convolution
-from specdec.models.nn import grouped_query
 from specdec.models.nn import layers
 from specdec.models.nn import llama as nn_llama
-from specdec.models.nn import llama_config
 from specdec.models.nn import mixer
-from specdec.models.nn.cpu import state_ops
+from specdec.models.nn.cpu import ops
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Lfm2Config(llama_config.LlamaConfig):
+class Lfm2Config(nn_llama.LlamaConfig):
   """Shape of an LFM2."""
 
   conv_size: int = 3  # Positions that a convolution sees.
@@ -34,10 +31,7 @@ class Lfm2Config(llama_config.LlamaConfig):
     if self.conv_size < 1:
       raise ValueError(f'conv_size must be positive, got {self.conv_size}')
 
-  def state_of_layer(
-    self, batch_size: int, *, kernels: bool
-  ) -> recurrent_lib.Recurrent:
-    del kernels
+  def state_of_layer(self, batch_size: int) -> recurrent_lib.Recurrent:
     state = {'conv': jnp.zeros((batch_size, self.conv_size - 1, self.width))}
     inputs = {'conv': jnp.zeros((batch_size, 1, 0, self.width))}
     mark = jax.tree.map(jnp.zeros_like, state)
@@ -47,7 +41,7 @@ class Lfm2Config(llama_config.LlamaConfig):
 def _step(
   state: dict[str, jax.Array], inputs: dict[str, jax.Array]
 ) -> dict[str, jax.Array]:
-  return {'conv': convolution.shift(state['conv'], inputs['conv'])}
+  return {'conv': mixer.shift(state['conv'], inputs['conv'])}
 
 
 def _fold(
@@ -56,11 +50,11 @@ def _fold(
   slots: jax.Array,
   count: jax.Array,
 ) -> dict[str, jax.Array]:
-  return {'conv': convolution.fold(state['conv'], inputs['conv'], slots, count)}
+  return {'conv': mixer.fold(state['conv'], inputs['conv'], slots, count)}
 
 
 class ShortConv(mixer.Mixer):
-  """A gated short convolution."""
+  """A gated short mixer."""
 
   def __init__(self, config: Lfm2Config, layer: int, **new: Unpack[layers.New]):
     self.config = config
@@ -68,7 +62,7 @@ class ShortConv(mixer.Mixer):
     width, bias = config.width, config.conv_bias
     make = functools.partial(layers.Linear, width, use_bias=bias, **new)
     self.in_proj = make(3 * width)
-    self.conv = convolution.Convolution(
+    self.conv = mixer.Convolution(
       width, config.conv_size, use_bias=bias, rngs=new['rngs']
     )
     self.o_proj = make(width, stddev=layers.residual_stddev(config.num_layers))
@@ -83,7 +77,7 @@ class ShortConv(mixer.Mixer):
     layer_state: recurrent_lib.Recurrent,
     tree: tuple[jax.Array, jax.Array],
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    out, window = state_ops.mix_convolution(
+    out, window = ops.mix_convolution(
       projected,
       layer_state.state['conv'],
       layer_state.inputs['conv'],
@@ -111,5 +105,5 @@ class Lfm2(nn_llama.Llama):
   """LFM2 language model."""
 
   mixers = types.MappingProxyType(
-    {'self_attn': grouped_query.Attention, 'conv': ShortConv}
+    {'self_attn': nn_llama.Attention, 'conv': ShortConv}
   )

@@ -33,8 +33,8 @@ from specdec.models.nn.cpu import ops
 _LARGEST = 127.0
 
 # The sizes of packed matrices, see `formats.h`.
-_BLOCK = 16  # Outputs that a register has.
-_BLOCKS = 2  # Blocks that are stored next to one another, a group.
+_LANES = 16  # Outputs of a register; a group has two registers.
+_GROUP = 2 * _LANES
 _WORDS = 16  # Per tile of the matrix unit; a matrix has a multiple.
 
 Blocks = Iterable[blocks_lib.Rows]
@@ -48,7 +48,6 @@ class Matrix(Protocol):
   Attributes:
     shape: `(out, in)`.
     dtype: the name of its format, a key of `FORMATS`.
-    uses_kernels: whether the kernels of `models/nn/cpu` compute its products.
   """
 
   @property
@@ -56,9 +55,6 @@ class Matrix(Protocol):
 
   @property
   def dtype(self) -> str: ...
-
-  @property
-  def uses_kernels(self) -> bool: ...
 
   def product(self, rows: jax.Array) -> jax.Array:
     """`rows @ matrix.T`, `[n, out]` float32, of `[n, in]` of any float."""
@@ -97,7 +93,6 @@ class FloatMatrix(flax.struct.PyTreeNode):
   """An array of floats `[out, in]` with the methods of a `Matrix`."""
 
   values: jax.Array
-  uses_kernels = False
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -125,11 +120,6 @@ class FloatMatrix(flax.struct.PyTreeNode):
       default=take,
     )
 
-  def packed(self) -> Any:
-    if not FORMATS[self.dtype].has_kernels:
-      return self.values
-    return _pack(np.asarray(self.values), np.zeros(0))
-
   def unpacked(self) -> jax.Array:
     return self.values
 
@@ -145,7 +135,6 @@ class Int8Matrix(flax.struct.PyTreeNode):
   values: jax.Array
   scale: jax.Array
   dtype = 'int8'
-  uses_kernels = False
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -161,9 +150,6 @@ class Int8Matrix(flax.struct.PyTreeNode):
   def take(self, index: jax.Array) -> jax.Array:
     return self.values[index] * self.scale[index][..., None]
 
-  def packed(self) -> 'PackedMatrix':
-    return _pack(np.asarray(self.values), np.asarray(self.scale))
-
   def unpacked(self) -> jax.Array:
     return self.values
 
@@ -172,42 +158,44 @@ class PackedMatrix(flax.struct.PyTreeNode):
   """A matrix as the kernels read it.
 
   Attributes:
-    words: `[ceil(out / 32), 16 ceil(in / 16 g), 2, 16]` uint32, each g
-      consecutive weights of an output (g is 1, 2 or 4). Those of int8 are 128
-      larger.
-    scale: `[out]` float32 of int8, `[0]` of other dtypes.
+    words: `[ceil(out / 32), n, 2, m, 16]` uint32, of 16 outputs next to one
+      another n blocks of m words. A block of floats or int8 is a word: g
+      consecutive weights (g is 1, 2 or 4). Int8 is 128 larger.
+    scale: `[out]` float32 of int8, or None.
     shape: the shape `(out, in)` of the matrix.
-    dtype: the format, float32, bfloat16 or int8.
+    dtype: the format.
+    kind: a key of `blocks.KINDS`, or None of floats and int8.
   """
 
   words: jax.Array
-  scale: jax.Array
+  scale: jax.Array | None
   shape: tuple[int, int] = flax.struct.field(pytree_node=False)
   dtype: str = flax.struct.field(pytree_node=False)
-  uses_kernels = True
+  kind: str | None = flax.struct.field(pytree_node=False)
 
   @property
   def kernel(self) -> str:
     """The name for `ops.multiply`."""
-    return self.dtype
-
-  def operand(self, bias: jax.Array | None) -> ops.Matrix:
-    """The matrix and a bias for `ops.multiply`."""
-    return ops.Matrix(self.words, self.scale, self.shape[0], bias)
+    return 'blocks' if self.kind else self.dtype
 
   def product(self, rows: jax.Array) -> jax.Array:
-    """See `Matrix`; the unpacked matrix rounds rows in the same way."""
+    """See `Matrix`; rows of blocks are rounded to eight bits by 128 inputs.
+
+    Those of other formats are rounded as by the unpacked matrix.
+    """
     return multiply_packed(rows.astype(jnp.float32), [self], [None])
 
   def take(self, index: jax.Array) -> jax.Array:
-    group, within = index // (_BLOCK * _BLOCKS), index % (_BLOCK * _BLOCKS)
-    words = self.words[group, :, within // _BLOCK, within % _BLOCK]
+    group, within = index // _GROUP, index % _GROUP
+    words = self.words[group, :, within // _LANES, :, within % _LANES]
+    if self.kind:
+      return blocks_lib.expand(words, self.kind, self.shape[1])
     if self.dtype == 'int8':
       words ^= jnp.uint32(0x80808080)
     values = jax.lax.bitcast_convert_type(words, self.dtype)
     values = values.reshape(*index.shape, -1)[..., : self.shape[1]]
     rows = values.astype(jnp.float32)
-    if self.dtype == 'int8':
+    if self.scale is not None:
       # Not a product of XLA's, which may round it together with a sum that
       # follows, or not, by the shape.
       flat = rows.reshape(-1, self.shape[1])
@@ -220,10 +208,11 @@ class PackedMatrix(flax.struct.PyTreeNode):
     words = np.array(self.words)
     if self.dtype == 'int8':
       words ^= np.uint32(0x80808080)
-    rows = np.ascontiguousarray(words.transpose(0, 2, 3, 1))
-    rows = rows.reshape(-1, words.shape[1])
+    rows = words.transpose(0, 2, 4, 1, 3).reshape(-1, *words.shape[1::2])
+    if self.kind:
+      return np.ascontiguousarray(rows[: self.shape[0]])
+    values = np.ascontiguousarray(rows[:, :, 0]).view(jnp.dtype(self.dtype))
     num_outputs, num_inputs = self.shape
-    values = rows.view(jnp.dtype(self.dtype))
     return np.ascontiguousarray(values[:num_outputs, :num_inputs])
 
 
@@ -268,19 +257,11 @@ class FewOutputs(flax.struct.PyTreeNode):
   def dtype(self) -> str:
     return _as_matrix(self.outputs).dtype
 
-  @property
-  def uses_kernels(self) -> bool:
-    return uses_kernels(self.outputs)
-
   def product(self, rows: jax.Array) -> jax.Array:
     return scatter_outputs(_as_matrix(self.outputs).product(rows), self.index)
 
   def take(self, index: jax.Array) -> jax.Array:
     return _as_matrix(self.rows).take(index)
-
-  def packed(self) -> 'FewOutputs':
-    rows = None if self.rows is None else pack(self.rows)
-    return self.replace(outputs=pack(self.outputs), rows=rows)
 
   def unpacked(self) -> Any:
     raise ValueError('a head that computes few outputs cannot be saved')
@@ -308,29 +289,6 @@ def computed(matrix: Weight) -> Weight:
   return matrix.outputs if isinstance(matrix, FewOutputs) else matrix
 
 
-def _pack(values: np.ndarray, scale: np.ndarray) -> PackedMatrix:
-  """Packs `[out, in]` float32, bfloat16 or int8, on the host."""
-  num_outputs, num_inputs = values.shape
-  per_word = 4 // values.dtype.itemsize
-  size = _BLOCK * _BLOCKS
-  groups = -(-num_outputs // size)
-  words = -(-num_inputs // (_WORDS * per_word)) * _WORDS
-  packed = blocks_lib.aligned_zeros((groups, words, _BLOCKS, _BLOCK))
-  for group in range(groups):
-    rows = values[group * size : (group + 1) * size]
-    padded = np.zeros((size, words * per_word), values.dtype)
-    padded[: len(rows), :num_inputs] = rows
-    packed[group] = padded.view(np.uint32).T.reshape(packed[group].shape)
-  if values.dtype == np.int8:
-    packed ^= np.uint32(0x80808080)
-  return PackedMatrix(
-    words=jax.device_put(packed),  # As it lies, without a copy.
-    scale=jnp.asarray(scale, jnp.float32),
-    shape=values.shape,
-    dtype=values.dtype.name,
-  )
-
-
 def _as_matrix(weight: Any) -> Any:
   """A matrix as it is; an array with the methods of a `Matrix`."""
   is_array = isinstance(weight, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
@@ -351,25 +309,28 @@ def matmul(x: jax.Array, weight: Weight) -> jax.Array:
   return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
-Packed = PackedMatrix | blocks_lib.PackedBlocks
-"""A matrix as the kernels read it."""
-
-
 def are_one_call(matrices: Sequence[Weight]) -> bool:
   """Whether one call of `multiply_packed` takes all of these matrices."""
-  packed = [matrix for matrix in matrices if isinstance(matrix, Packed)]
+  packed = [matrix for matrix in matrices if isinstance(matrix, PackedMatrix)]
   return len(packed) == len(matrices) and len({m.kernel for m in packed}) == 1
 
 
 def multiply_packed(
   x: jax.Array,
-  matrices: Sequence[Packed],
+  matrices: Sequence[PackedMatrix],
   biases: Sequence[jax.Array | None],
   **options: Any,
 ) -> jax.Array:
   """`ops.multiply` of packed matrices of one kernel, with its options."""
   operands = [
-    matrix.operand(bias) for matrix, bias in zip(matrices, biases, strict=True)
+    ops.Matrix(
+      matrix.words,
+      matrix.scale,
+      matrix.shape[0],
+      bias,
+      blocks_lib.KINDS[matrix.kind].number if matrix.kind else 0,
+    )
+    for matrix, bias in zip(matrices, biases, strict=True)
   ]
   return ops.multiply(x, operands, dtype=matrices[0].kernel, **options)
 
@@ -378,7 +339,7 @@ def take_rows(weight: Weight, index: jax.Array) -> jax.Array:
   """Rows `[..., in]` float32 of a matrix `[out, in]`, for `index [...]`."""
   matrix = _as_matrix(weight)
   alone = index.size == 1 and not jax.sharding.get_abstract_mesh().empty
-  if matrix.uses_kernels or not alone:
+  if not alone:
     return matrix.take(index)
 
   def twice(matrix: Matrix, index: jax.Array) -> jax.Array:
@@ -391,9 +352,49 @@ def take_rows(weight: Weight, index: jax.Array) -> jax.Array:
   return lax.platform_dependent(matrix, index, cuda=twice, default=take)
 
 
+def _words_of(rows: np.ndarray, blocks: int, words: int) -> np.ndarray:
+  """`PackedMatrix.words` of rows `[out, ...]`, padded with zeros."""
+  rows = rows.reshape(len(rows), -1)
+  groups = -(-len(rows) // _GROUP)
+  packed = blocks_lib.aligned_zeros((groups, blocks, 2, words, _LANES))
+  width = blocks * words * 4 // rows.dtype.itemsize
+  for group in range(groups):
+    some = rows[group * _GROUP : (group + 1) * _GROUP]
+    padded = np.zeros((_GROUP, width), rows.dtype)
+    padded[: len(some), : some.shape[1]] = some
+    lanes = padded.view(np.uint32).reshape(2, _LANES, blocks, words)
+    packed[group] = lanes.transpose(2, 0, 3, 1)
+  return packed
+
+
 def pack(weight: Any) -> Any:
   """A matrix on the host as the kernels read it, or as it is if they cannot."""
-  return _as_matrix(weight).packed()
+  if isinstance(weight, FewOutputs):
+    rows = None if weight.rows is None else pack(weight.rows)
+    return weight.replace(outputs=pack(weight.outputs), rows=rows)
+  if not FORMATS[_as_matrix(weight).dtype].has_kernels:
+    return weight
+  scale: jax.Array | None = None
+  kind: str | None = None
+  if isinstance(weight, blocks_lib.BlockMatrix):
+    kind = weight.kind
+    words = _words_of(np.asarray(weight.words), *weight.words.shape[1:])
+  else:
+    is_int8 = isinstance(weight, Int8Matrix)
+    values = np.asarray(weight.values if is_int8 else weight)
+    per_word = 4 // values.dtype.itemsize
+    num_words = -(-values.shape[1] // (_WORDS * per_word)) * _WORDS
+    words = _words_of(values, num_words, 1)
+    if is_int8:
+      words ^= np.uint32(0x80808080)
+      scale = jnp.asarray(weight.scale)
+  return PackedMatrix(
+    words=jax.device_put(words),  # As it lies, without a copy.
+    scale=scale,
+    shape=weight.shape,
+    dtype=_as_matrix(weight).dtype,
+    kind=kind,
+  )
 
 
 def for_xla(weight: Any) -> Any:
@@ -413,11 +414,6 @@ def as_operand(weight: Any, *, packed: bool) -> Any:
 def unpack(weight: Weight) -> jax.Array | np.ndarray:
   """The stored numbers `[out, in]` of a matrix, without scales."""
   return _as_matrix(weight).unpacked()
-
-
-def uses_kernels(weight: Weight) -> bool:
-  """Whether the kernels of `models/nn/cpu` compute the products of a matrix."""
-  return _as_matrix(weight).uses_kernels
 
 
 def quantize(matrix: np.ndarray) -> Int8Matrix:

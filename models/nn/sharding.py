@@ -4,9 +4,10 @@
     data               rows: their caches, texts and trees
     model              heads, hidden units (of every expert), vocabulary
 
-A tensor has a name for each of its axes, and one table says which axis of the
-mesh a name belongs to. Loading, caches and programs follow from it. What the
-number of devices does not divide is not divided: every device has all of it.
+A tensor has a name for each of its axes. Axes with the name `rows` belong to
+`data`, all others to `model`. Loading, caches and programs follow from the
+names. What the number of devices does not divide is not divided: every device
+has all of it.
 
 Axes of the mesh are of the type Auto: weights, caches and what is carried from
 program to program say where they lie, and the compiler adds the communication.
@@ -33,17 +34,6 @@ from specdec import cache as cache_lib
 
 DATA, MODEL = 'data', 'model'
 AXES = (DATA, MODEL)
-
-# By the names of a tensor's axes.
-_MESH_AXES = {
-  'rows': DATA,
-  'heads': MODEL,
-  'kv_heads': MODEL,
-  'hidden': MODEL,
-  'vocabulary': MODEL,
-  'features': MODEL,
-  'fused_heads': MODEL,
-}
 
 _Names = tuple[str | None, ...]  # Names of the axes of a tensor.
 # If a vocabulary cannot be divided, the features are.
@@ -83,16 +73,15 @@ _PARAMETERS: Mapping[tuple[str, ...], _Names] = {
 _CACHE = ('rows', 'kv_heads')
 
 
-def _text(sizes: Mapping[Any, Any]) -> str:
-  return ','.join(f'{name}:{size}' for name, size in sizes.items())
+def _mesh_axis(name: str) -> str:
+  return DATA if name == 'rows' else MODEL
 
 
 def parse_mesh(text: str) -> dict[str, int]:
   """The sizes of the axes in a text such as `data:2,model:4`.
 
   Raises:
-    ValueError: an axis is not known or given twice, or a size is not a positive
-      integer.
+    ValueError: an axis is not known or given twice, or a size is not a number.
   """
   sizes: dict[str, int] = {}
   for part in text.split(','):
@@ -103,21 +92,7 @@ def parse_mesh(text: str) -> dict[str, int]:
         ' (weights), such as data:2,model:4'
       )
     sizes[name] = int(size)
-  _check_sizes(sizes)
   return sizes
-
-
-def _check_sizes(sizes: Mapping[str, int]) -> None:
-  for name, size in sizes.items():
-    if name not in AXES:
-      raise ValueError(
-        f'mesh={_text(sizes)}: there is no axis {name!r}; choose from data'
-        ' (rows) and model (weights)'
-      )
-    if not arguments_lib.is_integer(size) or size < 1:
-      raise ValueError(
-        f'mesh={_text(sizes)}: the size of {name} must be a positive integer'
-      )
 
 
 def make_mesh(mesh: Mesh | Mapping[str, int]) -> Mesh:
@@ -132,7 +107,17 @@ def make_mesh(mesh: Mesh | Mapping[str, int]) -> Mesh:
       not the number of devices.
   """
   sizes = dict(mesh.shape if isinstance(mesh, Mesh) else mesh)
-  _check_sizes(sizes)
+  text = ','.join(f'{name}:{size}' for name, size in sizes.items())
+  for name, size in sizes.items():
+    if name not in AXES:
+      raise ValueError(
+        f'mesh={text}: there is no axis {name!r}; choose from data (rows) and'
+        ' model (weights)'
+      )
+    if not arguments_lib.is_integer(size) or size < 1:
+      raise ValueError(
+        f'mesh={text}: the size of {name} must be a positive integer'
+      )
   shape = tuple(sizes.get(axis, 1) for axis in AXES)
   types = (AxisType.Auto,) * len(AXES)
   if isinstance(mesh, Mesh):
@@ -142,7 +127,7 @@ def make_mesh(mesh: Mesh | Mapping[str, int]) -> Mesh:
   num_devices = jax.device_count()
   if math.prod(shape) != num_devices:
     raise ValueError(
-      f'mesh={_text(sizes)} is for {math.prod(shape)} devices, but there are'
+      f'mesh={text} is for {math.prod(shape)} devices, but there are'
       f' {num_devices}; give sizes whose product is {num_devices}, or a'
       ' jax.sharding.Mesh of some of them (on CPU, JAX_NUM_CPU_DEVICES sets'
       ' their number)'
@@ -176,8 +161,8 @@ class Layout:
     return self.mesh.size if self.mesh else 1
 
   def parts(self, name: str) -> int:
-    """Into how many parts a name of the table is divided, where it can be."""
-    axis = _MESH_AXES[name]
+    """Into how many parts an axis of this name is divided, where it can be."""
+    axis = _mesh_axis(name)
     if self.mesh is None or (axis == MODEL and not self.divides_weights):
       return 1
     return self.mesh.shape[axis]
@@ -186,14 +171,14 @@ class Layout:
     """The axis of the mesh for each axis of a tensor.
 
     Args:
-      names: of its axes, keys of the table; None, or left out at the end, for
-        an axis that is not divided.
+      names: of its axes; None, or left out at the end, for an axis that is not
+        divided.
       sizes: of its axes, in units that stay together, such as heads.
     """
     axes: list[str | None] = []
     for name, size in zip(names, sizes, strict=False):
       divided = name and self.parts(name) > 1 and size % self.parts(name) == 0
-      axis = _MESH_AXES[name] if name and divided else None
+      axis = _mesh_axis(name) if name and divided else None
       # If two could be divided by the same axis, the first one is.
       axes.append(None if axis in axes else axis)
     return PartitionSpec(*axes)
@@ -402,17 +387,15 @@ def slot_ops(layout: Layout) -> cache_lib.SlotOps:
     in_names: tuple[_Names, ...],
     out_names: _Names,
   ) -> Callable[..., jax.Array]:
-    def specs(names: _Names, array: jax.Array) -> PartitionSpec:
-      return layout.spec(names, array.shape)
-
     def run(*args: jax.Array) -> jax.Array:
-      in_specs = tuple(map(specs, in_names, args))
-      out = layout.spec(out_names, args[0].shape)
       return jax.shard_map(
         function,
         mesh=layout.mesh,
-        in_specs=in_specs,
-        out_specs=out,
+        in_specs=tuple(
+          layout.spec(names, array.shape)
+          for names, array in zip(in_names, args, strict=True)
+        ),
+        out_specs=layout.spec(out_names, args[0].shape),
         check_vma=False,
       )(*args)
 

@@ -33,7 +33,7 @@ from specdec.models.checkpoints import hub
 from specdec.models.lab import cost_model
 from specdec.models.lab.compiled import hlo
 from specdec.models.lab.compiled import programs
-from specdec.models.nn import llama_config
+from specdec.models.nn import llama as nn_llama
 from specdec.models.text import settings as settings_lib
 
 _LIMITS = pathlib.Path(__file__).parents[1] / 'golden' / 'counted_work.json'
@@ -144,7 +144,7 @@ def test_the_compiled_loops_of_the_demo_pair(device, method, update):
 
 # Qwen2.5 1.5B and 0.5B with one layer each: 467 and 272 MB of embeddings.
 _VOCABULARY = {
-  name: llama_config.LlamaConfig(
+  name: nn_llama.LlamaConfig(
     **{'vocab_size': 151_936, 'num_positions': 4096, 'width': width},
     **{'num_heads': width // head_width, 'head_width': head_width},
     **{'num_layers': 1, 'num_kv_heads': 2, 'inner_width': inner_width},

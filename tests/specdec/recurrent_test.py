@@ -19,7 +19,6 @@ from specdec.models.nn import adapter
 from specdec.models.nn import other_tokens
 from specdec.models.nn.cpu import build
 from specdec.models.nn.cpu import ops
-from specdec.models.nn.cpu import state_ops
 
 _HYBRIDS = ('lfm2_old_keys', 'qwen3_5_shared_keys')
 _kernels = pytest.mark.skipif(
@@ -284,7 +283,7 @@ def mixed_by_kernels(heads, picked):
   inputs |= {name: vectors(1, *window) for name in ('key', 'delta')}
   weight, rates = vectors(3, 4), numbers(2)
   parents = np.tile(np.int32([-1, 0, 1, 2, 3, 4, 3, 3, 5]), (rows, 1))
-  out, inputs = state_ops.mix_delta(
+  out, inputs = ops.mix_delta(
     projected,
     state,
     inputs,
@@ -295,9 +294,7 @@ def mixed_by_kernels(heads, picked):
     tiled=False,
   )
   slots = np.tile(np.int32([0, 4, 2]), (rows, 1))
-  folded = state_ops.fold_delta(
-    matrix, inputs, slots, np.int32([3, 2]), tiled=False
-  )
+  folded = ops.fold_delta(matrix, inputs, slots, np.int32([3, 2]), tiled=False)
   of_heads = lambda name, row, slot: np.asarray(
     inputs[name][row, 0, slot]
   ).reshape(len(picked), -1)

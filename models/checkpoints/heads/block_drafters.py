@@ -25,7 +25,7 @@ from specdec.models.checkpoints.heads import head_tensors
 from specdec.models.checkpoints.keys import block_keys
 from specdec.models.checkpoints.keys import head_keys
 from specdec.models.nn import block_drafter
-from specdec.models.nn import llama_config
+from specdec.models.nn import llama as nn_llama
 
 _EDGES = 'markov_head.hidden_projection.weight'
 _CONFIDENCE = 'confidence_head.proj.weight'
@@ -102,7 +102,7 @@ class StoredBlockDrafter(head_tensors.Drafter):
       layer_type == 'sliding_attention'
       for layer_type in keys.get('layer_types') or ()
     ) or tuple(window is not None for window in layer.of_layers('window'))
-    shape = llama_config.fields_of(layer)
+    shape = nn_llama.fields_of(layer)
     markov_rank = facts['markov_rank'] or facts.get('selector_rank', 0)
     kind = keys.get('markov_head_type') or block_drafter.VANILLA
     if 'selector_rank' in facts:

@@ -12,7 +12,7 @@ from specdec.models.checkpoints import families
 from specdec.models.checkpoints import hub
 from specdec.models.checkpoints import hugging_face
 from specdec.models.checkpoints.heads import head_tensors
-from specdec.models.nn import llama_config
+from specdec.models.nn import llama as nn_llama
 from specdec.models.nn import rope as rope_lib
 
 
@@ -44,7 +44,7 @@ def write(
   if not isinstance(config.rope, rope_lib.Rope):
     raise ValueError('a head without one rotation of all layers is not saved')
   layers = families.written_keys(
-    llama_config.LlamaConfig(**llama_config.fields_of(config)),
+    nn_llama.LlamaConfig(**nn_llama.fields_of(config)),
     families.SAVED_LAYERS,
     dtype=dtype.name,
   )

@@ -34,7 +34,7 @@ from specdec.models.checkpoints.heads import mtp
 from specdec.models.checkpoints.keys import head_keys
 from specdec.models.nn import assistant
 from specdec.models.nn import eagle
-from specdec.models.nn import llama_config
+from specdec.models.nn import llama as nn_llama
 from specdec.models.nn import matrices as matrices_lib
 
 _NAMES = {eagle.EAGLE3: 'EAGLE-3', eagle.EAGLE: 'EAGLE-1'}
@@ -134,7 +134,7 @@ class StoredHead(head_tensors.Drafter):
     layer: Any = families.config_from_keys(
       layers | {'vocab_size': vocabulary}, self.path
     )
-    fields = llama_config.fields_of(layer)
+    fields = nn_llama.fields_of(layer)
     fields |= self._by_tensors(layer) | {'width': width}
     reads: tuple[int, ...] = (cache_lib.AFTER_NORM,)
     if kind == eagle.EAGLE3:

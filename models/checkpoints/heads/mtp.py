@@ -32,7 +32,7 @@ from specdec.models.checkpoints.model_types import architecture
 from specdec.models.checkpoints.model_types import registry
 from specdec.models.nn import delta as delta_lib
 from specdec.models.nn import eagle
-from specdec.models.nn import llama_config
+from specdec.models.nn import llama as nn_llama
 
 # Names in folders: MiMo's have the number of the layer.
 _STORED = re.compile(r'(?:model\.)?mtp(?:_layers\.(\d+))?\.(.+)\.(weight|bias)')
@@ -137,14 +137,14 @@ class StoredMTP(head_tensors.Drafter):
   def config(self) -> eagle.HeadConfig:
     """The shape; raises ValueError if such layers are not supported."""
     target, names = self.target, self.stored.all
-    if not isinstance(target, llama_config.LlamaConfig):
+    if not isinstance(target, nn_llama.LlamaConfig):
       raise ValueError('has an MTP layer, and the target is not a Llama')
     if self.stored.num_layers > 1:
       raise ValueError(
         f'has {self.stored.num_layers} MTP layers; one is supported, which'
         ' drafts at all depths'
       )
-    layer = llama_config.fields_of(target) | {
+    layer = nn_llama.fields_of(target) | {
       'num_layers': 1,
       'mixers': 'self_attn',
       'tie_embeddings': False,

@@ -11,7 +11,6 @@ import numpy as np
 from specdec.models.checkpoints.keys import config_keys
 from specdec.models.checkpoints.model_types import architecture
 from specdec.models.nn import llama as nn_llama
-from specdec.models.nn import llama_config
 
 FULL, SLIDING = 'full_attention', 'sliding_attention'
 QUERY_SCALAR = 'query_pre_attn_scalar'  # Scores are divided by its square root.
@@ -109,7 +108,7 @@ class ModelType(Family):
 
   config: Any  # The class of transformers; its fields are keys of config.json.
   _: dataclasses.KW_ONLY
-  shape: Any = llama_config.LlamaConfig  # The class of the shape.
+  shape: Any = nn_llama.LlamaConfig  # The class of the shape.
   # The `model_type` of a model that has this language model as a part, and
   # whether its embeddings are tied if it does not say it.
   whole: str | None = None
@@ -168,7 +167,7 @@ class ModelType(Family):
   @functools.cached_property
   def rotates(self) -> bool:
     """Whether positions are rotations: whether it is of Llama's kind."""
-    return issubclass(self.shape, llama_config.LlamaConfig)
+    return issubclass(self.shape, nn_llama.LlamaConfig)
 
   @functools.cached_property
   def key_of_field(self) -> dict[str, str]:

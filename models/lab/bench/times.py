@@ -319,7 +319,8 @@ def _xla_attention(projections, mask, start, keys, values, *, scale):
   cache = cache_lib.KVCache((keys,), (values,), start, keys.shape[2])
   cache = cache_lib.write(cache, 0, key, value)
   slots = cache.keys[0], cache.values[0]
-  return attention.attend(query, *slots, mask, scale=scale), *slots
+  operands = attention.Operands(query, *slots, mask)
+  return attention.attend(operands, scale=scale), *slots
 
 
 def _in_place(

@@ -30,6 +30,7 @@ from specdec.models.lab.training import loss as loss_lib
 from specdec.models.lab.training import target_trainer
 from specdec.models.nn import adapter
 from specdec.models.nn import block_drafter
+from specdec.models.nn import llama as nn_llama
 from specdec.models.nn import matrices as matrices_lib
 
 # The weight of a token falls by e over this number of positions of a block.
@@ -72,7 +73,7 @@ def _judge(
   They follow `parents [B, W]`. The output matrix multiplies `states [B, W, H]`
   of the drafter, and `wanted [B, W, H]` of the target.
   """
-  logits = module.scores(states, lm_head)
+  logits = nn_llama.scores(module.config, states, lm_head)
   if module.config.markov:
     head = module.markov_head
     matrix = head.markov_w2.weight.get_value()

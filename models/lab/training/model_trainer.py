@@ -19,13 +19,13 @@ from specdec.models.lab.training import tokenizer as tokenizer_lib
 from specdec.models.lab.training import trainer
 from specdec.models.nn import adapter
 from specdec.models.nn import gpt2 as nn_gpt2
-from specdec.models.nn import llama_config
+from specdec.models.nn import llama as nn_llama
 from specdec.models.text import pair as pair_lib
 from specdec.models.text import plan as plan_lib
 
 _CONFIGS: dict[str, Any] = {
   'gpt2': nn_gpt2.GPT2Config,
-  'llama': llama_config.LlamaConfig,
+  'llama': nn_llama.LlamaConfig,
 }
 
 

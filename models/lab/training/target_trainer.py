@@ -31,7 +31,7 @@ from specdec.models.lab.training import kept
 from specdec.models.lab.training import trainer
 from specdec.models.nn import adapter
 from specdec.models.nn import dtypes
-from specdec.models.nn import llama_config
+from specdec.models.nn import llama as nn_llama
 from specdec.models.nn import matrices as matrices_lib
 from specdec.models.nn import rope as rope_lib
 from specdec.models.nn.cpu import build
@@ -240,7 +240,7 @@ def _joined(slots: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
 
 
 def growing_cache(
-  config: llama_config.LlamaConfig, batch_size: int, dtype: Any
+  config: nn_llama.LlamaConfig, batch_size: int, dtype: Any
 ) -> cache_lib.KVCache:
   """A cache to which a write appends, so that gradients pass through it."""
   cache = cache_lib.init_cache(

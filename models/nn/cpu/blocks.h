@@ -15,8 +15,7 @@
 // exact integers. Groups and parts are added in their order, whatever the number
 // of rows, so a row has the same bits alone.
 
-#ifndef SPECDEC_BLOCKS_H_
-#define SPECDEC_BLOCKS_H_
+#pragma once
 
 #include <algorithm>
 #include <cstdint>
@@ -671,7 +670,6 @@ struct Blocks {
   }
 };
 
-// Outside of the class, so that several units can share the kinds out.
 template <typename Kind>
 void Blocks::MultiplyKind(const Rows& rows, int64_t first, int64_t count,
                           const Group& group, float* sums) {
@@ -682,6 +680,18 @@ void Blocks::MultiplyKind(const Rows& rows, int64_t first, int64_t count,
   }
 }
 
-}  // namespace specdec
+// Two units share the kinds out, and are compiled at the same time.
+#define SPECDEC_MULTIPLY_KIND(Kind)                                      \
+  void Blocks::MultiplyKind<Kind>(const Rows&, int64_t, int64_t, const Group&, \
+                                  float*)
+extern template SPECDEC_MULTIPLY_KIND(Q4_0);
+extern template SPECDEC_MULTIPLY_KIND(Q4_1);
+extern template SPECDEC_MULTIPLY_KIND(Q5_0);
+extern template SPECDEC_MULTIPLY_KIND(Q5_1);
+extern template SPECDEC_MULTIPLY_KIND(Q8_0);
+extern template SPECDEC_MULTIPLY_KIND(MXFP4);
+extern template SPECDEC_MULTIPLY_KIND(Q4_K);
+extern template SPECDEC_MULTIPLY_KIND(Q5_K);
+extern template SPECDEC_MULTIPLY_KIND(Q6_K);
 
-#endif  // SPECDEC_BLOCKS_H_
+}  // namespace specdec

@@ -1,14 +1,11 @@
-// Products with matrices in blocks of 256 values; see block_products.cc.
+// Products with matrices in blocks of 256 values.
 
 #include "blocks.h"
 
 namespace specdec {
 
-template void Blocks::MultiplyKind<Q4_K>(const Rows&, int64_t, int64_t,
-                                         const Group&, float*);
-template void Blocks::MultiplyKind<Q5_K>(const Rows&, int64_t, int64_t,
-                                         const Group&, float*);
-template void Blocks::MultiplyKind<Q6_K>(const Rows&, int64_t, int64_t,
-                                         const Group&, float*);
+template SPECDEC_MULTIPLY_KIND(Q4_K);
+template SPECDEC_MULTIPLY_KIND(Q5_K);
+template SPECDEC_MULTIPLY_KIND(Q6_K);
 
 }  // namespace specdec

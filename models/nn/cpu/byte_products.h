@@ -13,8 +13,7 @@
 //
 // Integers are exact, so all instruction sets have the same bits.
 
-#ifndef SPECDEC_BYTE_PRODUCTS_H_
-#define SPECDEC_BYTE_PRODUCTS_H_
+#pragma once
 
 #include <algorithm>
 #include <cstdint>
@@ -54,15 +53,19 @@ void ComputeNow(Sums& sums) {
 #endif
 }
 
-#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
-
-struct ByteProducts {
+// Four values in a word.
+struct InOneWord {
   static constexpr int kFactors = 1;
-  using Sums = Ints;
 
   static void Spread(const int8_t* values, uint32_t* words) {
     std::memcpy(words, values, 4);
   }
+};
+
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
+
+struct ByteProducts : InOneWord {
+  using Sums = Ints;
 
   static constexpr int Fits(int) { return 1 << 16; }
 
@@ -105,13 +108,8 @@ inline Ints MultiplyPairs(const Words& pairs, uint32_t x) {
 }
 
 // Sums of 16 bits, two in a lane.
-struct ByteProducts {
-  static constexpr int kFactors = 1;
+struct ByteProducts : InOneWord {
   using Sums = int16_t __attribute__((vector_size(4 * kLanes)));
-
-  static void Spread(const int8_t* values, uint32_t* words) {
-    std::memcpy(words, values, 4);
-  }
 
   static constexpr int Fits(int most) { return 32767 / (2 * 127 * most); }
 
@@ -140,7 +138,7 @@ inline Ints AddPairs(const Ints& sums, const Words& pairs, uint32_t x) {
 
 #else
 
-struct ByteProducts {
+struct ByteProducts : InOneWord {
   using Sums = Ints;
 
   static constexpr int Fits(int most) {
@@ -150,12 +148,6 @@ struct ByteProducts {
   static Sums Start(const Ints& sums) { return sums; }
 
 #if defined(__ARM_FEATURE_DOTPROD)
-  static constexpr int kFactors = 1;
-
-  static void Spread(const int8_t* values, uint32_t* words) {
-    std::memcpy(words, values, 4);
-  }
-
   // The instructions take word kLane of a register for all lanes.
   template <int kLane>
   static Sums AddLane(const Sums& sums, const Words& weights, int8x8_t x) {
@@ -211,5 +203,3 @@ inline ByteProducts::Sums AddWord(const ByteProducts::Sums& sums,
 }
 
 }  // namespace specdec
-
-#endif  // SPECDEC_BYTE_PRODUCTS_H_

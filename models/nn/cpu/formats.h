@@ -15,8 +15,7 @@
 //   Multiply   adds up the products of some rows and a group, all inputs in
 //              their order
 
-#ifndef SPECDEC_FORMATS_H_
-#define SPECDEC_FORMATS_H_
+#pragma once
 
 #include <algorithm>
 #include <cstdint>
@@ -277,5 +276,3 @@ struct Int8 : Vectors {
 };
 
 }  // namespace specdec
-
-#endif  // SPECDEC_FORMATS_H_

@@ -7,8 +7,7 @@
 // `ops.py` is the only caller. It has checked all shapes and types but the
 // words of matrices.
 
-#ifndef SPECDEC_HANDLERS_H_
-#define SPECDEC_HANDLERS_H_
+#pragma once
 
 #include <string>
 
@@ -51,5 +50,3 @@ template <>
 struct xla::ffi::CtxBinding<xla::ffi::ThreadPool> {
   using Ctx = xla::ffi::ThreadPool;
 };
-
-#endif  // SPECDEC_HANDLERS_H_

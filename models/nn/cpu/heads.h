@@ -1,7 +1,6 @@
 // Attention to the slots of a key-value cache.
 
-#ifndef SPECDEC_HEADS_H_
-#define SPECDEC_HEADS_H_
+#pragma once
 
 #include <algorithm>
 #include <cmath>
@@ -374,5 +373,3 @@ void AttendAll(Pool& pool, const Attention& attention) {
 }
 
 }  // namespace specdec
-
-#endif  // SPECDEC_HEADS_H_

@@ -1,8 +1,7 @@
 // Products of rows with matrices, and what is done to rows before and to results
 // after, in one go.
 
-#ifndef SPECDEC_PRODUCTS_H_
-#define SPECDEC_PRODUCTS_H_
+#pragma once
 
 #include <algorithm>
 #include <cstdint>
@@ -255,5 +254,3 @@ void Compute(Pool& pool, const Products& products) {
 }
 
 }  // namespace specdec
-
-#endif  // SPECDEC_PRODUCTS_H_

@@ -1,7 +1,6 @@
 // Rows of activations: their norms, and what products read of them.
 
-#ifndef SPECDEC_ROWS_H_
-#define SPECDEC_ROWS_H_
+#pragma once
 
 #include <algorithm>
 #include <cmath>
@@ -125,5 +124,3 @@ inline float RoundToIntegers(const float* row, int64_t width, int8_t* to,
 }
 
 }  // namespace specdec
-
-#endif  // SPECDEC_ROWS_H_

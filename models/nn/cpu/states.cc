@@ -74,7 +74,7 @@ struct Convolution {
   // the nodes after this one are done.
   void Compute(int64_t row, int64_t node, int64_t channel, int64_t count,
                bool silu, float* to) const {
-    constexpr int64_t kMost = 16;  // Checked in `state_ops`.
+    constexpr int64_t kMost = 16;  // Checked in `ops.py`.
     const float* inputs[kMost];
     const int64_t first = nodes.First(row);
     int64_t slot = first + node, text = before;
@@ -286,7 +286,7 @@ inline void Direction(const float* from, int64_t width, float factor,
   });
 }
 
-// A forward over token trees; see `state_ops.mix_delta`.
+// A forward over token trees; see `mix_delta` in ops.py.
 struct Walk {
   Heads heads;
   Convolution convolution;  // Its `x` are all projections.

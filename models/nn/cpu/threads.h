@@ -1,7 +1,6 @@
 // Threads that work through loops together.
 
-#ifndef SPECDEC_THREADS_H_
-#define SPECDEC_THREADS_H_
+#pragma once
 
 #include <algorithm>
 #include <atomic>
@@ -207,5 +206,3 @@ class Team {
 };
 
 }  // namespace specdec
-
-#endif  // SPECDEC_THREADS_H_

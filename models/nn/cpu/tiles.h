@@ -5,8 +5,7 @@
 // a row has the same bits alone; one row is multiplied by the same instruction,
 // which adds the even and the odd inputs of 16 words of bfloat16 on their own.
 
-#ifndef SPECDEC_TILES_H_
-#define SPECDEC_TILES_H_
+#pragma once
 
 #include "formats.h"
 
@@ -27,36 +26,26 @@ inline bool CanUseTiles() {
   return can;
 }
 
-// The tiles: 0 to 3 are sums of 16 rows, then of 16 more, and two
-// blocks each; 4 and 5 are these rows; 6 and 7 are words of the two blocks.
-struct alignas(64) TileShapes {
+// The tiles of a thread while it multiplies. 0 to 3 are sums of 16 rows, then of
+// 16 more, and two blocks each; 4 and 5 are these rows; 6 and 7 are words of the
+// two blocks.
+struct alignas(64) TilesInUse {
   uint8_t palette = 1;
   uint8_t start_row = 0;
   uint8_t reserved[14] = {};
   uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
   uint8_t rows[16] = {};
 
-  explicit TileShapes(int64_t count) {
+  explicit TilesInUse(int64_t count) {
     const auto first = std::min<int64_t>(count, 16);
     const auto second = std::max<int64_t>(count - first, 1);
     for (int tile : {0, 1, 4}) rows[tile] = first;
     for (int tile : {2, 3, 5}) rows[tile] = second;
     for (int tile : {6, 7}) rows[tile] = 16;
-  }
-};
-
-// The tiles of a thread while it multiplies.
-class TilesInUse {
- public:
-  explicit TilesInUse(int64_t count) {
-    const TileShapes shapes(count);
-    asm volatile("ldtilecfg %0" ::"m"(shapes));
+    asm volatile("ldtilecfg %0" ::"m"(*this));
   }
   ~TilesInUse() { _tile_release(); }
 };
-
-// Like kFar and kNear.
-constexpr int64_t kTilesFar = 8192, kTilesNear = 2048;
 
 struct Tiles {
   template <typename Format>
@@ -74,8 +63,8 @@ struct Tiles {
     _tile_zero(3);
     for (int64_t word = 0; word < group.num_words; word += 16) {
       for (int64_t i = 0; i < 16 * kBytes; i += 64) {
-        __builtin_prefetch(weights + kTilesFar + i, 0, 2);
-        __builtin_prefetch(weights + kTilesNear + i);
+        __builtin_prefetch(weights + kFar + i, 0, 2);
+        __builtin_prefetch(weights + kNear + i);
       }
       _tile_loadd(4, x, stride);
       _tile_loadd(6, weights, kStride);
@@ -151,5 +140,3 @@ using Int8Tiles = Int8;
 }  // namespace specdec
 
 #endif
-
-#endif  // SPECDEC_TILES_H_

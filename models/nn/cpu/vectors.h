@@ -3,8 +3,7 @@
 // They are of GCC's vector extension, which Clang has, too, and which compiles
 // to whatever the processor has (AVX-512, AVX2, NEON, none).
 
-#ifndef SPECDEC_VECTORS_H_
-#define SPECDEC_VECTORS_H_
+#pragma once
 
 #include <algorithm>
 #include <cstdint>
@@ -176,5 +175,3 @@ inline Floats Sigmoid(const Floats& x) {
 }
 
 }  // namespace specdec
-
-#endif  // SPECDEC_VECTORS_H_

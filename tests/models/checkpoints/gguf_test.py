@@ -31,7 +31,7 @@ from specdec.models.nn import delta as delta_lib
 from specdec.models.nn import dtypes
 from specdec.models.nn import gemma as gemma_lib
 from specdec.models.nn import gpt2 as nn_gpt2
-from specdec.models.nn import llama_config
+from specdec.models.nn import llama as nn_llama
 from specdec.models.nn import matrices as matrices_lib
 from specdec.models.nn import mixtral as mixtral_lib
 from specdec.models.nn import rope as rope_lib
@@ -72,11 +72,11 @@ _GEMMA |= {'post_norm': True, 'window': (8, None)}
 # Models in blocks of few bits, and what no variant of `variants` has.
 _CONFIGS = {
   'gpt2': nn_gpt2.GPT2Config(**_SHAPE, num_positions=16, inner_width=512),
-  'llama': llama_config.LlamaConfig(**_LLAMA, rope=rope_lib.Rope(theta=5e5)),
-  'llama, llama3': llama_config.LlamaConfig(
+  'llama': nn_llama.LlamaConfig(**_LLAMA, rope=rope_lib.Rope(theta=5e5)),
+  'llama, llama3': nn_llama.LlamaConfig(
     **_LLAMA, rope=rope_lib.Rope(scaling=_LLAMA3)
   ),
-  'llama, vocabulary': llama_config.LlamaConfig(**_LLAMA | {'vocab_size': 293}),
+  'llama, vocabulary': nn_llama.LlamaConfig(**_LLAMA | {'vocab_size': 293}),
   'llama, mixture': mixtral_lib.MixtralConfig(**_MIXTURE),
   'gemma2': gemma_lib.GemmaConfig(**_GEMMA, score_cap=5.0, logit_cap=3.0),
   'gemma3': gemma_lib.GemmaConfig(
@@ -98,17 +98,17 @@ _CONFIGS = {
     **{'key_heads': 2, 'value_heads': 4, 'key_width': 64, 'value_width': 32},
     **{'conv_size': 4, 'tiled': True},
   ),
-  'olmo2': llama_config.LlamaConfig(
+  'olmo2': nn_llama.LlamaConfig(
     **_LLAMA | {'pre_norm': False, 'post_norm': True, 'window': (8, None)},
     **{'qk_norm': True, 'joint_qk_norm': True},
     rope=(_WIDE, dataclasses.replace(_WIDE, scaling=_YARN_OF_8)),
   ),
-  'smollm3': llama_config.LlamaConfig(
+  'smollm3': nn_llama.LlamaConfig(
     **_LLAMA | {'num_layers': 4, 'rope': (*[_LOCAL] * 3, None)}
   ),
   # llama.cpp has another default for the number of heads than transformers.
-  'mistral3': llama_config.LlamaConfig(**_LLAMA | {'num_kv_heads': 4}),
-  'phi3': llama_config.LlamaConfig(
+  'mistral3': nn_llama.LlamaConfig(**_LLAMA | {'num_kv_heads': 4}),
+  'phi3': nn_llama.LlamaConfig(
     **_LLAMA | {'num_positions': 48},
     rope=rope_lib.Rope(scaling=_LONGROPE, fraction=0.75),
   ),

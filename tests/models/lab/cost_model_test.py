@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from specdec.models.lab import cost_model
-from specdec.models.nn import llama_config
+from specdec.models.nn import llama as nn_llama
 from specdec.tree import topology as topology_lib
 
 _PAGE = pathlib.Path(__file__).parents[3] / 'docs' / 'cost_model.md'
 
 # 4 query heads and 2 KV heads of width 4; SwiGLU of width 10.
-_SMALL = llama_config.LlamaConfig(
+_SMALL = nn_llama.LlamaConfig(
   vocab_size=50,
   num_positions=64,
   width=8,

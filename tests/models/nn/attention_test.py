@@ -40,7 +40,9 @@ _dtypes = pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_attend_equals_one_query_and_head_at_a_time(length, heads, dtype):
   *operands, mask = _operands(length=length, heads=heads)
   operands = [operand.astype(dtype) for operand in operands]
-  attend = jax.jit(lambda *a: attention.attend(*a, scale=_SCALE))
+  attend = jax.jit(
+    lambda *a: attention.attend(attention.Operands(*a), scale=_SCALE)
+  )
   result = attend(*operands, mask)
   assert result.dtype == jnp.float32
   expected = _reference(

@@ -106,7 +106,7 @@ def test_bytes_of_four_bits_are_counted_and_cannot_be_saved(tmp_path):
   hub.save_pretrained(module, tmp_path)
   module = hub.load_module(tmp_path, dtype='int4', packed=True)
   target = adapter.as_model(module)
-  packed = lambda leaf: isinstance(leaf, blocks_lib.PackedBlocks)
+  packed = lambda leaf: isinstance(leaf, matrices_lib.PackedMatrix)
   leaves = jax.tree.leaves(target.params, is_leaf=packed)
   matrices = [leaf for leaf in leaves if packed(leaf)]
   assert {matrix.kind for matrix in matrices} == {'Q4_1', 'Q8_0'}

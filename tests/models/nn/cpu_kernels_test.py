@@ -19,8 +19,9 @@ from specdec import cache as cache_lib
 from specdec.models.checkpoints import hub
 from specdec.models.nn import adapter
 from specdec.models.nn import blocks as blocks_lib
-from specdec.models.nn import experts as experts_lib
+from specdec.models.nn import contraction
 from specdec.models.nn import matrices as matrices_lib
+from specdec.models.nn import mixtral
 from specdec.models.nn import rope as rope_lib
 from specdec.models.nn.cpu import build
 from specdec.models.nn.cpu import ops
@@ -317,9 +318,11 @@ def test_routing_equals_that_of_xla(num_experts, renormalize):
   logits = 3 * _RNG.standard_normal((2, 9, num_experts), np.float32)
   logits[:, :, 1] = logits[:, :, 0]  # The first of equals is better.
   logits[0, 0] = 1.0
-  run = functools.partial(experts_lib.route, count=3, renormalize=renormalize)
-  ours = jax.jit(functools.partial(run, kernels=True))
-  result, expected = ours(logits), jax.jit(run)(logits)
+  run = functools.partial(mixtral.route, count=3, renormalize=renormalize)
+  expected = jax.jit(run)(logits)
+  in_use = contraction.in_use(contraction.Backend(kernels=True))
+  ours = jax.jit(in_use(run))
+  result = ours(logits)
   np.testing.assert_array_equal(result.experts, expected.experts)
   both = result.weights, expected.weights
   np.testing.assert_allclose(*both, rtol=1e-5, atol=1e-7)

@@ -9,7 +9,6 @@ import pytest
 from specdec.models.nn import blocks as blocks_lib
 from specdec.models.nn.cpu import build
 from specdec.models.nn.cpu import ops
-from specdec.models.nn.cpu import state_ops
 
 _kernels = pytest.mark.skipif(
   not build.is_available(), reason='the CPU kernels need a C++ compiler'
@@ -64,7 +63,7 @@ _CALLS = {
     'index': _ints((2, 3)),
     'weights': _floats((2, 3)),
   },
-  state_ops.mix_convolution: {
+  ops.mix_convolution: {
     'projected': _floats((2, 4, 60)),
     'state': _floats((2, 3, 20)),
     'window': _floats((2, 1, 9, 20)),
@@ -72,14 +71,14 @@ _CALLS = {
     'weight': _floats((4, 20)),
     'bias': _floats(20),
   },
-  state_ops.gate: {'x': _floats((2, 5)), 'gates': _floats((2, 5))},
-  functools.partial(state_ops.fold_delta, tiled=False): {
+  ops.gate: {'x': _floats((2, 5)), 'gates': _floats((2, 5))},
+  functools.partial(ops.fold_delta, tiled=False): {
     'state': _STATE,
     'inputs': _INPUTS,
     'slots': _ints((2, 8)),
     'count': _ints(2),
   },
-  functools.partial(state_ops.mix_delta, tiled=False): {
+  functools.partial(ops.mix_delta, tiled=False): {
     'projected': _floats((2, 4, _MIXED + 6 * 9)),
     'state': {'conv': _floats((2, 3, _MIXED)), 'matrix': _STATE},
     'inputs': _INPUTS | {'conv': _floats((2, 1, 9, _MIXED))},
@@ -93,7 +92,7 @@ _multiply, _attend, _, _, _route, *_, _fold_delta, _mix_delta = _CALLS
 # Axes that no other operand has, or that may be longer; and rows of any axes.
 _FREE = {(ops.write_slots, 'slots', 2), (ops.write_slots, 'new', 2)}
 _FREE |= {(ops.sum_rows, 'rows', 0), (ops.sum_rows, 'rows', 1)}
-_FREE |= {(state_ops.mix_convolution, 'projected', 1)}
+_FREE |= {(ops.mix_convolution, 'projected', 1)}
 _FREE |= {(_mix_delta, 'projected', 1), (_fold_delta, 'slots', 1)}
 _ROWS = {(ops.normalize, 'x'), (_route, 'logits')}
 

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specdec.models.nn import experts as experts_lib
+from specdec.models.nn import mixtral
 
 
 def test_blocks_are_about_the_share_of_an_expert():
   sizes = {1: 1, 40: 16, 80: 32, 256: 64, 4096: 128}
-  assert {size: experts_lib._block_size(size, 2, 8) for size in sizes} == sizes
+  assert {size: mixtral._block_size(size, 2, 8) for size in sizes} == sizes
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ def test_as_many_blocks_are_computed_as_there_are_rows_for(
   block, computed, monkeypatch
 ):
   block_size = lambda num_tokens, *_: min(num_tokens, block)
-  monkeypatch.setattr(experts_lib, '_block_size', block_size)
+  monkeypatch.setattr(mixtral, '_block_size', block_size)
   blocks = []
 
   def counted(weights, x):
@@ -32,8 +32,8 @@ def test_as_many_blocks_are_computed_as_there_are_rows_for(
   x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 6)), jnp.float32)
   # Rows of the experts: 8, 4, 0, 4.
   chosen = jnp.array([[0, 1]] * 4 + [[0, 3]] * 4)
-  routing = experts_lib.Routing(chosen, jnp.full((8, 2), 0.5))
-  result = jax.jit(lambda: experts_lib.mix(counted, weights, x, routing))()
+  routing = mixtral.Routing(chosen, jnp.full((8, 2), 0.5))
+  result = jax.jit(lambda: mixtral.mix(counted, weights, x, routing))()
   factors = 0.5 * (1 + chosen).sum(axis=1, keepdims=True)
   np.testing.assert_allclose(result, x * factors, rtol=1e-5)
   jax.effects_barrier()

@@ -17,7 +17,7 @@ from specdec.models.nn import adapter
 from specdec.models.nn import eagle
 from specdec.models.nn import gemma as gemma_lib
 from specdec.models.nn import layers
-from specdec.models.nn import llama_config
+from specdec.models.nn import llama as nn_llama
 
 
 def _write(tmp_path, name):
@@ -118,7 +118,7 @@ def test_a_factor_of_yarn_that_is_null_follows_from_the_contexts(tmp_path):
   assert (scaling.factor, scaling.beta_fast) == (1.5, 32.0)
 
 
-_PLAIN = llama_config.fields_of(tiny.LLAMA_CONFIGS['llama'])
+_PLAIN = nn_llama.fields_of(tiny.LLAMA_CONFIGS['llama'])
 _CONFIGS = tiny.LLAMA_CONFIGS | {
   'gemma4': gemma_lib.Gemma4Config(**_PLAIN, layer_width=8),
   'head': eagle.HeadConfig(**_PLAIN, target_width=16, fc_norm=True),
