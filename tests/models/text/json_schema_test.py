@@ -113,7 +113,7 @@ def test_a_schema_is_obeyed_or_refused():
     num_obeyed += automaton is not None
     for text in _samples(automaton, 6, rng) if automaton else ():
       assert _conforms(schema, text), (schema, text)
-  assert num_obeyed > 220
+  assert num_obeyed > 120
 
 
 def test_values_of_the_suite():
