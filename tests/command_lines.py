@@ -4,14 +4,12 @@ import contextlib
 import io
 import pathlib
 import runpy
-import subprocess
 import sys
 from typing import NamedTuple
 from unittest import mock
 
 from absl import app
 from absl import flags
-import quick
 
 _FOLDER = pathlib.Path(__file__).parents[1] / 'scripts'
 
@@ -60,15 +58,3 @@ def refusal(script: str, *arguments) -> str:
   last = ended.errors.strip().splitlines()[-1]
   assert last.startswith(f'{script}: ')
   return last
-
-
-def run_alone(script: str, *arguments) -> Ended:
-  """Runs a script in a process of its own, with options to compile fast."""
-  ended = subprocess.run(
-    [sys.executable, _FOLDER / script, *map(str, arguments)],
-    capture_output=True,
-    text=True,
-    check=False,
-    env=quick.environment(),
-  )
-  return Ended(ended.returncode, ended.stdout, ended.stderr)

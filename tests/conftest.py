@@ -23,10 +23,9 @@ References in plain Python or NumPy, which share no code with the library:
 - `enumeration`: distributions that are summed, and rules of verification.
 - `slow_head`: heads by their formulas.
 
-Calls: `fuzzing` makes random ones of the text API, `constraints_of_use` has
-expressions and schemas, `command_lines` runs scripts. `quick` has the options
-by which programs compile fast. `on_devices`, `cpu_calls` and `strip_notebooks`
-are programs of their own.
+Calls: `fuzzing` makes random ones of the text API, `command_lines` runs
+scripts. `quick` has the options by which programs compile fast. `on_devices`,
+`cpu_calls` and `strip_notebooks` are programs of their own.
 """
 
 import collections

@@ -4,6 +4,7 @@ Every token is a letter or special, so that a text has one way to be cut.
 """
 
 import contextlib
+import functools
 import string
 import threading
 import time
@@ -28,10 +29,16 @@ TEMPLATE = (
 )
 
 
+@functools.cache
+def _tokenizer(template, letters):
+  return byte_level.tokenizer(
+    letters, *SPECIAL, eos_token='<end>', chat_template=template
+  )
+
+
 def generator(target, drafter, template=TEMPLATE, letters=LETTERS):
   """A generator whose tokens are letters."""
-  options = {'eos_token': '<end>', 'chat_template': template}
-  tokenizer = byte_level.tokenizer(letters, *SPECIAL, **options)
+  tokenizer = _tokenizer(template, letters)
   pair = pair_lib.Pair(target, None, tokenizer, eos_ids=EOS_IDS)
   return generator_lib.Generator(pair, drafter)
 

@@ -35,9 +35,9 @@ def test_no_example_is_left_out():
 
 
 @pytest.mark.parametrize('name', _WITH_EXAMPLES)
-def test_examples_run(name, monkeypatch, capsys, request, tmp_path):
+def test_examples_run(name, monkeypatch, capsys, request):
   if not request.config.getoption('--long'):
-    tiny_demo.stand_in(monkeypatch, tmp_path)
+    tiny_demo.stand_in(monkeypatch)
   monkeypatch.chdir(_ROOT)
   scope = {'__name__': 'example'}
   for number, example in enumerate(_examples(_ROOT / name)):

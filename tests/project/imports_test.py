@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import functools
 import graphlib
 import itertools
 import os
@@ -54,14 +55,19 @@ def _named(node):
   return {name if name in _MODULES else node.module for name in inside}
 
 
+@functools.cache
+def _nodes(path):
+  """The nodes of the syntax tree of a file, the tree itself first."""
+  return [*ast.walk(ast.parse((_ROOT / path).read_text('utf-8')))]
+
+
+_FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+
+
 def _imports(path):
   """Modules that a file imports, and modules that its functions import."""
-  tree = ast.parse((_ROOT / path).read_text('utf-8'))
-  functions = [
-    node
-    for node in ast.walk(tree)
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-  ]
+  tree, *nodes = _nodes(path)
+  functions = [node for node in nodes if isinstance(node, _FUNCTIONS)]
   within = itertools.chain(*map(ast.walk, functions))
   return tuple(
     set().union(*map(_named, nodes)) for nodes in (tree.body, within)
@@ -111,9 +117,7 @@ def test_modules_are_imported_not_names():
   """So that a call names the file of what it calls: `accept.count_emitted`."""
   for name, path in _MODULES.items():
     # A package exports the names of its files.
-    if path.name == '__init__.py':
-      continue
-    for node in ast.walk(ast.parse((_ROOT / path).read_text('utf-8'))):
+    for node in () if path.name == '__init__.py' else _nodes(path):
       if isinstance(node, ast.ImportFrom) and node.module in _MODULES:
         names = {f'{node.module}.{alias.name}' for alias in node.names}
         assert names <= _MODULES.keys(), f'{name} imports {names}'
@@ -136,13 +140,13 @@ def test_what_only_training_needs_is_imported_by_training_alone():
 
 def test_functions_and_classes_are_short():
   """A longer one has several jobs."""
-  longest = {ast.FunctionDef: 80, ast.AsyncFunctionDef: 80, ast.ClassDef: 250}
   long = {
     f'{name}.{node.name}'
     for name, path in _MODULES.items()
-    for node in ast.walk(ast.parse((_ROOT / path).read_text('utf-8')))
-    if type(node) in longest
-    if node.end_lineno - node.lineno >= longest[type(node)]
+    for node in _nodes(path)
+    if isinstance(node, _FUNCTIONS | ast.ClassDef)
+    if node.end_lineno - node.lineno
+    >= (250 if isinstance(node, ast.ClassDef) else 80)
   }
   assert not long, f'split {sorted(long)}'
 
@@ -186,7 +190,7 @@ def test_no_expression_is_spelled_for_a_formatter():
     f'{path}:{node.lineno}'
     for folder in (*_FOLDERS, 'tests', 'docs')
     for path in _files(folder)
-    for node in ast.walk(ast.parse((_ROOT / path).read_text('utf-8')))
+    for node in _nodes(path)
     if _is_spelled_for_a_formatter(node)
   ]
   assert not places, f'write the entries without a star: {places}'

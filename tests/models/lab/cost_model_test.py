@@ -82,13 +82,11 @@ def test_forward_cost_by_hand():
   )
   assert cost.num_bytes == 2 * weights + cost.cache_bytes + 30 * sides
   # Products wait for arithmetic, attention does, too: 10 FLOP per byte.
-  flops = cost.matmul_flops + cost.attention_flops
   bound = [cost.num_bytes - cost.cache_bytes, cost.cache_bytes]
   assert cost.seconds(_MACHINE) == pytest.approx(
     max(bound[0] / 100, cost.matmul_flops / 1e3)
     + max(bound[1] / 100, cost.attention_flops / 1e3)
   )
-  assert flops / 1e3 <= cost.seconds(_MACHINE)
   linked = dataclasses.replace(
     _MACHINE, link_bytes_per_second=10.0, collective_seconds=1.0, devices=2
   )

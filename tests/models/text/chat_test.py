@@ -1,35 +1,21 @@
 """Conversations: templates, ends of turns, and that only what is new is read.
 
-Every token of the tokenizer is a letter or special, so that an answer has one
-way to be cut into tokens. Models are random, and their answers end early.
+Models are random, and their answers end early.
 """
 
-import functools
-import string
-
-import byte_level
 import numpy as np
 import pytest
 import refusals
 import tiny
 import tiny_drafters
+import tiny_served
 
 import specdec
 from specdec import loop
 from specdec.models.checkpoints import hub
-from specdec.models.text import generator as generator_lib
-from specdec.models.text import pair as pair_lib
 
-_LETTERS = string.ascii_letters[:40]
-_SPECIAL = ('<end>', '<system>', '<user>', '<assistant>', '<a>', '<b>', '<c>')
-_END = 40
-_EOS_IDS = tuple(range(_END, _END + len(_SPECIAL)))
-_TEMPLATE = (
-  '{% for message in messages %}'
-  "<{{ message['role'] }}>{{ message['content'] }}<end>"
-  '{% endfor %}'
-  '{% if add_generation_prompt %}<assistant>{% endif %}'
-)
+_TEMPLATE, _EOS_IDS = tiny_served.TEMPLATE, tiny_served.EOS_IDS
+_END = _EOS_IDS[0]
 # Answers that others follow lose all but a letter.
 _FORGETFUL = _TEMPLATE.replace(
   "['content']", "['content'][:1 if message['role'] == 'assistant' else None]"
@@ -41,21 +27,9 @@ _SAID = ('ab', 'c', 'Def', 'ab', 'g')
 _LIMIT = 5
 
 
-@functools.cache
-def _tokenizer(template):
-  options = {'eos_token': '<end>', 'chat_template': template}
-  return byte_level.tokenizer(_LETTERS, *_SPECIAL, **options)
-
-
-@functools.cache
-def _drafter(kind):
-  return tiny_drafters.simple(kind, tiny.draft('similar', num_layers=1))
-
-
 def _generator(kind='plain', template=_TEMPLATE):
-  target = tiny.gpt2(num_layers=1)
-  pair = pair_lib.Pair(target, None, _tokenizer(template), eos_ids=_EOS_IDS)
-  return generator_lib.Generator(pair, _drafter(kind))
+  drafter = tiny_drafters.simple(kind, tiny.draft('similar', num_layers=1))
+  return tiny_served.generator(tiny.gpt2(num_layers=1), drafter, template)
 
 
 def _user(text='ab'):
@@ -89,8 +63,9 @@ _num_programs = lambda: [
 ]
 
 
-@pytest.mark.parametrize('temperature', [0.0, 1.0])
-@pytest.mark.parametrize('kind', ['plain', 'staged'])
+@pytest.mark.parametrize(
+  ('kind', 'temperature'), [('plain', 0.0), ('staged', 1.0)]
+)
 def test_five_turns_equal_decoding_everything_again(kind, temperature):
   sampling = _sampling(temperature)
   chat = _chat(_generator(kind), sampling=sampling)

@@ -1,7 +1,6 @@
 """Texts that match expressions and JSON schemas, checked by other validators.
 
-The tokens of a tiny model are letters, digits and pieces of JSON. `--long`
-takes the embedded pair, and a hundred constraints.
+The tokens of a tiny model are letters, digits and pieces of JSON.
 """
 
 import functools
@@ -11,7 +10,6 @@ from unittest import mock
 
 import byte_level
 import command_lines
-import constraints_of_use
 import jsonschema
 import pytest
 import refusals
@@ -179,27 +177,20 @@ def test_a_longer_text_takes_no_more_round_trips():
   assert once == again == reads(44)[1]
 
 
-_DEEP = {'regex': f'{"(" * 2000}a{")" * 2000}'}
-_NO_JSON = {'json_schema': {'enum': {1}}}
-
-
-@pytest.mark.parametrize(
-  ('options', 'message'),
-  [
-    (_DEEP, 'is nested too deeply'),
-    (_NO_JSON, 'json_schema cannot be written as JSON'),
+def test_what_cannot_be_used_is_refused():
+  for options, message in (
+    ({'regex': f'{"(" * 2000}a{")" * 2000}'}, 'is nested too deeply'),
+    ({'json_schema': {'enum': {1}}}, 'json_schema cannot be written as JSON'),
     *refusals.of('models/text', 'constraint'),
-  ],
-)
-def test_what_cannot_be_used_is_refused(options, message):
-  with pytest.raises(ValueError, match=message) as refused:
-    _generator().generate(_PROMPT, max_new_tokens=4, **options)
-  assert '\n' not in str(refused.value)
+  ):
+    with pytest.raises(ValueError, match=message) as refused:
+      _generator().generate(_PROMPT, max_new_tokens=4, **options)
+    assert '\n' not in str(refused.value)
 
 
 def test_scripts(tmp_path, monkeypatch):
   """A schema in a file, and an expression of all lines but one."""
-  tiny_demo.stand_in(monkeypatch, tmp_path / 'pair')
+  tiny_demo.stand_in(monkeypatch)
   schema = tmp_path / 'schema.json'
   schema.write_text(json.dumps(_NAMED))
   options = ['--method=plain', '--temperature=0.9', '--max_new_tokens=48']
@@ -216,34 +207,3 @@ def test_scripts(tmp_path, monkeypatch):
   first, second = map(json.loads, ended.output.splitlines())
   assert _matches(first['text'], '[ab]{3}', None)
   assert _matches(second['text'], None, _NAMED)
-
-
-@functools.cache
-def _embedded(method):
-  return specdec.load(
-    draft=None if method == 'plain' else 'demo', method=method
-  )
-
-
-@pytest.mark.long
-@pytest.mark.parametrize('seed', range(3))
-@pytest.mark.parametrize('kind', ['regex', 'json_schema'])
-def test_a_hundred_constraints_and_the_embedded_pair(kind, seed):
-  """One batch for each seed: drafted is plain, and what ends matches."""
-  given = getattr(
-    constraints_of_use, {'regex': 'expressions'}.get(kind, 'schemas')
-  )(50)
-  decode = lambda method: _embedded(method).generate(
-    ['# A record:\n'] * 50,
-    max_new_tokens=96,
-    sampling=specdec.Sampling(temperature=[0.0, *[0.9] * 49]),
-    seed=[100 * seed + row for row in range(50)],
-    **{kind: given},
-  )
-  plain = decode('plain')
-  assert {*plain.finish_reasons} == {'eos'}
-  for text, constraint in zip(plain.text, given, strict=True):
-    by_kind = (constraint, None) if kind == 'regex' else (None, constraint)
-    assert _matches(text, *by_kind), text
-  for method in ('chain', 'tree', 'staged'):
-    assert decode(method).tokens == plain.tokens

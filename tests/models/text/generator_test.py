@@ -51,16 +51,15 @@ def test_without_eos_ids_special_tokens_end_nothing_and_have_no_text():
 
 
 def test_eos_ids_may_be_texts():
-  lm = _generator('plain')
   pair = fuzzing.pair()
-  ids = lambda given: text_options.with_ids(pair, {'eos_ids': given}, ())[
-    'eos_ids'
-  ]
-  assert ids(None) == (0,)
-  (line_end,) = fuzzing.pair().encode('\n')
-  assert ids('<end>') == [0]
-  assert ids(['\n', 0, 'é']) == [line_end, 0, *fuzzing.pair().encode('é')]
-  run = lambda **kw: lm.generate(**_arguments(**kw))
+  read = functools.partial(text_options.with_ids, pair)
+  for given, ids in (
+    (None, (0,)),
+    ('<end>', [0]),
+    (['\n', 0, 'é'], [*pair.encode('\n'), 0, *pair.encode('é')]),
+  ):
+    assert read({'eos_ids': given}, ())['eos_ids'] == ids
+  run = lambda **kw: _generator('plain').generate(**_arguments(**kw))
   assert run(eos_ids='<end>').tokens == _plain().tokens
   for text in ('', 'b a', '<end><end>', '<en'):
     with pytest.raises(
@@ -123,18 +122,14 @@ def test_an_option_that_does_not_exist_is_refused_by_name():
     lm.generate('a', top_k=1)
 
 
-@pytest.mark.parametrize(
-  ('target', 'draft', 'labels'),
-  [
+def test_what_drafts_by_default():
+  for target, draft, labels in (
     ('demo', 'demo', ('draft', 'lookup', 'ngram')),
     ('demo-draft', None, ('lookup', 'ngram')),
-  ],
-)
-def test_what_drafts_by_default(target, draft, labels):
-  assert choice_lib.ModelChoice(target).draft == draft
-  lm = generator_lib.load(target, dtype='float32')
-  drafter = lm.drafter.labels, lm.drafter.shape.num_nodes
-  assert drafter == (labels, 8)
+  ):
+    assert choice_lib.ModelChoice(target).draft == draft
+    drafter = generator_lib.load(target, dtype='float32').drafter
+    assert (drafter.labels, drafter.shape.num_nodes) == (labels, 8)
 
 
 def test_help_shows_every_option():

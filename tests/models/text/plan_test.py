@@ -10,6 +10,7 @@ import huggingface_hub
 import plans
 import pytest
 import refusals
+import tiny_demo
 
 import specdec
 from specdec.models.checkpoints import hub
@@ -20,6 +21,7 @@ from specdec.models.text import settings as settings_lib
 from specdec.models.text import sources as sources_lib
 from specdec.tree import topology as topology_lib
 
+_tiny_pair = tiny_demo.in_this_file
 _CONTEXT = plan_lib.Context(
   models={'target': 't', 'draft': 'd', 'vocabulary': 'v'},
   machine={'device': 'cpu', 'processor': 'p', 'cores': 2, 'jax': '1'},
@@ -47,30 +49,20 @@ _PLAN = plans.plan(
   _CONTEXT,
   dataclasses.replace(plans.way('staged', 0.2, 1.7), drafting=_STAGED),
 )
-
-
-def _drafting(drafting):
-  """The plan with other settings."""
-  way = dataclasses.replace(_PLAN.ways[0], drafting=drafting)
-  return _plan(ways=(plans.way('plain'), way))
-
-
 _plan = functools.partial(dataclasses.replace, _PLAN)
 
 
 def test_a_plan_comes_back_as_it_was(tmp_path):
+  """Settings that are usual are not written."""
   path = tmp_path / 'deep' / 'plan.json'
   for drafting in (_USUAL, _STAGED, _CHAIN, _FIXED):
-    plan = _drafting(drafting)
+    way = dataclasses.replace(_PLAN.ways[0], drafting=drafting)
+    plan = _plan(ways=(plans.way('plain'), way))
     plan.save(path)
     assert plan_lib.load_plan(path) == plan
     assert [file.name for file in path.parent.iterdir()] == ['plan.json']
-
-
-def test_only_what_differs_is_written():
-  record = json.loads(_drafting(_FIXED).to_json())
-  tree = record['ways']['staged']['drafting']
-  assert tree == {'topology': [[0], [1], [0, 0], [0, 2]]}
+  written = json.loads(path.read_text())['ways']['staged']['drafting']
+  assert written == {'topology': [[0], [1], [0, 0], [0, 2]]}
 
 
 def _changed(record, changes):
@@ -84,22 +76,20 @@ def _changed(record, changes):
   return json.dumps(record)
 
 
-@pytest.mark.parametrize(
-  ('changes', 'message'),
-  [
+def test_bad_plans_are_refused(tmp_path):
+  path = tmp_path / 'plan.json'
+  for content, message in (
     ('[]', 'must hold a JSON object'),
     ('{', 'cannot be read'),
-    *refusals.of('models/text', 'plan'),
-  ],
-)
-def test_bad_plans_are_refused(changes, message, tmp_path):
-  path = tmp_path / 'plan.json'
-  if isinstance(changes, dict):
-    changes = _changed(json.loads(_PLAN.to_json()), changes)
-  path.write_text(changes)
-  with pytest.raises(ValueError, match=message) as error:
-    plan_lib.load_plan(path)
-  assert str(path) in str(error.value)
+    *(
+      (_changed(json.loads(_PLAN.to_json()), changes), message)
+      for changes, message in refusals.of('models/text', 'plan')
+    ),
+  ):
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message) as error:
+      plan_lib.load_plan(path)
+    assert str(path) in str(error.value)
 
 
 def test_contexts(monkeypatch, tmp_path):
@@ -200,7 +190,7 @@ def test_each_request_has_the_drafter_that_was_chosen(monkeypatch):
 
   monkeypatch.setattr(drafters.Planned, 'of_length', spy)
   with pytest.raises(ValueError, match='method plan needs'):
-    drafters.make_drafter('plan', lm.pair, settings_lib.DraftSettings())
+    drafters.make_drafter('plan', lm.pair, _USUAL)
   # In a batch, the longest prompt decides.
   for prompts, limits, name in (
     ([prompt[:60], prompt[:9]], [8, 2], 'lookup'),
@@ -215,9 +205,5 @@ def test_each_request_has_the_drafter_that_was_chosen(monkeypatch):
   (many,) = lm.generate_many([prompt[:9]], batch_size=1, max_new_tokens=2)
   assert many.error is None
   assert seen == [(32, 'chain', 1.5)]
-  for bad, limit, message in (
-    ([[]], 4, 'prompt 0 is empty'),
-    ([[1]], -1, 'max_new_tokens must be at least 0'),
-  ):
-    with pytest.raises(ValueError, match=message):
-      lm.generate(bad, max_new_tokens=limit)
+  with pytest.raises(ValueError, match='prompt 0 is empty'):
+    lm.generate([[]], max_new_tokens=4)

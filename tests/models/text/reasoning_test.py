@@ -6,12 +6,13 @@ program serves all tests.
 
 import functools
 import json
+import pathlib
+from typing import NamedTuple
 
 import byte_level
 import httpx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import tiny_served
 import tokenizers
@@ -28,75 +29,37 @@ _VOCAB_SIZE, _CONTEXT = 272, 512
 _USER = [{'role': 'user', 'content': 'Hello'}]
 _LOOP = '{% for one in messages %}'
 
-# Each family has a template, its tokens (the first ends a text), and the tokens
-# that have a text.
-_QWEN = (
-  _LOOP + '<|im_start|>{{ one.role }}\n{% if one.reasoning_content %}<think>\n'
-  '{{ one.reasoning_content }}\n</think>\n\n{% endif %}{{ one.content }}'
-  '<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant'
-  '\n<think>\n{% endif %}',
-  ('<|im_end|>', '<|im_start|>', '<think>', '</think>'),
-  ('<think>', '</think>'),
-)
-_HARMONY = (
-  _LOOP + "{% if one.role == 'assistant' %}<|start|>assistant<|channel|>final"
-  '<|message|>{{ one.content }}<|end|>{% else %}<|start|>{{ one.role }}'
-  '<|message|>{{ one.content }}<|end|>{% endif %}{% endfor %}'
-  '{% if add_generation_prompt %}<|start|>assistant{% endif %}',
-  ('<|return|>', '<|start|>', '<|channel|>', '<|message|>', '<|end|>'),
-  (),
-)
-_GEMMA = (
-  _LOOP + "<|turn>{{ one.role }}\n{{ one.content.split('<channel|>')[-1] }}"
-  '<turn|>\n{% endfor %}{% if add_generation_prompt %}<|turn>model\n{% endif '
-  '%}',
-  ('<turn|>', '<|turn>', '<|channel>', '<channel|>'),
-  (),
-)
-_GEMMA_OF_GGUF = (*_GEMMA[:2], ('<|channel>', '<channel|>'))
-_MINISTRAL = (
-  _LOOP + "{% if one.role == 'user' %}[INST]{{ one.content }}[/INST]{% elif "
-  'one.content is string %}{{ one.content }}</s>{% else %}{% for part in '
-  "one.content %}{% if part.type == 'thinking' %}{{ '[THINK]' + part.thinking "
-  "+ '[/THINK]' }}{% else %}{{ part.text }}{% endif %}{% endfor %}</s>"
-  '{% endif %}{% endfor %}',
-  ('</s>', '[INST]', '[/INST]', '[THINK]', '[/THINK]'),
-  (),
-)
-# No token of its own, as in models that were only trained further.
-_TAGS = (
-  _LOOP + "{{ one.content.split('</seed:think>')[-1] }}\n{% endfor %}",
-  ('<end>',),
-  (),
-)
+
+class _Family(NamedTuple):
+  """How a family reasons; a row of `reasoning.jsonl`, which also has a name.
+
+  The first token ends a text. `said_again` is in a prompt after the answer.
+  """
+
+  template: str
+  tokens: str
+  with_text: str = ''  # Tokens that are not special.
+  said: str = ''
+  said_again: str = ''
+
+
+_ROWS = pathlib.Path(__file__).with_name('reasoning.jsonl').read_text('utf-8')
 _FAMILIES = {
-  'qwen': (_QWEN, 'Hm.\n\nm\n</think>\n\nHi!<|im_end|>'),
-  'harmony': (
-    _HARMONY,
-    '<|channel|>analysis<|message|>Hm.\n\nm<|end|><|start|>assistant<|channel|>'
-    'final<|message|>Hi!<|return|>',
-  ),
-  'json': (  # As gpt-oss says that it writes JSON.
-    _HARMONY,
-    '<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>'
-    'analysis<|message|>m<|end|><|start|>assistant<|channel|>final json'
-    '<|message|>Hi!<|return|>',
-  ),
-  'gemma': (_GEMMA, '<|channel>thought\nHm.\n\nm\n<channel|>Hi!<turn|>'),
-  'gguf': (_GEMMA_OF_GGUF, '<|channel>thought\nHm.\n\nm<channel|>Hi!<turn|>'),
-  'ministral': (_MINISTRAL, '[THINK]Hm.\n\nm[/THINK]Hi!</s>'),
-  'tags': (_TAGS, '<seed:think>Hm.\n\nm</seed:think>\nHi!<end>'),
+  row.pop('name'): _Family(**row) for row in map(json.loads, _ROWS.splitlines())
 }
 
 
 @functools.cache
-def _tokenizer(template, words, shown):
-  special = [word for word in words if word not in shown]
+def _tokenizer(family):
+  tokens, with_text = family.tokens.split(), family.with_text.split()
   tokenizer = byte_level.tokenizer(
-    byte_level.ALPHABET, *special, eos_token=words[0], chat_template=template
+    byte_level.ALPHABET,
+    *(token for token in tokens if token not in with_text),
+    eos_token=tokens[0],
+    chat_template=family.template,
   )
   tokenizer.add_tokens(
-    [tokenizers.AddedToken(word, normalized=False) for word in shown]
+    [tokenizers.AddedToken(token, normalized=False) for token in with_text]
   )
   return tokenizer
 
@@ -111,15 +74,15 @@ def _apply(params, tokens, positions, mask, cache):
   return 9.0 * jax.nn.one_hot(following, _VOCAB_SIZE), cache
 
 
-def _generator(family, said, prompt=_USER):
-  """A target that says something after a prompt, and then its end for ever."""
-  tokenizer = _tokenizer(*family)
+def _generator(family, prompt=_USER):
+  """A target that answers a prompt, and then says its end for ever."""
+  tokenizer = _tokenizer(family)
   if isinstance(prompt, str):
     ids = _ids(tokenizer, prompt)
   else:
     ids = chat_template.conversation_ids(tokenizer, prompt)
   end = tokenizer.eos_token_id
-  script = [*ids, *_ids(tokenizer, said)]
+  script = [*ids, *_ids(tokenizer, family.said)]
   script += [end] * (_CONTEXT + 1 - len(script))
   target = specdec.LanguageModel(
     params={'script': jnp.asarray(script[1:], jnp.int32)},
@@ -141,12 +104,11 @@ _OPTIONS = {'max_new_tokens': 128, 'room_for_new_tokens': 128}
 
 @pytest.mark.parametrize('name', _FAMILIES)
 def test_reasoning_is_a_field_of_its_own(name):
-  family, said = _FAMILIES[name]
-  lm = _generator(family, said)
+  lm = _generator(_FAMILIES[name])
   stream = lm.stream(_USER, **_OPTIONS)
   steps = [part for (part,) in stream.said()]
   result = stream.result()
-  assert result.tokens == [_ids(lm.pair.tokenizer, said)]
+  assert result.tokens == [_ids(lm.pair.tokenizer, _FAMILIES[name].said)]
   assert (result.reasoning, result.text) == (['Hm.\n\nm'], ['Hi!'])
   assert ''.join(part.text for part in steps) == 'Hi!'
   assert ''.join(part.reasoning for part in steps) == 'Hm.\n\nm'
@@ -167,14 +129,11 @@ def test_reasoning_is_a_field_of_its_own(name):
     '\n[reasoning] Hm.\n\nm\n[answer] Hi!'
   )
   assert result.marked(0, color=False) == '\u2070Hm.\n\nm\n\n\u2070Hi!'
-
-
-@pytest.mark.parametrize('name', _FAMILIES)
-def test_a_text_that_is_no_answer_is_all_text(name):
-  family, said = _FAMILIES[name]
-  result = _generator(family, said, 'Hello').generate('Hello', **_OPTIONS)
+  # What follows a text, and no message, is all text.
+  alone = _generator(_FAMILIES[name], 'Hello')
+  result = alone.generate('Hello', **_OPTIONS)
   assert result.reasoning == ['']
-  assert 'Hm.\n\nm' in result.text[0] or 'Hm.' in result.text[0]
+  assert 'Hm.' in result.text[0]
   assert result.text[0].endswith('Hi!')
 
 
@@ -197,11 +156,11 @@ def test_a_text_that_is_no_answer_is_all_text(name):
   ],
 )
 def test_the_template_says_where_an_answer_begins(name, head, kind):
-  (_, words, shown), _ = _FAMILIES[name]
-  end = '</think>' if name == 'qwen' else words[-1]
+  family = _FAMILIES[name]
+  end = '</think>' if name == 'qwen' else family.tokens.split()[-1]
   template = f'{_LOOP}{{{{ one.content }}}}{{% endfor %}}{{# {end} #}}'
   template += '{% if add_generation_prompt %}' + head + '{% endif %}'
-  pair = _generator((template, words, shown), '').pair
+  pair = _generator(family._replace(template=template, said='')).pair
   # A user's words begin nothing.
   for content in ('Hello', 'Is <think> a tag?', '<|channel>thought\n', head):
     messages = [{'role': 'user', 'content': content or 'x'}]
@@ -210,22 +169,10 @@ def test_the_template_says_where_an_answer_begins(name, head, kind):
 
 
 @pytest.mark.parametrize(
-  ('name', 'prompt'),
-  [
-    (
-      'qwen',
-      '<|im_start|>assistant\n<think>\nHm.\n\nm\n</think>\n\nHi!<|im_end|>\n',
-    ),
-    ('harmony', '<|start|>assistant<|channel|>final<|message|>Hi!<|end|>'),
-    ('gemma', '<|turn>assistant\nHi!<turn|>\n'),
-    ('gguf', '<|turn>assistant\nHi!<turn|>\n'),
-    ('ministral', '[THINK]Hm.\n\nm[/THINK]Hi!</s>'),
-    ('tags', 'Hi!\n'),
-  ],
+  'name', [name for name in _FAMILIES if _FAMILIES[name].said_again]
 )
-def test_reasoning_goes_back_as_the_template_wants(name, prompt):
-  family, said = _FAMILIES[name]
-  lm = _generator(family, said)
+def test_reasoning_goes_back_as_the_template_wants(name):
+  lm = _generator(_FAMILIES[name])
   chat = lm.chat(_USER, max_new_tokens=128)
   chat.run()
   chat.reply('And now?')
@@ -237,31 +184,31 @@ def test_reasoning_goes_back_as_the_template_wants(name, prompt):
   ids = chat.result().prompt_tokens[0]
   whole = lm.pair.tokenizer.decode(ids, skip_special_tokens=False)
   assert whole.count('Hi!') == 1
-  assert prompt in whole
-  assert ('Hm.' in whole) == ('Hm.' in prompt)
+  said_again = _FAMILIES[name].said_again
+  assert said_again in whole
+  assert ('Hm.' in whole) == ('Hm.' in said_again)
 
 
 def test_reasoning_has_the_name_that_a_template_reads():
   for name in ('reasoning', 'reasoning_content', 'thinking'):
     template = _LOOP + '{{ one.' + name + ' }},{% endfor %}'
-    tokenizer = _tokenizer(template, ('<end>',), ())
+    tokenizer = _tokenizer(_Family(template, '<end>'))
     for given in ('reasoning', 'reasoning_content', 'thinking'):
       answer = {'role': 'assistant', 'content': 'a', given: 'abc'}
       ids = chat_template.conversation_ids(tokenizer, [answer, *_USER])
       assert tokenizer.decode(ids) == 'abc,,'
 
 
-@pytest.mark.parametrize('name', ['qwen', 'harmony', 'gemma', 'gguf'])
+@pytest.mark.parametrize('name', ['qwen', 'harmony', 'gguf'])
 def test_stop_strings_are_looked_for_in_the_answer(name):
-  family, said = _FAMILIES[name]
-  lm = _generator(family, said)
-  end = {'qwen': '</think>', 'harmony': '<|end|>'}.get(name, '<channel|>')
+  lm = _generator(_FAMILIES[name])
+  ends = {'qwen': '</think>', 'harmony': '<|end|>', 'gguf': '<channel|>'}
   for stop, reasoning, text, reason in (
     ('\n\n', 'Hm.\n\nm', 'Hi!', 'eos'),
     ('m', 'Hm.\n\nm', 'Hi!', 'eos'),
     ('i', 'Hm.\n\nm', 'H', 'stop'),
     ('anal', 'Hm.\n\nm', 'Hi!', 'eos'),
-    (end, 'Hm.\n\nm', '', 'stop'),  # It is meant for the reasoning.
+    (ends[name], 'Hm.\n\nm', '', 'stop'),  # It is meant for the reasoning.
   ):
     stream = lm.stream(_USER, stop=stop, **_OPTIONS)
     steps = [part for (part,) in stream.said()]
@@ -275,8 +222,7 @@ def test_stop_strings_are_looked_for_in_the_answer(name):
 
 def test_prompts_of_one_batch_begin_in_sections_of_their_own():
   """Stop strings count from the first token of a text without an answer."""
-  family, said = _FAMILIES['qwen']
-  lm = _generator(family, said)
+  lm = _generator(_FAMILIES['qwen'])
   (ids,) = lm.pair.ids_of([_USER])
   prompts = [_USER, ids, _USER, ids]
   options = {'stop': 'm', 'max_new_tokens': 128}
@@ -296,7 +242,8 @@ def test_prompts_of_one_batch_begin_in_sections_of_their_own():
 
 
 def test_a_constraint_is_for_all_that_is_said():
-  lm = _generator(_QWEN, '{"a":1}<|im_end|>')
+  said = '{"a":1}<|im_end|>'
+  lm = _generator(_FAMILIES['qwen']._replace(said=said))
   options = {'regex': r'\{"a":1\}', **_OPTIONS}
   result = lm.generate(_USER, **options)
   assert (result.text, result.reasoning) == (['{"a":1}'], [''])
@@ -307,17 +254,16 @@ def test_a_constraint_is_for_all_that_is_said():
 
 def test_models_without_reasoning_have_one_section():
   template = _LOOP + '{{ one.content }}{% endfor %}'
-  lm = _generator((template, ('<end>',), ()), '\nHi!\n<end>')
+  lm = _generator(_Family(template, '<end>', said='\nHi!\n<end>'))
   assert len(lm.pair.sections) == 1
   result = lm.generate(_USER, **_OPTIONS)
   assert (result.text, result.reasoning) == (['\nHi!\n'], [''])
   assert str(result).startswith('Hello\nHi!\n\n\n')
-  assert np.all(result.origins[0] == np.zeros(6))
 
 
 def test_an_endpoint_has_a_field_for_reasoning():
   """Whole and streamed; the next prompt has it where the template wants it."""
-  lm = _generator(*_FAMILIES['qwen'])
+  lm = _generator(_FAMILIES['qwen'])
   settings = {'method': 'plain', 'context': _CONTEXT, 'max_new_tokens': 64}
   path = '/v1/chat/completions'
   with (

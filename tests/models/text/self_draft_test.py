@@ -6,9 +6,10 @@ import tiny_demo
 
 import specdec
 
+_tiny_pair = tiny_demo.in_this_file
 
-def test_the_target_drafts_for_itself(monkeypatch, tmp_path):
-  tiny_demo.stand_in(monkeypatch, tmp_path)
+
+def test_the_target_drafts_for_itself():
   lm = specdec.load('demo', 'self', dtype='float32', method='chain')
   plain = specdec.load('demo', dtype='float32', method='plain')
   options = {'max_new_tokens': 8}

@@ -1,7 +1,6 @@
 """A folder of earlier texts: its files, and what fills it."""
 
 import dataclasses
-import tempfile
 
 import command_lines
 import numpy as np
@@ -34,13 +33,9 @@ def test_stores_of_one_folder(tmp_path):
   assert _texts(store) == _texts(other) == [[5, 6], [1, 2, 3]]
 
 
-def test_the_index_follows():
+def test_the_index_follows(tmp_path):
   """It has what both stores add, once it is worth the sorting."""
-  with tempfile.TemporaryDirectory() as folder:
-    _check_index(*(text_store.TextStore(folder, 'digest') for _ in '12'))
-
-
-def _check_index(store, other):
+  store, other = (text_store.TextStore(tmp_path, 'digest') for _ in '12')
   other.add([[1, 2, 3] * 4])
   store.add([[7, 8]])
   assert _indexed(store.index()) == {'1 2 3 1 2 3 1 2 3 1 2 3', '7 8'}
@@ -80,11 +75,7 @@ def test_what_is_refused(tmp_path):
     text_store.TextStore(tmp_path, 'digest')
 
 
-@pytest.fixture(autouse=True, scope='module')
-def _pair(tmp_path_factory):
-  with pytest.MonkeyPatch.context() as patch:
-    tiny_demo.stand_in(patch, tmp_path_factory.mktemp('pair'))
-    yield
+_tiny_pair = tiny_demo.in_this_file
 
 
 def _settings(folder):

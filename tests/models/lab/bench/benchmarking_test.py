@@ -63,11 +63,6 @@ def _measured(*seconds, prefill=0.0):
   ]
 
 
-def test_rows_part_where_one_ends_or_has_another_token():
-  parted = lambda row: exactness.first_difference(row, [1, 2, 3])
-  assert [*map(parted, ([1, 2, 3], [1, 9, 3], [1]))] == [None, 1, 1]
-
-
 def test_speed_is_pooled():
   measured = {
     'slow': _measured(4.0, 8.0, prefill=1.0),
@@ -107,23 +102,17 @@ def test_an_arm_that_plans_decodes_each_batch_in_its_own_way():
     max_new_tokens=8,
   )
   batches = [[list(range(9)) * 5], [[1, 2, 3]]]
-  results = {}
+  results, texts, labels = {}, {}, [('target',), ('target', 'draft')]
   for method in ('plain', 'plan'):
     spec = arms_lib.ArmSpec(method, 'float32')
     arm = benchmark._own_arm(spec, pair, task).decode
-    # Where prompts are read only, they are read in the same way.
-    assert [arm(rows, 0).labels for rows in batches] == [
-      arm(rows, 8).labels for rows in batches
-    ]
-    results[method] = [
-      timing.Measurement(1.0, arm(batch, 8)) for batch in batches
-    ]
-  tokens = [
-    [measured.generation.tokens for measured in arm] for arm in results.values()
-  ]
-  assert tokens[0] == tokens[1]
-  labels = [measured.generation.labels for measured in results['plan']]
-  assert labels == [('target',), ('target', 'draft')]
+    decoded = [arm(batch, 8) for batch in batches]
+    results[method] = [timing.Measurement(1.0, each) for each in decoded]
+    texts[method] = [each.tokens for each in decoded]
+  assert texts['plan'] == texts['plain']
+  # Where prompts are read only, they are read in the same way.
+  assert [arm(batch, 0).labels for batch in batches] == labels
+  assert [each.labels for each in decoded] == labels
   pooled = timing.summarize_arms(results, baseline='plain')['plan']
   # Three steps of two drafted tokens, one more after two; eight plain steps.
   assert pooled['accepted_histogram'] == [8, 1, 2]
@@ -140,22 +129,8 @@ def test_intervals_are_those_of_resampled_batches():
   assert arms['fast']['tokens_per_second_interval'] == (1, 2)
   assert arms['fast']['speed_interval'] == (2, 4)
   assert arms['slow']['speed_interval'] == (1, 1)
-  alone = timing.summarize_arms({'slow': _measured(4.0)}, baseline='slow')[
-    'slow'
-  ]
-  assert alone['speed_interval'] is None
-
-
-def test_figures_are_pooled_before_they_are_divided():
-  # Drawing (a, a), (a, b) or (b, b): 8 / 2, 5 / 3 or 2 / 4, not means of rates.
-  seen = set()
-
-  def rate(tokens, seconds):
-    seen.update(zip(tokens.tolist(), seconds.tolist(), strict=True))
-    return tokens / seconds
-
-  assert timing.pooled_interval(([4, 1], [1, 2]), rate) == (0.5, 4)
-  assert seen == {(2, 4), (5, 3), (8, 2)}
+  alone = timing.summarize_arms({'slow': _measured(4.0)}, baseline='slow')
+  assert alone['slow']['speed_interval'] is None
 
 
 def test_acceptance_by_position_adds_up_to_block_efficiency():
@@ -207,16 +182,16 @@ def _recorded(calls):
 
 def test_arms_take_turns_in_an_order_that_is_reversed():
   calls = []
-  before = lambda: calls.append('before')
-  batches, options = [[[7]], [[8]]], {'max_new_tokens': 20}
   results = timing.time_arms(
-    _recorded(calls), batches, before_batch=before, **options
+    _recorded(calls),
+    [[[7]], [[8]]],
+    before_batch=lambda: calls.append('before'),
+    max_new_tokens=20,
   )
   turns = lambda order, batch: [
     (name, batch, limit) for name in order for limit in (0, 20)
   ]
-  expected = ['before', *turns('ab', 7), 'before', *turns('ba', 8)]
-  assert calls == expected
+  assert calls == ['before', *turns('ab', 7), 'before', *turns('ba', 8)]
   assert {name: len(runs) for name, runs in results.items()} == dict(a=2, b=2)
 
 
@@ -242,7 +217,7 @@ def test_no_batch_is_begun_when_time_is_up(monkeypatch):
   run = lambda seconds: timing.time_arms(
     {'a': decode}, [[[1]]] * 5, max_new_tokens=10, max_seconds=seconds
   )['a']
-  assert [len(run(seconds)) for seconds in (0, -1, 25, None)] == [1, 1, 3, 5]
+  assert [len(run(seconds)) for seconds in (0, 25, None)] == [1, 3, 5]
   [only] = run(0)
   assert (only.seconds, only.prefill_seconds) == (10, 0)
 

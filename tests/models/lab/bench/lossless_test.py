@@ -19,31 +19,12 @@ from specdec.models.nn import table_model
 from specdec.models.text import generator as generator_lib
 
 _PROMPTS = ['ab', 'b a', 'né', 'aab', '日本', 'b\n']
-_OPTIONS = {
-  'sampling': specdec.Sampling(temperature=1.0),
-  'seed': 3,
-  'max_new_tokens': 120,
-}
-
-
-def _generator(**changes):
-  pair = fuzzing.pair()
-  # Longer contexts, of one length.
-  models = {
-    name: table_model.table_model(
-      getattr(pair, name).params['logits'], max_positions=200
-    )
-    for name in ('target', 'draft')
-  }
-  drafter = tiny_drafters.simple('chain', models['draft'])
-  return generator_lib.Generator(
-    dataclasses.replace(pair, **models | changes), drafter
-  )
 
 
 def test_a_divergence_is_reported_with_its_margin(monkeypatch):
   """One token of the speculative arm is replaced by another."""
-  decode = lossless._decode
+  pair, decode = fuzzing.pair(), lossless._decode
+  lm = generator_lib.Generator(pair, tiny_drafters.simple('chain', pair.draft))
 
   def spoiled(generator, *args, **kw):
     ids, new, efficiency = decode(generator, *args, **kw)
@@ -51,9 +32,18 @@ def test_a_divergence_is_reported_with_its_margin(monkeypatch):
       new[2][5] += 1
     return ids, new, efficiency
 
-  run = lambda: lossless.check_tokens(
-    _generator(), _PROMPTS, batch_sizes=(4,), max_margin=0.0, **_OPTIONS
-  )[0]
+  def run():
+    (check,) = lossless.check_tokens(
+      lm,
+      _PROMPTS,
+      batch_sizes=(4,),
+      max_margin=0.0,
+      sampling=specdec.Sampling(temperature=1.0),
+      seed=3,
+      max_new_tokens=20,
+    )
+    return check
+
   assert run().passed
   monkeypatch.setattr(lossless, '_decode', spoiled)
   check = run()
@@ -90,6 +80,8 @@ def test_servers_are_compared_as_methods_are():
   other = tiny_served.generator(target.replace(params=params), specdec.PLAIN)
   options = {'max_new_tokens': 20, 'seed': 5, 'max_margin': 0.0}
   prompts = ['abc', 'd', 'xyz']
+  greedy = specdec.Sampling()
+  sampled = specdec.Sampling(temperature=0.9)
   with (
     tiny_served.serving(lm, method='chain') as first,
     tiny_served.serving(other, method='plain') as second,
@@ -100,16 +92,14 @@ def test_servers_are_compared_as_methods_are():
     check = functools.partial(
       lossless.check_servers, lm.pair, prompts, batch_size=3, **options
     )
-    for temperature in (0.0, 0.9):
-      sampling = specdec.Sampling(temperature=temperature)
-      report = check((ours, ours), sampling=sampling)
-      assert report.passed
-      assert report.num_tokens > 3
-      assert report.block_efficiency > 1
-    parted = check((ours, others), sampling=specdec.Sampling())
+    report = check((ours, ours), sampling=sampled)
+    assert report.passed
+    assert report.num_tokens > 3
+    assert report.block_efficiency > 1
+    parted = check((ours, others), sampling=greedy)
     assert not parted.passed
     for divergence in parted.divergences:
       assert 0 < divergence.margin < 2
     others.kind = 'vllm'
     with pytest.raises(ValueError, match='only servers of this library draw'):
-      check((ours, others), sampling=sampling)
+      check((ours, others), sampling=sampled)

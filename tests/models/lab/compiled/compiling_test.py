@@ -119,19 +119,6 @@ def test_graphs_of_a_step_and_what_ends_them():
     graphs_lib.parse(_PROGRAM)
 
 
-def test_loops_within_graphs_are_no_launches():
-  inside = _LAUNCHES.replace('    007: kWhile', '        007: kWhile')
-  inside = inside.replace('\n        009', '\n            009')
-  # Graphs have no graphs within them.
-  inside = inside.replace(
-    '            000: kCommandBuffer [source | sink]\n', ''
-  )
-  (loop,) = graphs_lib.parse(inside).loops
-  assert (loop.number, loop.breaks) == (2, {})
-  (growth,) = loop.loops
-  assert (growth.number, growth.breaks, len(growth.loops)) == (0, {}, 1)
-
-
 _SHARED = (_GOLDEN / 'compiled_collectives.txt').read_text()
 
 
@@ -183,13 +170,9 @@ def test_what_is_no_program_is_refused():
 def test_what_a_compiler_does_not_say_is_left_out(monkeypatch):
   """A compiler for GPUs says less where none is present."""
   program = jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile()
-  weights = [jax.device_put(jnp.ones(2))]
-  held = {'held': 8, 'least_held': 8}
-  figures, _ = programs.memory_of(program, weights, 1)
-  assert figures.keys() == held.keys() | {'temporary', 'accessed'}
-  assert figures['accessed'] >= 2 * 4 * 64
-  monkeypatch.setattr(jax.stages.Compiled, 'cost_analysis', lambda self: None)
-  del figures['accessed']
-  assert programs.memory_of(program, weights, 1)[0] == figures
-  monkeypatch.setattr(jax.stages.Compiled, 'memory_analysis', lambda self: None)
-  assert programs.memory_of(program, weights, 1)[0] == held
+  figures = lambda: programs.memory_of(program, [jnp.ones(2)], 1)[0]
+  assert figures().keys() == {'held', 'least_held', 'temporary', 'accessed'}
+  assert figures()['accessed'] >= 2 * 4 * 64
+  for method in ('cost_analysis', 'memory_analysis'):
+    monkeypatch.setattr(jax.stages.Compiled, method, lambda self: None)
+  assert figures() == {'held': 8, 'least_held': 8}

@@ -62,9 +62,10 @@ def _drafter(scorer, kind):
   return specdec.Drafter((specdec.Stage(scorer, config),), shape)
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'int4'])
-@pytest.mark.parametrize('kind', ['chain', 'tree'])
-def test_a_drafter_drafts_what_it_knows_by_heart(dtype, kind, tmp_path):
+@pytest.mark.parametrize(
+  ('kind', 'dtype'), [('chain', 'int4'), ('tree', 'float32')]
+)
+def test_a_drafter_drafts_what_it_knows_by_heart(kind, dtype, tmp_path):
   block_drafters.save(_learned(), tmp_path, num_target_layers=2)
   drafter = tiny_heads.load(tmp_path, dtype=dtype)
   assert drafter.spec.depth == _ROWS

@@ -176,9 +176,8 @@ _MODEL, _HEAD = model_trainer.ModelTraining, head_trainer.HeadTraining
 _BATCH = {'tokens': [1, 2], 'step': 0, 'seed': 0, 'batch_size': 1, 'length': 9}
 
 
-@pytest.mark.parametrize(
-  ('message', 'make', 'values'),
-  [
+def test_bad_input_is_refused():
+  for message, make, values in (
     ('positive fraction', _MODEL, {'phases': ((0, 8),)}),
     ('--heads=3 must divide --width=320', _MODEL, {'num_heads': 3}),
     ('--kv_heads=1 must equal --heads', _MODEL, {'num_kv_heads': 1}),
@@ -187,27 +186,19 @@ _BATCH = {'tokens': [1, 2], 'step': 0, 'seed': 0, 'batch_size': 1, 'length': 9}
     ('less than a window, --context', _HEAD, {'batch_tokens': 8}),
     ('--corpus=/no is not a folder', _texts, {'folder': '/no'}),
     ('percent must lie', _texts, {'folder': '/', 'percent': 0}),
-    (
-      'there are no files that match .*c under',
-      _texts,
-      {'folder': '.', 'pattern': 'x.c'},
-    ),
+    ('no files that match .*c', _texts, {'folder': '.', 'pattern': 'x.c'}),
     ('=256 must exceed', _tokenizer, {'vocab_size': 256}),
     ('2 tokens, fewer than one', corpus_lib.training_batch, _BATCH),
-  ],
-)
-def test_bad_input_is_refused(message, make, values):
-  with pytest.raises(ValueError, match=message):
-    make(**values)
+  ):
+    with pytest.raises(ValueError, match=message):
+      make(**values)
 
 
-@pytest.mark.parametrize(
-  ('flags', 'message'), refusals.of('models/lab', 'train.py')
-)
-def test_flags_are_refused_by_name(tmp_path, flags, message):
+def test_flags_are_refused_by_name(tmp_path):
   always = f'--workdir={tmp_path}', f'--output={tmp_path}'
-  refused = command_lines.refusal('train.py', *always, *flags.split())
-  assert re.search(message, refused)
+  for flags, message in refusals.of('models/lab', 'train.py'):
+    refused = command_lines.refusal('train.py', *always, *flags.split())
+    assert re.search(message, refused)
   assert not [*tmp_path.iterdir()]
 
 
@@ -216,13 +207,12 @@ def _pure(module):
   return graph, nnx.to_pure_dict(variables)
 
 
-@pytest.mark.parametrize(('name', 'number'), [('muon', 4), ('adamw', 0)])
-def test_muon_is_for_the_matrices_of_blocks_alone(name, number):
+def test_muon_is_for_the_matrices_of_blocks_alone():
   _, gradients = _pure(tiny.module(tie_embeddings=False, num_layers=1))
   # At zero, weight decay changes nothing.
   params = jax.tree.map(jnp.zeros_like, gradients)
   optimizer = trainer.make_optimizer(
-    name, num_steps=10, learning_rate=0.1, warmup_steps=0
+    'muon', num_steps=10, learning_rate=0.1, warmup_steps=0
   )
   updates, _ = jax.jit(optimizer.update)(
     gradients, jax.jit(optimizer.init)(params), params
@@ -231,8 +221,7 @@ def test_muon_is_for_the_matrices_of_blocks_alone(name, number):
   num_matrices = 0
   for path, update in leaves:
     where = jax.tree_util.keystr(path, simple=True, separator='.')
-    is_matrix = where.startswith('h.') and where.endswith('.weight')
-    if name == 'muon' and is_matrix:
+    if where.startswith('h.') and where.endswith('.weight'):
       num_matrices += 1
       # Orthogonal, as far as five rounds of Newton-Schulz lift small singular
       # values, and of the root mean square 0.2 times the rate.
@@ -245,7 +234,7 @@ def test_muon_is_for_the_matrices_of_blocks_alone(name, number):
       size = np.abs(update)
       np.testing.assert_allclose(size, size.mean(), rtol=1e-2, err_msg=where)
       assert 0.1 < size.mean() < 0.2, where
-  assert num_matrices == number
+  assert num_matrices == 4
 
 
 _STREAM = tiny.tokens(batch_size=1, length=17)[0]
@@ -294,16 +283,14 @@ def _train(training, folder, report=str):
 
 def _train_killed(training, folder):
   """Trains, is killed before the last checkpoint, and is resumed."""
-  lines = []
 
   def kill(line):
-    lines.append(line)
     if getattr(line, 'step', 0) == training.num_steps:
       raise KeyboardInterrupt
 
   with pytest.raises(KeyboardInterrupt):
     _train(training, folder, kill)
-  return _train(training, folder), lines
+  return _train(training, folder)
 
 
 def _same_weights(*folders):
@@ -327,7 +314,7 @@ def trained(tmp_path_factory):
     **{'vocab_size': 270, 'phases': ((1, 16),)},
   )
   folder = tmp_path_factory.mktemp('trained')
-  return training, _train_killed(training, folder)[0]
+  return training, _train_killed(training, folder)
 
 
 def test_a_model_learns_a_corpus_and_another_its_distribution(
@@ -365,15 +352,6 @@ def test_a_model_learns_a_corpus_and_another_its_distribution(
   np.testing.assert_array_equal(*embeddings)
 
 
-def _learned(training, tmp_path, depth):
-  """The folder of a killed run; it has the weights of a whole run."""
-  folder, lines = _train_killed(training, tmp_path / 'killed')
-  accepted = [line.accepted for line in lines if hasattr(line, 'accepted')]
-  assert np.shape(accepted) == (2, depth)
-  _same_weights(folder, _train(training, tmp_path / 'whole'))
-  return folder, lines
-
-
 def test_a_head_learns_from_a_model_and_drafts(trained, tmp_path):
   training, target = trained
   head = head_trainer.HeadTraining(
@@ -382,18 +360,21 @@ def test_a_head_learns_from_a_model_and_drafts(trained, tmp_path):
     **{'feature_gigabytes': 4e-5, 'num_steps': 4, 'batch_tokens': 32},
     **{'eval_every': 2, 'eval_windows': 3},
   )
-  for change, message in (
-    ({'num_heads': 5}, '--heads=5 must divide the width 16'),
-    ({'num_kv_heads': 3}, '--kv_heads=3 must divide --heads=2'),
-    ({'target_dtype': 'int9'}, 'dtype=int9 is not known'),
+  for number, (change, message) in enumerate(
+    (
+      ({'num_heads': 5}, '--heads=5 must divide the width 16'),
+      ({'num_kv_heads': 3}, '--kv_heads=3 must divide --heads=2'),
+      ({'target_dtype': 'int9'}, 'dtype=int9 is not known'),
+      ({'feature_gigabytes': 1e-7}, 'room for 0 windows'),
+    )
   ):
     with pytest.raises(ValueError, match=message):
-      _train(dataclasses.replace(head, **change), tmp_path / 'killed')
-  small = dataclasses.replace(head, feature_gigabytes=1e-7)
-  with pytest.raises(ValueError, match='room for 0 windows'):
-    _train(small, tmp_path / 'small')
-  folder, lines = _learned(head, tmp_path, depth=2)
-  files = [*(tmp_path / 'killed/work/features').rglob('*.npy')]
+      _train(dataclasses.replace(head, **change), tmp_path / str(number))
+  lines = []
+  folder = _train(head, tmp_path, lines.append)
+  accepted = [line.accepted for line in lines if hasattr(line, 'accepted')]
+  assert np.shape(accepted) == (2, 2)
+  files = [*(tmp_path / 'work/features').rglob('*.npy')]
   size = sum(file.stat().st_size for file in files)
   assert 0 < size <= 4e4 + 256 * len(files)
   stated = float(lines[0].partition(' GB')[0].split()[-1])
@@ -415,8 +396,9 @@ def test_a_block_drafter_learns_from_answers_and_drafts(trained, tmp_path):
   )
   wide = dataclasses.replace(block, block_size=9)
   with pytest.raises(ValueError, match='--block_size=9 does not fit after'):
-    _train(wide, tmp_path / 'killed')
-  folder, _ = _learned(block, tmp_path, depth=3)
+    _train(wide, tmp_path / 'wide')
+  folder = _train_killed(block, tmp_path / 'killed')
+  _same_weights(folder, _train(block, tmp_path / 'whole'))
   lm = specdec.load(target, head=folder, method='tree', dtype='float32')
   plain = dataclasses.replace(lm, drafter=specdec.PLAIN)
   # The rows of a file have temperatures from 0 to 1.

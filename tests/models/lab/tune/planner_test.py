@@ -1,11 +1,11 @@
 """From prompts to a plan: planted times, and real decodes of a table model."""
 
+import dataclasses
 import functools
 import itertools
 import types
 
 import numpy as np
-import plans
 import pytest
 
 from specdec.models.lab import task as task_lib
@@ -154,12 +154,6 @@ def test_a_machine_that_slows_down_does_not_change_the_order(make):
     assert ratio == pytest.approx(0.66 / 0.38, rel=0.1)
 
 
-def test_plain_decoding_alone_is_a_plan(make):
-  plan, _ = make(_Machine({}, {}, {}))
-  assert [way.name for way in plan.ways] == ['plain']
-  assert plan_lib.choose(plan, 5000).name == 'plain'
-
-
 def test_interrupted_the_plan_is_made_from_what_is_known(make):
   def interrupt(moment):
     def report(line):
@@ -192,26 +186,21 @@ def test_samples_are_full_batches_of_the_most_frequent_lengths():
   }
 
 
-@pytest.mark.parametrize(
-  ('options', 'has_draft', 'length', 'names'),
-  [
+def test_candidates():
+  whole = [name for name in _NAMES if 'of the' not in name]
+  without_table = [name for name in whole if 'ngram' not in name]
+  reads_less = {'draft_prompt': 64, 'inner': 'lookup'}
+  for options, has_draft, length, names in (
     ({}, True, 512, _NAMES),
-    ({}, True, 256, [name for name in _NAMES if 'of the' not in name]),
+    ({}, True, 256, whole),
     ({}, False, 512, ['lookup N=8', 'ngram+lookup N=8']),
-    (
-      {'draft_prompt': 64, 'inner': 'lookup'},
-      True,
-      512,
-      [n for n in _NAMES if 'of the' not in n and 'ngram' not in n],
-    ),
+    (reads_less, True, 512, without_table),
     ({'inner': 'none'}, True, 32, ['chain 4', 'tree N=8', 'chain 2']),
     ({'inner': 'none'}, False, 32, []),
-  ],
-)
-def test_candidates(options, has_draft, length, names):
-  base = settings_lib.with_options(_BASE, options)
-  listed = planner.list_candidates(base, has_draft=has_draft, length=length)
-  assert [name for name, _, _ in listed] == names
+  ):
+    base = settings_lib.with_options(_BASE, options)
+    listed = planner.list_candidates(base, has_draft=has_draft, length=length)
+    assert [name for name, _, _ in listed] == names
 
 
 _TEXT = 'the cat says ok, and the dog says no to the cat\n' * 20
@@ -279,27 +268,19 @@ def test_a_plan_by_real_decodes(monkeypatch):
     assert measured.decoding > 0
   # A chain of a perfect draft takes a third of the steps.
   assert min(measured.steps for measured in whole) <= 7
-  way = plans.way('plain', plan.ways[0].tokens_per_second)
-  assert plans.plan(_CONTEXT, way).usual.name == 'plain'
 
 
 def test_what_cannot_be_planned_is_refused(monkeypatch):
   refuse = functools.partial(pytest.raises, ValueError)
+  nothing = planner.Run(1.0, 0.0, 0, 1, 0)
+  monkeypatch.setattr(planner.Search, 'run', lambda *_, **__: nothing)
   with refuse(match='all sample prompts at once'):
-    monkeypatch.setattr(
-      planner.Search,
-      'run',
-      lambda *_, **__: planner.Run(1.0, 0.0, 0, 1, 0),
-    )
     _plan(monkeypatch, ('the ',))
   task = task_lib.Task(max_new_tokens=8)
   with refuse(match='must be at least 16 to plan, got 8'):
     planner.make_plan(_pair(), ('the',), task, context=_CONTEXT)
   none = settings_lib.with_options(_BASE, {'inner': 'none'})
-  alone = types.SimpleNamespace(
-    drafting_model=None, eos_ids=(), ids_of=lambda prompts: prompts, target=None
-  )
+  task = task_lib.Task(drafting=none)
+  alone = dataclasses.replace(_pair(), draft=None)
   with refuse(match='nothing was measured: .* nothing drafts'):
-    planner.make_plan(
-      alone, _SHORT, task_lib.Task(drafting=none), context=_CONTEXT
-    )
+    planner.make_plan(alone, _SHORT, task, context=_CONTEXT)
