@@ -76,7 +76,7 @@ BREAK_EVEN = flags.DEFINE_float(
   None,
   'how many plain steps take as long as a speculative step on this machine:'
   ' while a speculative step emits fewer tokens, decoding is plain; default: as'
-  ' the plan, or never',
+  ' the plan; without one, by the processor for look-ups alone, else never',
 )
 LOOKUP_CONFIDENCE = flags.DEFINE_list(
   'lookup_confidence',

@@ -12,6 +12,9 @@ initial credit, the premiums and one last step longer than plain decoding: under
 5 % of 512 tokens. The balance is capped, so that a draft that turns bad late is
 noticed soon.
 
+Look-ups draft at no cost. So with these alone, a step first grows its tree, and
+is plain if the tree is expected to yield fewer than `break_even` tokens.
+
 The fallback changes the speed, never the tokens of match verification, nor the
 distribution of the tokens of the other rules.
 """
@@ -21,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from specdec import total as total_lib
+from specdec.tree import tree as tree_lib
 
 _INITIAL_CREDIT = 8.0
 _MAX_CREDIT = 16.0
@@ -66,12 +70,13 @@ def after_speculative_step(
 
 
 def after_plain_step(
-  state: FallbackState, break_even: jax.typing.ArrayLike
+  state: FallbackState, break_even: jax.typing.ArrayLike, *, stages_lag: bool
 ) -> FallbackState:
   """The state after a plain step; `break_even` as above.
 
-  If `Slots` chose a plain step because of the batch size, the credit does not
-  change.
+  If `Slots` chose a plain step because of the batch size, or the tree did not
+  pay, the credit does not change. `stages_lag`: whether the stages have not
+  read what was decoded.
   """
   credit = state.credit + jnp.where(state.speculating, 0.0, _PREMIUM)
   is_paid = credit >= _STEPS_PER_TRIAL * (break_even - 1.0)
@@ -79,5 +84,29 @@ def after_plain_step(
     credit=credit,
     speculating=state.speculating | is_paid,
     plain_steps=state.plain_steps + 1,
-    stages_lag=jnp.ones((), bool),
+    stages_lag=state.stages_lag | stages_lag,
   )
+
+
+def tree_pays(
+  tree: tree_lib.TokenTree,
+  nodes: jax.Array,
+  active: jax.Array,
+  break_even: jax.typing.ArrayLike,
+) -> jax.Array:
+  """Whether to verify trees: they are expected to yield enough tokens.
+
+  Args:
+    tree: grown, `[B, M]` per field.
+    nodes: `[B, N]` int32, the chosen nodes. The root among them is certain, and
+      stands for the target's own token.
+    active: `[B]` bool, rows that are not done.
+    break_even: as above.
+
+  Returns:
+    `[]` bool, for all rows.
+  """
+  log_probs = jax.vmap(tree_lib.pick)(tree.log_prob, nodes)
+  chosen = (nodes >= 0) & active[:, None]
+  expected = jnp.sum(jnp.where(chosen, jnp.exp(log_probs), 0.0))
+  return expected >= break_even * jnp.sum(active)

@@ -276,7 +276,7 @@ class Decoding:
       self._drafter,
       self._request,
       self._state,
-      speculate=bool(self._state.fallback.speculating),
+      speculate=bool(self._state.fallback.speculating | self._drafter.looks_up),
       config=self._config,
     )
     after = _row_forwards(self._state, self._drafter)

@@ -1,7 +1,8 @@
 """The decode loop: one jitted `lax.while_loop` of steps, prompt to last token.
 
 With the fallback (`specdec.fallback`) two loops take turns in it: one of
-speculative steps, one of plain steps.
+speculative steps, one of plain steps. Where drafting costs nothing, each step
+of one loop chooses.
 
 `decode` is all of it. `start` and `advance` are its two halves, for callers who
 look in between: to stream, or to stop early. `extend` goes on from another
@@ -68,7 +69,7 @@ def _caught_up(
 ) -> step_lib.DecodeState:
   """The stages read what plain steps decoded, unless the next one is plain."""
   fallback = state.fallback
-  reads = fallback.stages_lag & fallback.speculating
+  reads = fallback.stages_lag & (fallback.speculating | drafter.looks_up)
   texts = carried_lib.Texts(
     tokens=state.tokens,
     length=jnp.where(reads, state.length, 0),
@@ -185,6 +186,8 @@ def advance(
   # A plain drafter has nothing to fall back from.
   if not (config.fallback and drafter.stages):
     steps_done, state = repeat(drafter, carry)
+  elif drafter.looks_up:  # Each step decides for itself.
+    steps_done, state = repeat(drafter, (carry[0], _caught_up(drafter, state)))
   else:
     steps_done, state = lax.while_loop(goes_on, alternate, carry)
   counters = state.counters.with_steps(steps_done)
@@ -396,7 +399,8 @@ def advance_recorded(
 ) -> tuple[step_lib.DecodeState, step_lib.StepRecord]:
   """`advance` by one step, and its trace data.
 
-  `speculate` is the value of `state.fallback.speculating`.
+  `speculate` is the value of `state.fallback.speculating`, or True if the
+  drafter looks up.
   """
   if speculate and config.fallback:
     state = _caught_up(drafter, state)

@@ -8,11 +8,14 @@ Rows advance by their own counts. A plain step is this with a tree that is just
 its root.
 """
 
+from collections.abc import Callable
 import dataclasses
+import functools
 from typing import Any
 
 import flax.struct
 import jax
+from jax import lax
 import jax.numpy as jnp
 
 from specdec import adjusters as adjusters_lib
@@ -152,6 +155,67 @@ def step(
   tree = ctx.root_trees()
   stages, tree = growth.grow(drafter.stages, state.stages, tree, ctx)
   nodes = drafter.shape.select(tree)
+  verify = functools.partial(
+    _verify, target, drafter, request, config, ctx, (stages, tree)
+  )
+  if config.fallback and drafter.looks_up:
+    pays = state.fallback.speculating & fallback_lib.tree_pays(
+      tree, nodes, ctx.active, request.break_even
+    )
+    nodes = jnp.where(pays | (nodes == tree_lib.ROOT), nodes, tree_lib.NO_NODE)
+    state, path, emitted = _all_or_root(verify, state, nodes, pays)
+  else:
+    state, path, emitted = verify(state, nodes)
+  return state, StepRecord(tree=tree, nodes=nodes, path=path, emitted=emitted)
+
+
+# The state, and `path` and `emitted` of the record.
+_Verified = tuple[DecodeState, jax.Array, jax.Array]
+
+
+def _all_or_root(
+  verify: Callable[[DecodeState, jax.Array], _Verified],
+  state: DecodeState,
+  nodes: jax.Array,
+  verifies_all: jax.Array,
+) -> _Verified:
+  """`verify(state, nodes)`, or of the first of `nodes [B, N]` alone.
+
+  `verifies_all` is `[]` bool. These are loops of at most one round, because a
+  conditional of XLA would copy the caches.
+  """
+  _, *shapes = jax.eval_shape(verify, state, nodes)
+  path, emitted = (jnp.zeros(shape.shape, shape.dtype) for shape in shapes)
+
+  def once(
+    chosen: jax.Array, nodes: jax.Array, verified: _Verified
+  ) -> _Verified:
+    return lax.while_loop(
+      lambda carry: carry[0],
+      lambda carry: (jnp.zeros((), bool), verify(carry[1][0], nodes)),
+      (chosen, verified),
+    )[1]
+
+  verified = once(verifies_all, nodes, (state, path, emitted))
+  return once(~verifies_all, nodes[:, :1], verified)
+
+
+def _verify(
+  target: model_lib.LanguageModel,
+  drafter: drafter_lib.Drafter,
+  request: Request,
+  config: DecodeConfig,
+  ctx: context_lib.StepContext,
+  grown: tuple[tuple[stages_lib.StageState, ...], tree_lib.TokenTree],
+  state: DecodeState,
+  nodes: jax.Array,
+) -> _Verified:
+  """The rest of a step: the target's forward over nodes, and what follows.
+
+  `grown` are the stages and the trees after growth; `nodes [B, N]` are chosen
+  from the trees, the root first.
+  """
+  stages, tree = grown
   scores, target_state = model_lib.forward_nodes(
     target, state.target, tree, nodes, ctx, may_lag=False
   )
@@ -201,23 +265,26 @@ def step(
     ),
     watchers=watchers_lib.keep(request.watchers, watched, added),
     counters=statistics_lib.count_step(state.counters, nodes, emitted, ctx),
-    fallback=_account(state.fallback, emitted, ctx, request, config),
+    fallback=_account(state.fallback, nodes, emitted, ctx, request, config),
   )
-  return state, StepRecord(tree=tree, nodes=nodes, path=path, emitted=emitted)
+  return state, path, emitted
 
 
 def _account(
   fallback: fallback_lib.FallbackState,
+  nodes: jax.Array,
   emitted: jax.Array,
   ctx: context_lib.StepContext,
   request: Request,
   config: DecodeConfig,
 ) -> fallback_lib.FallbackState:
-  """The account of the fallback after a step."""
+  """The account of the fallback after a step that verified `nodes [B, N]`."""
   if not config.fallback:
     return fallback
-  if not ctx.max_depth:
-    return fallback_lib.after_plain_step(fallback, request.break_even)
+  if nodes.shape[1] == 1:
+    return fallback_lib.after_plain_step(
+      fallback, request.break_even, stages_lag=not ctx.max_depth
+    )
   return fallback_lib.after_speculative_step(
     fallback, emitted, ctx.active, request.break_even
   )

@@ -292,6 +292,12 @@ class Drafter(flax.struct.PyTreeNode):
     )
 
   @property
+  def looks_up(self) -> bool:
+    """Whether it drafts by look-ups alone, without a network."""
+    networks = [stage.scorer.facts.networks for stage in self.stages]
+    return bool(networks) and not any(networks)
+
+  @property
   def max_depth(self) -> int:
     """D of the trees that it grows."""
     reach = 0

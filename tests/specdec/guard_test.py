@@ -9,6 +9,7 @@ import tiny_drafters
 
 import specdec
 from specdec import loop
+from specdec.draft import recycling
 from specdec.tree import topology as topology_lib
 
 _DEPTH = 4
@@ -56,7 +57,9 @@ def _settle(emitted, break_even):
       state = _after(state, emitted, break_even)
       seconds, tokens = seconds + break_even, tokens + emitted
     else:
-      state = specdec.fallback.after_plain_step(state, np.float32(break_even))
+      state = specdec.fallback.after_plain_step(
+        state, np.float32(break_even), stages_lag=True
+      )
       seconds, tokens = seconds + 1.0, tokens + 1.0
   return seconds / tokens
 
@@ -78,7 +81,9 @@ def test_a_draft_that_pays_is_never_left_but_luck_is_no_credit():
 
 def test_plain_steps_that_others_chose_leave_the_account_as_it_is():
   state = specdec.fallback.init_fallback()
-  after = specdec.fallback.after_plain_step(state, np.float32(14.0))
+  after = specdec.fallback.after_plain_step(
+    state, np.float32(14.0), stages_lag=True
+  )
   assert (after.credit, after.speculating) == (state.credit, True)
   assert (after.plain_steps.value, after.stages_lag) == (1, True)
 
@@ -122,6 +127,33 @@ def test_rests_are_the_same_in_pieces(kind):
   assert pieces.stats.stage_forwards == whole.stats.stage_forwards
   assert (whole.stats.plain_steps > 0) == (kind == 'random')
   assert loop.advance._cache_size() == before
+
+
+def test_a_tree_of_look_ups_is_verified_only_if_it_pays():
+  """Rows share the decision; the steps of a stream decide alike."""
+  learner = recycling.Recycling(2, size=64)
+  drafter = tiny_drafters.candidates(
+    specdec.PromptLookup((0.5,)), learner, config=tiny_drafters.TREE
+  )
+  break_even, whole = 1.6, _run(drafter, 1.6)
+  assert whole.tokens == _plain().tokens
+  decoding = _run(drafter, break_even, specdec.Decoding)
+  decided = []
+  while not decoding.done:
+    record = decoding.step_recorded().record
+    active = np.asarray(record.emitted) > 0
+    chosen = np.asarray(drafter.shape.select(record.tree))
+    log_probs = np.asarray(record.tree.log_prob)
+    of_rows = [
+      np.exp(log_probs[row, chosen[row][chosen[row] >= 0]]).sum()
+      for row in np.flatnonzero(active)
+    ]
+    verified = (np.asarray(record.nodes) >= 0).sum(1)[active].max() > 1
+    assert verified == (np.mean(of_rows) >= break_even)
+    decided.append(verified)
+  assert decoding.result().tokens == whole.tokens
+  assert whole.stats.plain_steps == decided.count(False) > 0
+  assert any(decided)
 
 
 @pytest.mark.parametrize('bad', [0, -1.0, np.nan, np.inf, 'no', True])
