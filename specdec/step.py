@@ -206,7 +206,7 @@ def _verify(
   request: Request,
   config: DecodeConfig,
   ctx: context_lib.StepContext,
-  grown: tuple[tuple[stages_lib.StageState, ...], tree_lib.TokenTree],
+  grown: tuple[tuple[drafter_lib.StageState, ...], tree_lib.TokenTree],
   state: DecodeState,
   nodes: jax.Array,
 ) -> _Verified:

@@ -134,8 +134,8 @@ def compile_library(
     return made.replace(folder / f'{name}-{_digest(made.read_bytes())}.so')
 
 
-def register(library: pathlib.Path, suffix: str = '') -> None:
-  """Makes the functions of a compiled library known to XLA.
+def register(library: pathlib.Path, suffix: str = '') -> ctypes.CDLL:
+  """Loads a compiled library, and makes its functions known to XLA.
 
   Args:
     library: of `compile_library`.
@@ -145,6 +145,7 @@ def register(library: pathlib.Path, suffix: str = '') -> None:
   for name in _FUNCTIONS:
     function = jax.ffi.pycapsule(getattr(loaded, name))
     jax.ffi.register_ffi_target(name + suffix, function, platform='cpu')
+  return loaded
 
 
 def find_compiler() -> str | None:
@@ -154,21 +155,20 @@ def find_compiler() -> str | None:
 
 
 @functools.cache
-def is_available() -> bool:
-  """Compiles and registers the kernels; False, with a line, if that fails.
+def loaded() -> ctypes.CDLL | None:
+  """The kernels, compiled and registered; None, with a line, if that fails.
 
   The variable `SPECDEC_CXXFLAGS` has further flags, say for another processor.
   """
   if jax.default_backend() != 'cpu':
-    return False
+    return None
   compiler = find_compiler()
   reason = 'there is no C++ compiler (g++)'
   try:
     if compiler is not None:
       flags = *FLAGS, *shlex.split(os.environ.get('SPECDEC_CXXFLAGS', ''))
       folder = user_cache.folder('kernels')
-      register(compile_library(compiler, folder, flags))
-      return True
+      return register(compile_library(compiler, folder, flags))
   except (OSError, ValueError, AttributeError) as error:
     reason = f'{compiler}: {error}'
   except subprocess.CalledProcessError as error:
@@ -178,4 +178,19 @@ def is_available() -> bool:
     f'CPU kernels are off, which is about half as fast: {reason}.',
     file=sys.stderr,
   )
-  return False
+  return None
+
+
+def is_available() -> bool:
+  """Whether there are kernels, see `loaded`."""
+  return loaded() is not None
+
+
+def row_cost() -> float:
+  """The time of a further row of a forward, in the time of the first row.
+
+  It was measured for the instructions that the kernels have (docs/cpu.md). 0:
+  there are no kernels.
+  """
+  kernels = loaded()
+  return 0.0 if kernels is None else kernels.specdec_row_cost() / 1000

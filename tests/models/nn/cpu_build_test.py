@@ -21,11 +21,11 @@ pytestmark = pytest.mark.skipif(
 def test_without_a_compiler_xla_computes(monkeypatch, capsys):
   monkeypatch.setattr(build.shutil, 'which', lambda name: None)
   monkeypatch.delenv('CXX', raising=False)
-  assert not build.is_available.__wrapped__()
+  assert build.loaded.__wrapped__() is None
   assert 'there is no C++ compiler' in capsys.readouterr().err
   for compiler in ('/nowhere/g++', 'nocache g++ -m64', 'g++ "-m64'):
     monkeypatch.setenv('CXX', compiler)
-    assert not build.is_available.__wrapped__()
+    assert build.loaded.__wrapped__() is None
     assert f'{compiler}: ' in capsys.readouterr().err
 
 
