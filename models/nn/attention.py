@@ -264,7 +264,19 @@ def self_attention(
     split_rows = rows.reshape(*rows.shape[:2], -1, heads.width).swapaxes(1, 2)
     return norm(split_rows) if norm else split_rows
 
-  query, *entries = map(split, _apart(projections, heads), norms)
+  rows = projections[0]
+  if (
+    rows.shape[-1] == 3 * heads.num_kv_heads * heads.width
+    and len(projections) == 1
+    and rotation is None
+    and not any(norms)
+  ):
+    # As in GPT-2. One transposition takes fewer kernels than three.
+    shape = (*rows.shape[:2], 3, heads.num_kv_heads, heads.width)
+    in_thirds = rows.astype(heads.dtype).reshape(shape)
+    query, *entries = in_thirds.transpose(2, 0, 3, 1, 4)
+  else:
+    query, *entries = map(split, _apart(projections, heads), norms)
   query = rope_lib.rotate(query, rotation)
   if rotation is not None and rotation.query_scale is not None:
     query *= rotation.query_scale[:, None, :, None]
