@@ -307,6 +307,7 @@ def load(choice: GeneratorChoice) -> Generator:
   if plan is not None:
     settings = [way.drafting for way in plan.ways if way.drafting.store]
     store = drafters.open_store(settings[0], pair) if settings else None
-    return Generator(pair, drafters.make_planned(plan, pair), store)
+    return Generator(pair, drafters.make_planned(plan, pair, store), store)
   store = drafters.open_store(drafting, pair)
-  return Generator(pair, drafters.make_drafter(method, pair, drafting), store)
+  drafter = drafters.make_drafter(method, pair, drafting, store)
+  return Generator(pair, drafter, store)
