@@ -19,8 +19,6 @@ from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import families
 from specdec.models.checkpoints import gguf
 from specdec.models.checkpoints import hugging_face
-from specdec.models.checkpoints import placement as placement_lib
-from specdec.models.checkpoints import rounded
 from specdec.models.checkpoints.keys import tensor_parts
 from specdec.models.checkpoints.model_types import model_type
 from specdec.models.nn import adapter
@@ -38,7 +36,7 @@ Shapes = dict[Path, jax.ShapeDtypeStruct]
 # Tried in order; the first whose `holds(path)` is true opens it.
 _CONTAINERS = (
   gguf.GGUFFile,
-  rounded.RoundedFolder,
+  hugging_face.RoundedFolder,
   hugging_face.HuggingFaceFolder,
 )
 
@@ -187,11 +185,11 @@ def read_module(
   checkpoint: checkpoint_lib.Checkpoint, **options: Any
 ) -> adapter.Module:
   """Loads a model; for options and errors see `placement.make`."""
-  return load_network(checkpoint, placement_lib.make(**options))[0]
+  return load_network(checkpoint, checkpoint_lib.make(**options))[0]
 
 
 def load_network(
-  stored: checkpoint_lib.StoredNetwork, placement: placement_lib.Placement
+  stored: checkpoint_lib.StoredNetwork, placement: checkpoint_lib.Placement
 ) -> tuple[Any, dict[Path, matrices_lib.Weight]]:
   """Loads a target, draft, head or block drafter.
 
@@ -284,7 +282,7 @@ def _held_bytes(expected: Shapes, form: matrices_lib.WeightFormat) -> int:
 def _read(
   stored: checkpoint_lib.StoredNetwork,
   expected: Shapes,
-  placement: placement_lib.Placement,
+  placement: checkpoint_lib.Placement,
 ) -> Iterator[tuple[Path, str, Any]]:
   """Yields paths in the module, stored names, and parameters as they are held.
 
@@ -401,7 +399,7 @@ def save_in_four_bits(name: str, folder: str | pathlib.Path) -> None:
   if pathlib.Path(folder).resolve() == checkpoint.path.resolve():
     raise ValueError(f'{folder} is the folder of the model; give another')
   form = matrices_lib.FORMATS['int4']
-  placement = placement_lib.Placement(form, on_host=True)
+  placement = checkpoint_lib.Placement(form, on_host=True)
   family, layout = checkpoint.family, placement.layout
   _, shapes = _shapes(checkpoint.config, family, form.float_dtype, layout)
   read = _read(checkpoint, shapes, placement)
@@ -409,4 +407,4 @@ def save_in_four_bits(name: str, folder: str | pathlib.Path) -> None:
     families.parameter_name(path): host
     for path, _, host in whole_files.reading_each(checkpoint.path, read)
   }
-  rounded.save(parameters, checkpoint.path, pathlib.Path(folder))
+  hugging_face.save(parameters, checkpoint.path, pathlib.Path(folder))

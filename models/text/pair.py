@@ -16,8 +16,8 @@ from specdec import arguments as arguments_lib
 from specdec import model as model_lib
 from specdec.draft import block as block_lib
 from specdec.draft import head as head_lib
+from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import hub
-from specdec.models.checkpoints import placement as placement_lib
 from specdec.models.checkpoints.heads import block_drafters
 from specdec.models.checkpoints.heads import heads
 from specdec.models.checkpoints.heads import mtp
@@ -282,13 +282,13 @@ def drawn_pair(choice: choice_lib.ModelChoice) -> Pair:
     stored = block_drafters.DrawnBlockDrafter(
       hub.locate(choice.head).path, checkpoint.config
     )
-  placement = placement_lib.make(choice.dtype, packed=packed)
+  placement = checkpoint_lib.make(choice.dtype, packed=packed)
   module, _ = hub.load_network(hub.DrawnFolder(checkpoint.path), placement)
   hidden = () if stored is None else stored.config.reads
   target = adapter.as_model(module, hidden=hidden)
   if stored is not None:
     size = draft_vocabulary.size_of(choice.draft_vocab)
-    draft_placement = placement_lib.make(
+    draft_placement = checkpoint_lib.make(
       choice.draft_dtype or choice.dtype,
       packed=packed,
       outputs=None if size is None else np.arange(size),

@@ -12,7 +12,6 @@ import transformers
 
 from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import hub
-from specdec.models.checkpoints import placement as placement_lib
 from specdec.models.checkpoints.heads import heads
 from specdec.models.checkpoints.heads import mtp
 from specdec.models.nn import dtypes
@@ -39,8 +38,8 @@ class Sources:
   target: checkpoint_lib.Checkpoint
   draft: checkpoint_lib.Checkpoint | None
   head: heads.Stored | None
-  placement: placement_lib.Placement
-  draft_placement: placement_lib.Placement
+  placement: checkpoint_lib.Placement
+  draft_placement: checkpoint_lib.Placement
 
   @property
   def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
@@ -128,6 +127,6 @@ def open_sources(choice: choice_lib.ModelChoice) -> Sources:
     target=target,
     draft=draft,
     head=head,
-    placement=placement_lib.Placement(form, packed, layout),
-    draft_placement=placement_lib.Placement(draft_form, packed, draft_layout),
+    placement=checkpoint_lib.Placement(form, packed, layout),
+    draft_placement=checkpoint_lib.Placement(draft_form, packed, draft_layout),
   )

@@ -20,7 +20,6 @@ import numpy as np
 from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import families
 from specdec.models.checkpoints import hub
-from specdec.models.checkpoints.heads import head_files
 from specdec.models.checkpoints.heads import head_tensors
 from specdec.models.checkpoints.keys import block_keys
 from specdec.models.checkpoints.keys import head_keys
@@ -193,4 +192,6 @@ def save(
     }
   else:
     keys |= {'architectures': ['DFlashDraftModel'], 'dflash_config': state_keys}
-  head_files.write(module, folder, keys, lm_head=lm_head, ids=ids, dtype=dtype)
+  head_tensors.write(
+    module, folder, keys, lm_head=lm_head, ids=ids, dtype=dtype
+  )

@@ -13,21 +13,23 @@ import re
 import types
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import families
 from specdec.models.checkpoints import gguf
+from specdec.models.checkpoints import hub
 from specdec.models.checkpoints import hugging_face
 from specdec.models.checkpoints.gguf_parts import gguf_header
 from specdec.models.checkpoints.gguf_parts import gguf_keys
-from specdec.models.checkpoints.gguf_parts import gguf_rope
-from specdec.models.checkpoints.gguf_parts import gguf_tensor
 from specdec.models.checkpoints.keys import block_keys
 from specdec.models.checkpoints.keys import tensor_parts
-from specdec.models.checkpoints.model_types import architecture
 from specdec.models.checkpoints.model_types import model_type
 from specdec.models.nn import blocks as blocks_lib
+from specdec.models.nn import llama_config
+from specdec.models.nn import rope as rope_lib
 from specdec.text import text_files
 
 MARKOV = 'markov_head.markov_w1.weight', 'markov_head.markov_w2.weight'
@@ -56,7 +58,7 @@ D2T, T2D = 'd2t', 't2d'
 _EAGLE3, _DFLASH = 'eagle3', 'dflash'
 _MASK = 'tokenizer.ggml.mask_token_id'
 # Keys of the metadata, and keys of config.json.
-_KEYS = architecture.KEYS | {
+_KEYS = model_type.KEYS | {
   'rope.freq_base': 'rope_theta',
   'vocab_size': 'vocab_size',
 }
@@ -265,7 +267,7 @@ class HeadFile(HeadTensors, gguf.GGUFFile):
       ValueError: the file holds no head, or one with a scaled rotation.
     """
     name, header = self._architecture, gguf_header.read_header(self.path)
-    names, files = _KEYS | _OWN_KEYS[name], architecture.Architecture(name)
+    names, files = _KEYS | _OWN_KEYS[name], model_type.Architecture(name)
     others = _OTHER_KEYS | (_OTHER_DFLASH_KEYS if name == _DFLASH else set())
     metadata = gguf_keys.own_keys(header, files, {*names, *others})
     scaling = metadata.get('rope.scaling.type', 'none')
@@ -291,8 +293,8 @@ class HeadFile(HeadTensors, gguf.GGUFFile):
     keys['target_layer_ids'] = [layer - 1 for layer in layers]
     if 'markov_w1.weight' in header.tensors:
       keys['markov_rank'] = header.tensors['markov_w1.weight'].shape[1]
-    if architecture.ROPE_FACTORS in header.tensors:
-      keys['rope_parameters'] = gguf_rope.rope_parameters(metadata, header)
+    if model_type.ROPE_FACTORS in header.tensors:
+      keys['rope_parameters'] = gguf_keys.rope_parameters(metadata, header)
     if metadata.get('attention.sliding_window'):
       pattern = metadata.get(gguf_keys.PATTERN)
       if not isinstance(pattern, list):
@@ -316,13 +318,13 @@ class HeadFile(HeadTensors, gguf.GGUFFile):
       if name.removesuffix('.weight') == 'd2t':
         yield D2T, _Ids(info)
         continue
-      if name == architecture.ROPE_FACTORS and kind == _DFLASH:
+      if name == model_type.ROPE_FACTORS and kind == _DFLASH:
         continue  # It is read with the keys.
-      ours = architecture.canonical_name(name, architecture.DRAFTER_NAMES)
+      ours = model_type.canonical_of_gguf(name, model_type.DRAFTER_NAMES)
       if ours is None:
         raise ValueError(f'tensor {name} is not part of an {kind}')
       num_heads = heads.get(name.rpartition('.')[0].rpartition('.')[2])
-      yield ours, gguf_tensor.Tensor(info, num_heads=num_heads)
+      yield ours, gguf_header.Tensor(info, num_heads=num_heads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -386,3 +388,51 @@ def _canonical(name: str) -> str:
 def _values(tensor: Any) -> np.ndarray:
   """All of a stored vector."""
   return np.concatenate([rows for _, rows in tensor.rows()])
+
+
+def write(
+  module: Any,
+  folder: pathlib.Path,
+  keys: Mapping[str, Any],
+  *,
+  lm_head: Any,
+  ids: np.ndarray | None,
+  dtype: jax.typing.DTypeLike,
+  first_layer: str = 'layers.0.',
+) -> None:
+  """Writes the folder of a drafter; see `heads.save`.
+
+  Args:
+    module: a drafter.
+    folder: made if it does not exist.
+    keys: of config.json, in addition to the keys of the layers.
+    lm_head: `[D, H]`, its own output matrix, if any.
+    ids: `[D]`, the tokens of a reduced vocabulary, if any.
+    dtype: of the matrices and norms.
+    first_layer: prefix of the names of the first layer's tensors.
+
+  Raises:
+    ValueError: the layers have several rotations.
+  """
+  config, dtype = module.config, jnp.dtype(dtype)
+  if not isinstance(config.rope, rope_lib.Rope):
+    raise ValueError('a head without one rotation of all layers is not saved')
+  layers = families.written_keys(
+    llama_config.LlamaConfig(**llama_config.fields_of(config)),
+    families.SAVED_LAYERS,
+    dtype=dtype.name,
+  )
+  stored = dict[str, np.ndarray]()
+  for path, leaf in hub.flat_params(module)[1].items():
+    name = families.parameter_name(path)
+    if name.startswith('layers.0.'):
+      name = first_layer + name.removeprefix('layers.0.')
+    stored[name] = np.asarray(leaf, dtype=dtype)
+  if lm_head is not None:
+    stored['lm_head.weight'] = np.asarray(lm_head, dtype=dtype)
+  if ids is not None:
+    stored[D2T] = np.asarray(ids - np.arange(len(ids)), np.int64)
+    tokens = np.arange(config.vocab_size)
+    stored[T2D] = np.isin(tokens, ids)
+  described = {**layers, 'rope_theta': config.rope.theta, **keys}
+  hugging_face.write(folder, described, stored)

@@ -25,10 +25,8 @@ from specdec.draft import head as head_lib
 from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import families
 from specdec.models.checkpoints import hub
-from specdec.models.checkpoints import placement as placement_lib
 from specdec.models.checkpoints.heads import assistants
 from specdec.models.checkpoints.heads import block_drafters
-from specdec.models.checkpoints.heads import head_files
 from specdec.models.checkpoints.heads import head_tensors
 from specdec.models.checkpoints.heads import mtp
 from specdec.models.checkpoints.keys import head_keys
@@ -265,13 +263,13 @@ def load(
   head: Stored, target: model_lib.LanguageModel, **options: Any
 ) -> head_lib.Head | block_lib.BlockDrafter:
   """Loads a head; for options and errors see `placement.make`."""
-  return load_head(head, target, placement_lib.make(**options))
+  return load_head(head, target, checkpoint_lib.make(**options))
 
 
 def load_head(
   head: Stored,
   target: model_lib.LanguageModel,
-  placement: placement_lib.Placement,
+  placement: checkpoint_lib.Placement,
 ) -> head_lib.Head | block_lib.BlockDrafter:
   """Loads a head; it may take embedding and output matrix from the target.
 
@@ -383,7 +381,7 @@ def save(
   }
   if lm_head is not None:  # Without it SGLang takes the target's matrix.
     keys['draft_vocab_size'] = len(lm_head)
-  head_files.write(
+  head_tensors.write(
     module,
     folder,
     keys,

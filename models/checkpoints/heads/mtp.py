@@ -25,11 +25,9 @@ from specdec.models.checkpoints import gguf
 from specdec.models.checkpoints import hub
 from specdec.models.checkpoints.gguf_parts import gguf_header
 from specdec.models.checkpoints.gguf_parts import gguf_keys
-from specdec.models.checkpoints.gguf_parts import gguf_tensor
 from specdec.models.checkpoints.heads import head_tensors
 from specdec.models.checkpoints.keys import tensor_parts
-from specdec.models.checkpoints.model_types import architecture
-from specdec.models.checkpoints.model_types import registry
+from specdec.models.checkpoints.model_types import model_type
 from specdec.models.nn import delta as delta_lib
 from specdec.models.nn import eagle
 from specdec.models.nn import llama_config
@@ -84,26 +82,26 @@ class _File(head_tensors.HeadFile):
     """Yields canonical names and tensors; see `HeadTensors`."""
     header = gguf_header.read_header(self.path)
     name = str(header.metadata.get('general.architecture'))
-    if name not in registry.ARCHITECTURES:
+    if name not in families.ARCHITECTURES:
       return
-    _, files = registry.ARCHITECTURES[name]
+    _, files = families.ARCHITECTURES[name]
     mtp_tensors = gguf_keys.of_further_tokens(header, name)
     names = {**files.names, **_NAMES_IN_FILES}
     first = gguf_keys.num_layers(header, name)
     if mtp_tensors and files.swaps_rows:
       raise ValueError(f'MTP layers of a {name} are not supported')
-    tensors = dict[str, gguf_tensor.Tensor]()
+    tensors = dict[str, gguf_header.Tensor]()
     for stored in sorted(mtp_tensors):
-      canonical = architecture.canonical_name(stored, names, files.layers)
+      canonical = model_type.canonical_of_gguf(stored, names, files.layers)
       if canonical is None:
         raise ValueError(f'tensor {stored} is not part of an MTP layer')
       _, layer, rest = canonical.split('.', 2)
       if rest.rpartition('.')[0] not in _NAMES_IN_FILES.values():
         rest = f'layers.{int(layer) - first}.{rest}'
-      tensors[rest] = gguf_tensor.Tensor(header.tensors[stored])
+      tensors[rest] = gguf_header.Tensor(header.tensors[stored])
     if tensors and 'norm.weight' not in tensors:  # It has the target's.
       norm = header.tensors['output_norm.weight']
-      tensors['norm.weight'] = gguf_tensor.Tensor(norm)
+      tensors['norm.weight'] = gguf_header.Tensor(norm)
     yield from tensors.items()
 
 
