@@ -40,7 +40,6 @@ from specdec.models.text import sources as sources_lib
 from specdec.models.text import text_decoding
 from specdec.models.text import text_options
 from specdec.models.text import text_store
-from specdec.models.text import vocabulary as vocabulary_lib
 
 # One prompt, or several.
 Prompts = chat_template.Prompt | Sequence[chat_template.Prompt]
@@ -303,7 +302,7 @@ def load(choice: GeneratorChoice) -> Generator:
     plan.check_models(plan_lib.model_digests(sources))
   if choice.messages is not None:
     chat_template.conversation_ids(sources.tokenizer, choice.messages)
-  pair = pair_lib.load_weights(vocabulary_lib.read_vocabulary(sources))
+  pair = pair_lib.load_weights(sources)
   if plan is not None:
     settings = [way.drafting for way in plan.ways if way.drafting.store]
     store = drafters.open_store(settings[0], pair) if settings else None

@@ -28,11 +28,9 @@ from specdec.models.nn import sharding as sharding_lib
 from specdec.models.nn.cpu import build
 from specdec.models.text import chat_template
 from specdec.models.text import choice as choice_lib
-from specdec.models.text import draft_vocabulary
 from specdec.models.text import reasoning as reasoning_lib
 from specdec.models.text import sources as sources_lib
 from specdec.models.text import token_bytes as token_bytes_lib
-from specdec.models.text import vocabulary as vocabulary_lib
 from specdec.text import sections as sections_lib
 
 
@@ -181,23 +179,26 @@ class Pair:
     return pieces
 
 
-def load_weights(vocabulary: vocabulary_lib.Vocabulary) -> Pair:
-  """Loads the weights of models whose vocabularies are known.
+def load_weights(sources: sources_lib.Sources) -> Pair:
+  """Loads the weights of opened models.
 
   The draft gets the vocabulary of the target.
 
   Raises:
-    ValueError: a tensor is unknown, missing, left over or misshapen.
+    ValueError: a tokenizer or a token that ends a text cannot be used, the
+      tokenizers share too little, the vocabularies of one tokenizer differ by
+      more than padding, or a tensor is unknown, missing, left over or
+      misshapen.
   """
-  sources, draft, head = vocabulary.sources, None, None
-  placement = sources.placement
+  draft, head, placement = None, None, sources.placement
+  tokens = sources.tokenizer, sources.eos_ids
   draft_placement = dataclasses.replace(
-    sources.draft_placement, outputs=vocabulary.draft_outputs
+    sources.draft_placement, outputs=sources.draft_outputs
   )
   module, _ = hub.load_network(sources.target, placement)
   if sources.draft is not None:
     draft_module, _ = hub.load_network(sources.draft, draft_placement)
-    draft = _with_target_tokens(draft_module, vocabulary)
+    draft = _with_target_tokens(draft_module, sources)
   target = adapter.as_model(module, placement.layout, sources.hidden)
   if draft is not None and sources.draft is sources.target:
     draft = draft.replace(params=_shared(draft.params, target.params))
@@ -210,7 +211,6 @@ def load_weights(vocabulary: vocabulary_lib.Vocabulary) -> Pair:
     )
   if sources.head is not None:
     head = heads.load_head(sources.head, target, draft_placement)
-  tokens = vocabulary.tokenizer, vocabulary.eos_ids
   return Pair(target, draft, *tokens, placement.layout, head)
 
 
@@ -228,11 +228,10 @@ def _shared(params: Any, of_target: Any) -> Any:
 
 
 def _with_target_tokens(
-  module: adapter.Module, vocabulary: vocabulary_lib.Vocabulary
+  module: adapter.Module, sources: sources_lib.Sources
 ) -> model_lib.LanguageModel:
   """A draft that reads and proposes tokens of the target."""
-  sources, shared = vocabulary.sources, vocabulary.shared
-  layout = sources.draft_placement.layout
+  shared, layout = sources.shared, sources.draft_placement.layout
   draft = adapter.as_model(module, layout)
   place = lambda arrays: jax.device_put(arrays, layout.everywhere)
   if shared is None:
@@ -240,7 +239,7 @@ def _with_target_tokens(
   else:
     tables = place((shared.same, shared.parts))
     model = other_tokens.with_other_tokens(draft, *tables)
-  proposed = vocabulary.proposed
+  proposed = sources.proposed
   if proposed is None:
     return model
   return model.replace(proposed=place(proposed))
@@ -251,11 +250,10 @@ def load_pair(choice: choice_lib.ModelChoice) -> Pair:
 
   Raises:
     ValueError: a model or the mesh cannot be used, or the tokenizers share too
-      little, see `models/text/shared_tokens`. Vocabularies of one tokenizer may
+      little, see `models/text/vocabulary`. Vocabularies of one tokenizer may
       differ by padding.
   """
-  sources = sources_lib.open_sources(choice)
-  return load_weights(vocabulary_lib.read_vocabulary(sources))
+  return load_weights(sources_lib.open_sources(choice))
 
 
 def drawn_pair(choice: choice_lib.ModelChoice) -> Pair:
@@ -287,7 +285,7 @@ def drawn_pair(choice: choice_lib.ModelChoice) -> Pair:
   hidden = () if stored is None else stored.config.reads
   target = adapter.as_model(module, hidden=hidden)
   if stored is not None:
-    size = draft_vocabulary.size_of(choice.draft_vocab)
+    size = choice.num_draft_tokens
     draft_placement = checkpoint_lib.make(
       choice.draft_dtype or choice.dtype,
       packed=packed,

@@ -1,15 +1,16 @@
-"""The opened files of a choice of models, and how their weights are loaded.
+"""The opened files of a choice of models, before weights are read.
 
-This is the first of three steps. Each takes what the step before it returns:
-`open_sources`, `vocabulary.read_vocabulary` and `pair.load_weights`.
+`open_sources` finds the files, and `pair.load_weights` reads the weights.
 """
 
 import dataclasses
 import functools
 
 from absl import logging
+import numpy as np
 import transformers
 
+from specdec import arguments as arguments_lib
 from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import hub
 from specdec.models.checkpoints.heads import heads
@@ -19,6 +20,7 @@ from specdec.models.nn import matrices as matrices_lib
 from specdec.models.nn import sharding as sharding_lib
 from specdec.models.nn.cpu import build
 from specdec.models.text import choice as choice_lib
+from specdec.models.text import vocabulary as vocabulary_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,57 @@ class Sources:
         ' there'
       )
     return self.target.tokenizer
+
+  @functools.cached_property
+  def eos_ids(self) -> tuple[int, ...]:
+    """The tokens that end a text; ValueError if one cannot be used."""
+    if self.choice.eos_ids is None:
+      return self.target.eos_ids
+    size = len(self.tokenizer)
+    ids = vocabulary_lib.ids_of_eos(self.choice.eos_ids, self.tokenizer, size)
+    vocab_size = self.target.config.vocab_size
+    return tuple(arguments_lib.to_ids('eos_ids', ids, vocab_size))
+
+  @functools.cached_property
+  def shared(self) -> vocabulary_lib.SharedTokens | None:
+    """The tokens that target and draft share, if their tokenizers differ.
+
+    Raises:
+      ValueError: see `vocabulary.of_checkpoints`.
+    """
+    if self.draft is None:
+      return None
+    return vocabulary_lib.of_checkpoints(self.target, self.draft)
+
+  @functools.cached_property
+  def draft_outputs(self) -> np.ndarray | None:
+    """`[N]` int, the tokens whose logits the draft or head computes; None: all.
+
+    They are tokens of the draft's own vocabulary.
+    """
+    draft, tokenizer = self.draft, self.tokenizer
+    if draft is None and self.head is None:
+      return None
+    if draft is not None and self.shared is not None:
+      tokenizer = draft.tokenizer
+    config = (draft or self.target).config
+    return vocabulary_lib.tokens_of(
+      self.choice.draft_vocab, tokenizer, config.vocab_size
+    )
+
+  @property
+  def proposed(self) -> np.ndarray | None:
+    """`[N]` int32, ascending: the target's tokens that the draft can propose.
+
+    None: all.
+    """
+    outputs, shared = self.draft_outputs, self.shared
+    if outputs is None and shared is None:
+      return None
+    same = np.arange(self.target.config.vocab_size)
+    same = same if shared is None else shared.same
+    has_output = same >= 0 if outputs is None else np.isin(same, outputs)
+    return np.flatnonzero(has_output).astype(np.int32)
 
   @property
   def hidden(self) -> tuple[int, ...]:
