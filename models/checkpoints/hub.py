@@ -184,7 +184,7 @@ def load_module(
 def read_module(
   checkpoint: checkpoint_lib.Checkpoint, **options: Any
 ) -> adapter.Module:
-  """Loads a model; for options and errors see `placement.make`."""
+  """Loads a model; for options and errors see `checkpoint.make`."""
   return load_network(checkpoint, checkpoint_lib.make(**options))[0]
 
 

@@ -26,7 +26,6 @@ import numpy as np
 import specdec
 from specdec import arguments as arguments_lib
 from specdec import decode_options
-from specdec.models.text import chat as chat_lib
 from specdec.models.text import chat_template
 from specdec.models.text import choice as choice_lib
 from specdec.models.text import drafters
@@ -230,7 +229,7 @@ class Generator:
     context: int | None = None,
     max_new_tokens: int = 512,
     **options: Unpack[text_options.TextOptions],
-  ) -> chat_lib.Chat:
+  ) -> text_decoding.Chat:
     """Answers the last message of a conversation, and those that follow.
 
     Every answer equals what `generate` answers to all messages so far with the
@@ -248,10 +247,12 @@ class Generator:
         template, or the messages do not fit into the context.
     """
     largest = self.pair.target.spec.max_positions
-    size = min(largest, chat_lib.MAX_CONTEXT) if context is None else context
+    size = (
+      min(largest, text_decoding.MAX_CONTEXT) if context is None else context
+    )
     arguments_lib.check_count('context', size, largest)
     begin = functools.partial(self.stream, room_for_new_tokens=size, **options)
-    return chat_lib.Chat(
+    return text_decoding.Chat(
       begin, self.pair, messages, context=size, max_new_tokens=max_new_tokens
     )
 

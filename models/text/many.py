@@ -15,7 +15,6 @@ import jax
 
 import specdec
 from specdec import arguments as arguments_lib
-from specdec.models.text import chat as chat_lib
 from specdec.models.text import chat_template
 from specdec.models.text import constraints as constraints_lib
 from specdec.models.text import pair as pair_lib
@@ -134,7 +133,9 @@ class ManyDecoding(Iterator[Completion]):
 
   def _context(self) -> int:
     """The size of the buffers: what a list of prompts needs, or the default."""
-    largest = min(self._pair.target.spec.max_positions, chat_lib.MAX_CONTEXT)
+    largest = min(
+      self._pair.target.spec.max_positions, text_decoding.MAX_CONTEXT
+    )
     if not isinstance(self._prompts, Sequence):
       return largest
     needed = 1

@@ -28,7 +28,6 @@ from specdec.models.nn import sharding as sharding_lib
 from specdec.models.nn.cpu import build
 from specdec.models.text import chat_template
 from specdec.models.text import choice as choice_lib
-from specdec.models.text import reasoning as reasoning_lib
 from specdec.models.text import sources as sources_lib
 from specdec.models.text import token_bytes as token_bytes_lib
 from specdec.text import sections as sections_lib
@@ -99,8 +98,8 @@ class Pair:
 
   @property
   def sections(self) -> sections_lib.Sections:
-    """The sections of an answer, see `models/text/reasoning`."""
-    return reasoning_lib.sections_of(self.tokenizer)
+    """The sections of an answer, see `models/text/chat_template`."""
+    return chat_template.sections_of(self.tokenizer)
 
   def section_after(self, prompt: chat_template.Prompt) -> int:
     """The section in which the text after a prompt begins.

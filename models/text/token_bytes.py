@@ -234,7 +234,7 @@ class TextStream:
   are held back until they complete a character, or become U+FFFD. Ids beyond
   `token_bytes` have no bytes. `special` has the ids of the special tokens that
   stop strings and ends of sections may name, see `special_tokens`. The text
-  begins in the section `first` of `sections`, see `models/text/reasoning`.
+  begins in the section `first` of `sections`, see `models/text/chat_template`.
 
   Raises:
     ValueError: a stop string is empty or is not Unicode.

@@ -262,7 +262,7 @@ def _of_tensors(path: pathlib.Path, target: Any) -> Stored:
 def load(
   head: Stored, target: model_lib.LanguageModel, **options: Any
 ) -> head_lib.Head | block_lib.BlockDrafter:
-  """Loads a head; for options and errors see `placement.make`."""
+  """Loads a head; for options and errors see `checkpoint.make`."""
   return load_head(head, target, checkpoint_lib.make(**options))
 
 
