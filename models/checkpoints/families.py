@@ -83,7 +83,6 @@ def _layer_types(config: Any, supported: Collection[str]) -> list[str]:
 def _read_windows(
   config: Any, row: row_lib.ModelType
 ) -> tuple[int | None, ...]:
-  """The window of each layer, None where it sees the whole text."""
   window = getattr(config, 'sliding_window', None)
   if row.mixers or 'layer_types' not in row.class_keys:
     return (window,) * config.num_hidden_layers
@@ -240,13 +239,6 @@ def read(
         f'{config.num_layers} layers, at most {_MAX_LAYERS} are supported'
       )
   return row, config
-
-
-def config_from_keys(
-  raw: Mapping[str, Any], path: pathlib.Path
-) -> adapter.Config:
-  """The shape alone, see `read`."""
-  return read(raw, path)[1]
 
 
 def written_keys(

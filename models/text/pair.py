@@ -274,13 +274,13 @@ def drawn_pair(choice: choice_lib.ModelChoice) -> Pair:
     )
   packed = choice.cpu_kernels and build.is_available()
   if choice.head == choice_lib.OWN:
-    stored = mtp.DrawnMTP(checkpoint.path, checkpoint.config)
+    stored = mtp.StoredMTP(checkpoint.path, checkpoint.config, drawn=True)
   elif choice.head not in (None, dtypes.AUTO):
-    stored = block_drafters.DrawnBlockDrafter(
-      hub.locate(choice.head).path, checkpoint.config
+    stored = block_drafters.StoredBlockDrafter(
+      hub.locate(choice.head).path, checkpoint.config, drawn=True
     )
   placement = checkpoint_lib.make(choice.dtype, packed=packed)
-  module, _ = hub.load_network(hub.DrawnFolder(checkpoint.path), placement)
+  module, _ = hub.load_network(checkpoint, placement, drawn=True)
   hidden = () if stored is None else stored.config.reads
   target = adapter.as_model(module, hidden=hidden)
   if stored is not None:

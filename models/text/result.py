@@ -23,7 +23,7 @@ class TextGeneration:
     prompts: B texts.
     text: B continuations; each ends before the first stop string.
     reasoning: what the model said before its answer in a conversation, by row;
-      it is not in `text`. Empty if there is none, see `models/text/chat_template`.
+      it is not in `text`. Empty if there is none.
     prompt_tokens: the ids of each prompt.
     pieces: what each new token of a row adds; joined they are the reasoning and
       the text. A character of several tokens is in the piece of the last token.

@@ -150,11 +150,6 @@ def architecture_of(
   return families.ARCHITECTURES[name]
 
 
-def _shortest(value: Any) -> Any:
-  """1e-05 in place of 9.99999974737875e-06, which is the same in float32."""
-  return float(str(np.float32(value))) if isinstance(value, float) else value
-
-
 def num_layers(header: gguf_header.Header, name: str) -> int:
   """The number of layers, without layers that predict further tokens.
 
@@ -174,14 +169,6 @@ def of_further_tokens(header: gguf_header.Header, name: str) -> set[str]:
   blocks = range(num_layers(header, name), last)
   prefixes = tuple(f'blk.{block}.' for block in blocks)
   return {tensor for tensor in header.tensors if tensor.startswith(prefixes)}
-
-
-def _is_left_over(key: str, header: gguf_header.Header) -> bool:
-  """Whether a key is of a part that the tensors do not have."""
-  return any(
-    key.startswith(prefix) and not any(part in name for name in header.tensors)
-    for prefix, part in _OPTIONAL_PARTS.items()
-  )
 
 
 def own_keys(
@@ -204,10 +191,15 @@ def own_keys(
   """
   prefix = f'{files.name}.'
   num_blocks = header.metadata.get(f'{prefix}block_count')
+  left_over = tuple(
+    start
+    for start, part in _OPTIONAL_PARTS.items()
+    if not any(part in name for name in header.tensors)
+  )
   metadata = {}
   for full, value in header.metadata.items():
     key = full.removeprefix(prefix)
-    if key == full or (key not in keys and _is_left_over(key, header)):
+    if key == full or (key not in keys and key.startswith(left_over)):
       continue
     if key not in keys:
       raise ValueError(f'{full} is not supported')
@@ -228,8 +220,11 @@ def own_keys(
       value = value if differs else value[0]
     value_type = _TYPES.get(key, float if _NUMBERS.search(key) else int)
     text_files.check_types({full: value}, {full: value_type})
-    is_off = value == 0 and key in _OFF_AT_ZERO
-    metadata[key] = _OFF_AT_ZERO[key] if is_off else _shortest(value)
+    if value == 0 and key in _OFF_AT_ZERO:
+      value = _OFF_AT_ZERO[key]
+    elif isinstance(value, float):  # 1e-05 in place of 9.99999974737875e-06.
+      value = float(str(np.float32(value)))
+    metadata[key] = value
   return metadata
 
 
@@ -407,7 +402,14 @@ def rope_parameters(
   if scaling != 'none':
     parameters |= {'rope_type': scaling, **stated}
   if scaling == 'yarn':
-    parameters |= _attention_factor(metadata, stated.get('factor', 1.0))
+    # In a file the factor of queries and keys is rounded to float32; where it
+    # is the usual one, it follows from the factor of the context.
+    first, second = (metadata.get(key) for key in _FACTORS)
+    config_keys_lib.check_same(_FACTORS[0], first, _FACTORS[1], second)
+    factor = second if first is None else first
+    usual = 0.1 * math.log(max(stated.get('factor', 1.0), 1.0)) + 1.0
+    if factor is not None and np.float32(factor) != np.float32(usual):
+      parameters['attention_factor'] = factor
   if 'mscale_all_dim' in parameters:  # The other factor is one in llama.cpp.
     parameters['mscale'] = 1.0
   if (factors := row_lib.ROPE_FACTORS) in header.tensors:
@@ -418,23 +420,6 @@ def rope_parameters(
       )
     parameters |= _divided(header, parameters['rope_theta'])
   return parameters
-
-
-def _attention_factor(
-  metadata: Mapping[str, Any], factor: float
-) -> dict[str, float]:
-  """The key of YaRN's factor of queries and keys, if a file states it.
-
-  It is the whole factor, as converters copy it. In a file it is rounded to
-  float32; where it is the usual one, it follows from the factor of the context.
-  """
-  first, second = (metadata.get(key) for key in _FACTORS)
-  config_keys_lib.check_same(_FACTORS[0], first, _FACTORS[1], second)
-  stated = second if first is None else first
-  usual = 0.1 * math.log(max(factor, 1.0)) + 1.0
-  if stated is None or np.float32(stated) == np.float32(usual):
-    return {}
-  return {'attention_factor': stated}
 
 
 def _longrope(

@@ -12,6 +12,7 @@ import pathlib
 import re
 import types
 from typing import Any
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -118,7 +119,7 @@ class _Ids:
 
 
 class HeadTensors:
-  """The tensors of a head in a container; see `checkpoint.Checkpoint`."""
+  """The tensors of a head in a folder or file."""
 
   path: pathlib.Path
 
@@ -137,20 +138,16 @@ class HeadTensors:
 
   @functools.cached_property
   def all(self) -> dict[str, Any]:
-    """Stored tensors by their canonical names."""
+    """`named` by name."""
     return dict(self.named())
-
-  @property
-  def _rotates_neighbours(self) -> bool:
-    """Whether neighbours of a head are rotated together."""
-    return block_keys.flat(self.keys).get('rope_is_neox_style') is False
 
   def tensors(self) -> Iterator[tuple[str, Any]]:
     """Yields canonical names and tensors, except `d2t` and `t2d`.
 
     Rows are in the order of `models/nn/rope`.
     """
-    reorders = self._rotates_neighbours
+    # Whether neighbours of a head are rotated together.
+    reorders = block_keys.flat(self.keys).get('rope_is_neox_style') is False
     for name, tensor in self.all.items():
       if name in (D2T, T2D):
         continue
@@ -211,7 +208,6 @@ class HeadFolder(HeadTensors, hugging_face.HuggingFaceFolder):
   """A folder with a head."""
 
   def stored(self) -> Iterator[tensor_parts.Tensor]:
-    """Yields all tensors; see `HuggingFaceFolder`."""
     pickled = self.path / _PICKLED
     if pickled.exists() and not (self.path / hugging_face.WEIGHTS).exists():
       raise ValueError(
@@ -224,12 +220,16 @@ class HeadFolder(HeadTensors, hugging_face.HuggingFaceFolder):
     yield from super().stored()
 
   def named(self) -> Iterator[tuple[str, Any]]:
-    """Yields canonical names and tensors; see `HeadTensors`."""
     tensors = dict[str, tensor_parts.Tensor]()
     for tensor in self.stored():
       if _BUFFERS.fullmatch(tensor.name):
         continue
-      same = tensors.setdefault(_canonical(tensor.name), tensor)
+      name = tensor.name
+      for pattern, new in _RENAMED:
+        if match := pattern.match(name):
+          name = new + name[match.end() :]
+          break
+      same = tensors.setdefault(name, tensor)
       if same != tensor:
         raise ValueError(
           f'tensors {same.name} and {tensor.name} are the same one of a head'
@@ -237,10 +237,9 @@ class HeadFolder(HeadTensors, hugging_face.HuggingFaceFolder):
     yield from tensors.items()
 
 
-class NoTensors(HeadFolder):
-  """The keys of config.json."""
+class _NoTensors(HeadFolder):
+  """The config.json of a head without weights."""
 
-  size = 0
   all: Any = types.MappingProxyType({})  # No tensors.
 
 
@@ -308,7 +307,6 @@ class HeadFile(HeadTensors, gguf.GGUFFile):
     return keys
 
   def named(self) -> Iterator[tuple[str, Any]]:
-    """Yields canonical names and tensors; see `HeadTensors`."""
     keys, kind = self.keys, self._architecture
     heads: dict[str, Any] = {}
     if kind == _EAGLE3:  # Neighbours of a head are rotated.
@@ -334,18 +332,23 @@ class Drafter:
   Attributes:
     path: the folder or file.
     target: the shape of the target.
+    drawn: whether it has random weights, and only keys are read.
   """
 
   path: pathlib.Path
   target: Any
+  drawn: bool = False
+  # The readers of the tensors of a folder and of a file.
+  containers: ClassVar[tuple[type[HeadFolder], type[HeadFile]]] = (
+    HeadFolder,
+    HeadFile,
+  )
 
   @property
   def size(self) -> int:
-    """Bytes of the files with weights."""
     return self.stored.size
 
   def tensors(self) -> Iterator[tuple[str, Any]]:
-    """Yields canonical names and tensors; see `HeadTensors`."""
     return self.stored.tensors()
 
   @functools.cached_property
@@ -374,19 +377,12 @@ class Drafter:
   @functools.cached_property
   def stored(self) -> HeadFolder | HeadFile:
     """The tensors."""
-    is_file = gguf.GGUFFile.holds(self.path)
-    return HeadFile(self.path) if is_file else HeadFolder(self.path)
-
-
-def _canonical(name: str) -> str:
-  for pattern, new in _RENAMED:
-    if match := pattern.match(name):
-      return new + name[match.end() :]
-  return name
+    if self.drawn:
+      return _NoTensors(self.path)
+    return self.containers[gguf.GGUFFile.holds(self.path)](self.path)
 
 
 def _values(tensor: Any) -> np.ndarray:
-  """All of a stored vector."""
   return np.concatenate([rows for _, rows in tensor.rows()])
 
 

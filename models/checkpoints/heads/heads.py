@@ -58,7 +58,6 @@ class StoredHead(head_tensors.Drafter):
 
   @property
   def name(self) -> str:
-    """A name for messages."""
     return f'head of the kind {_NAMES[self.kind]}'
 
   @property
@@ -129,9 +128,9 @@ class StoredHead(head_tensors.Drafter):
         f' {self.target.vocab_size}'
       )
     layers = head_keys.of_layers(keys, facts, self.stored.num_layers)
-    layer: Any = families.config_from_keys(
-      layers | {'vocab_size': vocabulary}, self.path
-    )
+    layer: Any = families.read(layers | {'vocab_size': vocabulary}, self.path)[
+      1
+    ]
     fields = llama_config.fields_of(layer)
     fields |= self._by_tensors(layer) | {'width': width}
     reads: tuple[int, ...] = (cache_lib.AFTER_NORM,)
@@ -244,18 +243,13 @@ def locate(name: str | pathlib.Path, target: Any) -> Stored:
   name = 'demo-head' if name == 'demo' else name
   path = hub.locate(name).path
   with checkpoint_lib.naming(path):
-    head = mtp.find(path, target) or _of_tensors(path, target)
+    head: Stored = mtp.find(path, target) or StoredHead(path, target)
+    if isinstance(head, StoredHead):
+      if 'hidden_norm.weight' in head.stored.all:
+        head = block_drafters.StoredBlockDrafter(path, target)
+      elif head.stored.keys.get('model_type') == families.ASSISTANT:
+        head = assistants.StoredAssistant(path, target)
     _ = head.config
-  return head
-
-
-def _of_tensors(path: pathlib.Path, target: Any) -> Stored:
-  """The head or block drafter of a folder or file without an MTP layer."""
-  head = StoredHead(path, target)
-  if 'hidden_norm.weight' in head.stored.all:
-    return block_drafters.StoredBlockDrafter(path, target)
-  if head.stored.keys.get('model_type') == families.ASSISTANT:
-    return assistants.StoredAssistant(path, target)
   return head
 
 
@@ -281,7 +275,7 @@ def load_head(
   """
   config, outputs = head.config, placement.outputs
   placement = dataclasses.replace(placement, outputs=None)
-  module, extras = hub.load_network(head, placement)
+  module, extras = hub.load_network(head, placement, drawn=head.drawn)
   embedding, output = matrices_of(target, head.target)
   embedding = extras.get(('embed_tokens', 'embedding'), embedding)
   output = embedding if config.tie_embeddings else output
@@ -300,7 +294,12 @@ def load_head(
       ordering=head.ordering(),
       layout=placement.layout,
     )
-  _check_widths(head, embedding=embedding, lm_head=lm_head)
+  for what, matrix in (('embedding', embedding), ('lm_head', lm_head)):
+    if matrix.shape[1] != config.width:
+      raise ValueError(
+        f'{head.path}: has no {what} of its own, and the head has the width'
+        f' {config.width}, but the target {matrix.shape[1]}'
+      )
   if head.ids is not None:
     lm_head = _of_own_vocabulary(head, lm_head, head.ids, outputs)
   elif outputs is not None:
@@ -339,16 +338,6 @@ def _of_own_vocabulary(
     )
   index = jnp.asarray(matrices_lib.index_of(ids, head.config.vocab_size))
   return matrices_lib.FewOutputs(outputs=lm_head, index=index)
-
-
-def _check_widths(head: Stored, **matrices: Any) -> None:
-  """Raises ValueError if the target's matrices do not fit a head."""
-  for what, matrix in matrices.items():
-    if matrix.shape[1] != head.config.width:
-      raise ValueError(
-        f'{head.path}: has no {what} of its own, and the head has the width'
-        f' {head.config.width}, but the target {matrix.shape[1]}'
-      )
 
 
 def save(

@@ -21,8 +21,6 @@ from typing import Any
 from specdec import cache as cache_lib
 from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import families
-from specdec.models.checkpoints import gguf
-from specdec.models.checkpoints import hub
 from specdec.models.checkpoints.gguf_parts import gguf_header
 from specdec.models.checkpoints.gguf_parts import gguf_keys
 from specdec.models.checkpoints.heads import head_tensors
@@ -58,13 +56,9 @@ class _Folder(head_tensors.HeadFolder):
   """The MTP layers in a folder."""
 
   def named(self) -> Iterator[tuple[str, Any]]:
-    """Yields canonical names and tensors; none if weights are missing.
-
-    The reader of the rest of the folder raises the error.
-    """
     try:
       self._weights()
-    except ValueError:
+    except ValueError:  # The reader of the rest of the folder raises it.
       return
     for tensor in self.stored():
       if not (match := _STORED.fullmatch(tensor.name)):
@@ -79,7 +73,6 @@ class _File(head_tensors.HeadFile):
   """The MTP layers in a GGUF file."""
 
   def named(self) -> Iterator[tuple[str, Any]]:
-    """Yields canonical names and tensors; see `HeadTensors`."""
     header = gguf_header.read_header(self.path)
     name = str(header.metadata.get('general.architecture'))
     if name not in families.ARCHITECTURES:
@@ -114,11 +107,7 @@ class StoredMTP(head_tensors.Drafter):
     lambda config, num_outputs, **options: eagle.Head(config, **options)
   )
 
-  @functools.cached_property
-  def stored(self) -> head_tensors.HeadFolder | head_tensors.HeadFile:
-    """The tensors; none if the model has no MTP layer."""
-    is_file = gguf.GGUFFile.holds(self.path)
-    return _File(self.path) if is_file else _Folder(self.path)
+  containers = _Folder, _File
 
   def tensors(self) -> Iterator[tuple[str, Any]]:
     """Yields canonical names and tensors, converted as the target's."""
@@ -156,19 +145,6 @@ class StoredMTP(head_tensors.Drafter):
       state_first=is_mimo,
       gated_attention=isinstance(target, delta_lib.DeltaConfig),
     )
-
-
-class DrawnMTP(StoredMTP):
-  """An MTP layer of random weights, for a target without weights."""
-
-  @functools.cached_property
-  def stored(self) -> head_tensors.HeadFolder:
-    """No tensors."""
-    return head_tensors.NoTensors(self.path)
-
-  def tensors(self) -> Iterator[tuple[str, Any]]:
-    """Yields canonical names and random tensors; see `hub.DrawnFolder`."""
-    return hub.drawn_tensors(self)
 
 
 def find(path: pathlib.Path, target: Any) -> StoredMTP | None:
