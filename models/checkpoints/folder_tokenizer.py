@@ -5,7 +5,6 @@ transformers would build another tokenizer from the name of a class, and leave
 out what the class does not have, such as a pre-tokenizer.
 """
 
-import codecs
 import itertools
 import pathlib
 from typing import Any
@@ -45,7 +44,6 @@ _TEMPLATES = 'additional_chat_templates'
 
 
 def _read_object(path: pathlib.Path) -> dict[str, Any]:
-  """A JSON object, {} without a file; ValueError if it is not an object."""
   return text_files.read_object(path) if path.is_file() else {}
 
 
@@ -113,15 +111,12 @@ def _from_json(folder: pathlib.Path) -> transformers.PreTrainedTokenizerBase:
   }
   kept['chat_template'] = _chat_template(folder, config)
   text_files.refuse_stand_in(folder / _JSON)
-  with open(folder / _JSON, 'rb') as file:
-    marked = file.read(3) == codecs.BOM_UTF8  # It would not be read as JSON.
   try:
-    if marked:
-      text = text_files.read(folder / _JSON)
-      kept['tokenizer_object'] = tokenizers.Tokenizer.from_str(text)
-    else:
-      kept['tokenizer_file'] = str(folder / _JSON)
-    tokenizer = transformers.PreTrainedTokenizerFast(**kept)
+    # A byte order mark would not be read as JSON.
+    text = (folder / _JSON).read_text('utf-8-sig')
+    tokenizer = transformers.PreTrainedTokenizerFast(
+      tokenizer_object=tokenizers.Tokenizer.from_str(text), **kept
+    )
   except Exception as error:  # The tokenizers package raises no narrower type.
     raise ValueError(
       f'{folder / _JSON} cannot be read by tokenizers {tokenizers.__version__}:'

@@ -121,17 +121,12 @@ class HuggingFaceFolder:
         )
 
   def stored(self) -> Iterator[tensor_parts.Tensor]:
-    """Yields all tensors by their own names, each once.
+    """Yields all tensors by their own names.
 
     If several files have a tensor, the index says which one counts.
-
-    Raises:
-      ValueError: the index names another file than has a tensor, or several
-        files have a tensor that the index does not name.
     """
-    files, index = self._weights(), self._index()
-    owner, left_out = dict[str, pathlib.Path](), dict[str, pathlib.Path]()
-    for file in files:
+    index = self._index()
+    for file in self._weights():
       with tensor_parts.opened(file) as mapped:
         described = [
           tensor_parts.Tensor(
@@ -141,20 +136,8 @@ class HuggingFaceFolder:
           for part in (mapped.get_slice(name),)
         ]
       for tensor in described:
-        if self.path / index.get(tensor.key, file.name) != file:
-          left_out[tensor.key] = file
-          continue
-        if (first := owner.setdefault(tensor.key, file)) != file:
-          raise ValueError(
-            f'{first.name} and {file.name} both have the tensor {tensor.key},'
-            f' and {_INDEX} does not say which one counts'
-          )
-        yield tensor
-    if lost := sorted(left_out.keys() - owner.keys()):
-      raise ValueError(
-        f'{_INDEX} says that {index[lost[0]]} has the tensor {lost[0]}, but'
-        f' {left_out[lost[0]].name} has it'
-      )
+        if self.path / index.get(tensor.key, file.name) == file:
+          yield tensor
 
   def _index(self) -> dict[str, str]:
     """The file of each tensor by the index; empty if one file has all."""
