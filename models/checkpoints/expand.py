@@ -45,7 +45,6 @@ def _widen(
   factor: int,
   config: nn_gpt2.GPT2Config,
 ) -> np.ndarray:
-  """Widens one parameter of a model of shape `config`."""
   is_embedding = path[-1] == 'embedding'
   if not is_embedding and path != ('lm_head',):
     # Whole heads are repeated, so that their width and scale do not change.
@@ -86,7 +85,6 @@ def _expanded_shape(
   num_layers: int,
   vocab_size: int | None,
 ) -> nn_gpt2.GPT2Config:
-  """The shape of the result; for the arguments and errors see `expand`."""
   if width_factor < 1:
     raise ValueError(f'width_factor must be at least 1, got {width_factor}')
   sizes = {'num_layers': num_layers, 'vocab_size': vocab_size}

@@ -122,7 +122,6 @@ def _check_windows(
 
 
 def _read_shape(config: Any, row: row_lib.ModelType) -> Any:
-  """The shape that a transformers config describes."""
   keys = row.key_of_field
   for key, value in row.constants.items():
     if getattr(config, key) != value:
@@ -160,7 +159,6 @@ def _read_shape(config: Any, row: row_lib.ModelType) -> Any:
 def _read(
   raw: Mapping[str, Any],
 ) -> tuple[row_lib.ModelType, adapter.Config]:
-  """The row and the shape of the keys of a language model."""
   name, supported = raw.get('model_type'), MODEL_TYPES
   if not isinstance(name, str) or name not in supported:
     raise ValueError(

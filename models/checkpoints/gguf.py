@@ -57,7 +57,6 @@ class GGUFFile:
   @property
   @checkpoint_lib.named
   def eos_ids(self) -> tuple[int, ...]:
-    """The ids of the file, or of the tokenizer."""
     stated = gguf_tokenizer.eos_ids(self.path)
     return checkpoint_lib.usable_ids(self, [stated])
 
@@ -90,7 +89,6 @@ class GGUFFile:
     return self.path.stat().st_size
 
   def tensors(self) -> Iterator[tuple[str, gguf_header.Tensor]]:
-    """Yields canonical names and tensors, in the order of the file."""
     header = gguf_header.read_header(self.path)
     _, files = gguf_keys.architecture_of(header)
     config, family = self.config, self.family

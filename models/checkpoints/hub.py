@@ -92,7 +92,6 @@ def locate(
 
 
 def _download(name: str, revision: str | None) -> pathlib.Path:
-  """The folder of a model of the hub."""
   try:
     fetched = huggingface_hub.snapshot_download(
       name,

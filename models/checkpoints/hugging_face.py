@@ -35,7 +35,6 @@ class HuggingFaceFolder:
 
   @staticmethod
   def holds(path: pathlib.Path) -> bool:
-    """Whether a path is such a folder."""
     return path.is_dir()
 
   @functools.cached_property
@@ -94,7 +93,6 @@ class HuggingFaceFolder:
     return sum(file.stat().st_size for file in self._weights())
 
   def tensors(self) -> Iterator[tuple[str, Any]]:
-    """Yields canonical names and tensors, in the order of the files."""
     row, shape = self._read
     stored = {tensor.name: tensor for tensor in self.stored()}
     for tensor in stored.values():
@@ -177,7 +175,6 @@ def write(
 
 
 def _no_weights(folder: pathlib.Path) -> str:
-  """An error for a folder without safetensors, with the remedy."""
   suffixes = {'.bin', '.pt', '.pth'}
   pickled = sorted(p.name for p in folder.iterdir() if p.suffix in suffixes)
   if not pickled:
@@ -229,7 +226,6 @@ class RoundedFolder(HuggingFaceFolder):
 
   @staticmethod
   def holds(path: pathlib.Path) -> bool:
-    """Whether a path is such a folder."""
     return (path / _WEIGHTS).is_file()
 
   @property
@@ -237,7 +233,6 @@ class RoundedFolder(HuggingFaceFolder):
     return ['stored', 'bfloat16']
 
   def tensors(self) -> Iterator[tuple[str, Any]]:
-    """Yields canonical names and tensors."""
     with tensor_parts.opened(self.path / _WEIGHTS) as mapped:
       kinds = mapped.metadata() or {}
     for tensor in self.stored():

@@ -81,7 +81,6 @@ def _split(
 
 @functools.lru_cache(maxsize=4096)
 def _indices(byte_set: int) -> np.ndarray:
-  """The bytes of a set."""
   return np.flatnonzero([byte_set >> byte & 1 for byte in range(256)])
 
 
@@ -183,7 +182,6 @@ class _Rests:
     return self._fewer.setdefault(key, expression_lib.Repetition(*key))
 
   def _again(self, tree: _Again, number: int) -> list[_Step]:
-    """A repetition ends, or goes on."""
     (repetition,), rest = _repetitions(tree), self._rests[number - 1][1]
     at_level = functools.partial(
       self.effects.at_level, self._levels[repetition]
@@ -325,12 +323,7 @@ def _built(
   tree: expression_lib.Tree,
   levels: Mapping[expression_lib.Repetition, int],
 ) -> tuple[np.ndarray, np.ndarray, effects_lib.OfBytes]:
-  """The automaton that counts some repetitions, by their levels.
-
-  Raises:
-    specdec.text.automaton.TooLarge: it has too many states.
-    _Ambiguous: some repetitions cannot be counted.
-  """
+  """The automaton that counts some repetitions, by their levels."""
   sizes = _sizes(levels)
   effects = effects_lib.Effects(len(sizes))
   rests = _Rests(levels, effects)

@@ -62,11 +62,7 @@ Constraint = tuple[str, str] | None
 
 
 def _text_of(name: str, value: Any) -> str:
-  """The text of an expression or schema.
-
-  Raises:
-    ValueError: it is neither.
-  """
+  """The text of an expression or schema."""
   if name == 'json_schema' and isinstance(value, Mapping):
     try:
       return json.dumps(value, allow_nan=False)

@@ -99,7 +99,6 @@ def _says_nothing(key: str, value: Any) -> bool:
 
 
 def _checked(value: Any, type_: Any, place: str) -> Any:
-  """A value that must be of a type of Python."""
   if not isinstance(value, type_):
     expected = {dict: 'an object', list: 'a list'}.get(type_, 'a string')
     _refuse(place, f'must be {expected}, got {value!r:.40}')

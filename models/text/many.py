@@ -59,8 +59,6 @@ class Defaults:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Inserted:
-  """A prompt that has a slot."""
-
   index: int
   prompt: chat_template.Prompt
   ids: list[int]
@@ -142,7 +140,6 @@ class ManyDecoding(Iterator[Completion]):
   def _automaton(
     self, constraint: constraints_lib.Constraint, eos_ids: Sequence[int]
   ) -> automaton_lib.Automaton | None:
-    """The automaton of the constraint of a prompt."""
     vocab_size = self._pair.target.spec.vocab_size
     return constraints_lib.automaton_of(
       constraint, self._pair.tokenizer, vocab_size, eos_ids

@@ -218,7 +218,6 @@ def _checked(
 
 
 def _way_from(name: str, record: dict[str, Any]) -> Way:
-  """A way from its JSON object."""
   place = f'ways.{name}.'
   _checked(record, _TYPES_OF_WAY, place)
   speeds = record['tokens_per_second']
@@ -238,7 +237,6 @@ def _way_from(name: str, record: dict[str, Any]) -> Way:
 def _from_record(
   record: dict[str, Any], place: str
 ) -> settings_lib.DraftSettings:
-  """The inverse of `_to_record`."""
   _checked(record, _TYPES_OF_DRAFTING, place, _TYPES_OF_DRAFTING)
   lookup, paths = record.pop('lookup', {}), record.pop('topology', None)
   _checked(lookup, _TYPES_OF_LOOKUP, f'{place}lookup.', _TYPES_OF_LOOKUP)

@@ -256,7 +256,6 @@ class Chat:
     self._decoding = begin([self.messages], max_new_tokens=limit)
 
   def _limit(self, messages: Sequence[chat_template.Message]) -> int:
-    """The most tokens of the answer."""
     size = len(chat_template.conversation_ids(self._pair.tokenizer, messages))
     if size >= self._context:
       raise ContextFull(

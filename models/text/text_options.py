@@ -247,11 +247,7 @@ def _tables_of_rows(
   rows: Sequence[constraints_lib.Constraint],
   eos_ids: Sequence[int],
 ) -> specdec.Constraint | None:
-  """The constraint of a batch; None if no row has one.
-
-  Raises:
-    ValueError: a constraint cannot be used.
-  """
+  """The constraint of a batch; None if no row has one."""
   if not any(rows):
     return None
   vocab_size = pair.target.spec.vocab_size

@@ -289,7 +289,6 @@ def ids_of_eos(
 def _ids_of_text(
   text: str, tokenizer: transformers.PreTrainedTokenizerBase, vocab_size: int
 ) -> list[int]:
-  """The ids of all tokens with a text."""
   arguments_lib.check_text('eos_ids', text)
   special = token_bytes_lib.special_tokens(tokenizer, vocab_size)
   if text.encode() in special:

@@ -57,8 +57,6 @@ class Header:
 
 
 class _Reader:
-  """Reads values from a buffer, one after the other."""
-
   def __init__(self, buffer: mmap.mmap):
     self.buffer = buffer
     self.offset = 0
@@ -209,7 +207,6 @@ class Tensor:
 
   @property
   def _kind(self) -> Any:
-    """Its `gguf.GGMLQuantizationType`."""
     try:
       return quants().GGMLQuantizationType(self.info.kind)
     except ValueError as error:
@@ -263,12 +260,6 @@ class Tensor:
       ) from error
 
   def blocks(self) -> Iterator[blocks_lib.Rows]:
-    """Yields indices of n rows and their values, `[n, ...]` float32.
-
-    Raises:
-      ValueError: its type cannot be read, the file is too short, or weights in
-        blocks are not finite, because a scale is not.
-    """
     per_block, _ = quants().GGML_QUANT_SIZES[self._kind]
     expanded: Iterator[blocks_lib.Rows]
     if self.transposed:
@@ -287,7 +278,6 @@ class Tensor:
       yield index, rows.reshape(-1, *self.shape[1:])
 
   def in_blocks(self) -> blocks_lib.BlockMatrix | None:
-    """See `checkpoint.StoredTensor`."""
     kind = self._kind.name
     if kind not in blocks_lib.KINDS:
       return None

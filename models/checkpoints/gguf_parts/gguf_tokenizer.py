@@ -75,8 +75,6 @@ _END_KEYS = ('eos', 'eot', 'eom', 'fim_pad', 'fim_rep', 'fim_sep')
 
 @dataclasses.dataclass(frozen=True)
 class _Vocabulary:
-  """The tokens of a file, without fillers of the vocabulary."""
-
   words: list[str]
   kinds: list[int]  # Types.
   keys: dict[str, Any]  # The file's keys of its tokenizer.
@@ -141,7 +139,6 @@ def _read(path: pathlib.Path) -> _Vocabulary | None:
 
 
 def _merging(vocabulary: _Vocabulary, **options: Any) -> tokenizers.Tokenizer:
-  """BPE by the merges of a file."""
   # The first letter of a merge may be a space.
   cut = [
     (merge, merge.find(' ', 1))

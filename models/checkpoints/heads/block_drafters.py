@@ -83,7 +83,6 @@ class StoredBlockDrafter(head_tensors.Drafter):
 
   @functools.cached_property
   def _keys(self) -> dict[str, Any]:
-    """The keys of config.json, which agree with the tensors."""
     for prefix, name in _OTHERS.items():
       if any(stored.startswith(prefix) for stored in self.stored.all):
         raise ValueError(f'is a drafter of the kind {name}, not supported')

@@ -107,7 +107,6 @@ class _Ids:
   name = 'd2t'
 
   def rows(self) -> Iterator[blocks_lib.Rows]:
-    """Yields all of them."""
     if self.info.kind not in _INTEGERS:
       raise ValueError(
         f'tensor {self.info.name} has no integers, but the type'
@@ -124,11 +123,7 @@ class HeadTensors:
   path: pathlib.Path
 
   def named(self) -> Iterator[tuple[str, Any]]:
-    """Yields canonical names and tensors, `d2t` and `t2d` among them.
-
-    Raises:
-      ValueError: a tensor is not known; names it.
-    """
+    """Yields canonical names and tensors, `d2t` and `t2d` among them."""
     raise NotImplementedError
 
   @property
@@ -138,7 +133,6 @@ class HeadTensors:
 
   @functools.cached_property
   def all(self) -> dict[str, Any]:
-    """`named` by name."""
     return dict(self.named())
 
   def tensors(self) -> Iterator[tuple[str, Any]]:
@@ -176,11 +170,7 @@ class HeadTensors:
     return 1 + max(numbers, default=0)
 
   def vocabulary(self, vocab_size: int) -> np.ndarray | None:
-    """The ids `[D]` of a reduced vocabulary, None if it has all tokens.
-
-    Raises:
-      ValueError: `d2t` and `t2d` contradict each other, or ids are none.
-    """
+    """The ids `[D]` of a reduced vocabulary, None if it has all tokens."""
     if D2T not in self.all:
       return None
     ids = _values(self.all[D2T]).astype(np.int64)
@@ -260,11 +250,6 @@ class HeadFile(HeadTensors, gguf.GGUFFile):
 
   @functools.cached_property
   def keys(self) -> Mapping[str, Any]:
-    """The contents of the config.json that the same head would have.
-
-    Raises:
-      ValueError: the file holds no head, or one with a scaled rotation.
-    """
     name, header = self._architecture, gguf_header.read_header(self.path)
     names, files = _KEYS | _OWN_KEYS[name], model_type.Architecture(name)
     others = _OTHER_KEYS | (_OTHER_DFLASH_KEYS if name == _DFLASH else set())
@@ -359,7 +344,6 @@ class Drafter:
 
   @functools.cached_property
   def family(self: Any) -> model_type.Family:
-    """See `checkpoint.StoredNetwork`."""
     config, ids = self.config, self.ids
     size = config.vocab_size if ids is None else len(ids)
     extras = (
@@ -376,7 +360,6 @@ class Drafter:
 
   @functools.cached_property
   def stored(self) -> HeadFolder | HeadFile:
-    """The tensors."""
     if self.drawn:
       return _NoTensors(self.path)
     return self.containers[gguf.GGUFFile.holds(self.path)](self.path)

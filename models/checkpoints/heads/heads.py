@@ -108,7 +108,6 @@ class StoredHead(head_tensors.Drafter):
 
   @functools.cached_property
   def _keys(self) -> dict[str, Any]:
-    """The keys of config.json, which agree with the tensors."""
     keys = head_keys.merged(self.stored.keys)
     head_keys.check_claims(keys, self._facts)
     return keys

@@ -110,7 +110,6 @@ class StoredMTP(head_tensors.Drafter):
   containers = _Folder, _File
 
   def tensors(self) -> Iterator[tuple[str, Any]]:
-    """Yields canonical names and tensors, converted as the target's."""
     convert = families.family_of(self.target).convert
     for name, tensor in self.stored.all.items():
       if isinstance(tensor, tensor_parts.Tensor):

@@ -138,7 +138,6 @@ def _attention_factor(
 def _read(
   raw: Mapping[str, Any], context: int, ropes: str, *, is_partial: bool
 ) -> rope_lib.Rope:
-  """The rotation of transformers' `rope_parameters`."""
   fraction = raw.get('partial_rotary_factor', 1.0)
   rope_type, theta = raw.get('rope_type', 'default'), raw['rope_theta']
   of_pairs = rope_type == rope_lib.ProportionalScaling.rope_type

@@ -112,7 +112,6 @@ class Tensor:
     return (len(range(outputs)[self.part.rows]), *rest)
 
   def blocks(self) -> Iterator[blocks_lib.Rows]:
-    """Yields indices of n rows and their values, `[n, in]` or `[n]`."""
     if self.dtype not in FLOATS:
       raise ValueError(
         f'it has dtype {self.dtype}, expected one of {sorted(FLOATS)}'
@@ -169,7 +168,6 @@ class Packed:
     raise NotImplementedError
 
   def blocks(self) -> Iterator[blocks_lib.Rows]:
-    """Yields indices of n rows and their values, `[n, in]`."""
     matrix = self.in_blocks()
     for start in range(0, len(matrix.words), _ROWS):
       rows = slice(start, start + _ROWS)

@@ -59,11 +59,7 @@ def _reads_another(name: str, shape: gemma_lib.Gemma4Config) -> bool:
 
 
 def _of_layers(config: Any) -> dict[str, Any]:
-  """Fields of single layers of a Gemma 4.
-
-  Raises:
-    ValueError: the keys contradict one another.
-  """
+  """Fields of single layers of a Gemma 4."""
   overrides = config.to_dict().get('per_layer_config') or {}
   if others := {*itertools.chain(*overrides.values())} - {'head_dim'}:
     raise ValueError(
@@ -101,12 +97,7 @@ def _of_layers(config: Any) -> dict[str, Any]:
 
 
 def _gemma4_layers(keys: _Keys, _: _Keys) -> dict[str, Any]:
-  """The fields that differ between the layers of a Gemma 4.
-
-  Raises:
-    ValueError: a Gemma 4 has no layers of these sizes, or the rotation is
-      missing.
-  """
+  """The fields that differ between the layers of a Gemma 4."""
   rope = keys['rope_parameters'].get(model_type.FULL, {})
   if rope.get('rope_type') != 'proportional':
     raise ValueError(f'lacks the tensor {model_type.ROPE_FACTORS}')

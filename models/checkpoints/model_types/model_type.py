@@ -287,7 +287,6 @@ class ModelType(Family):
 
   @functools.cached_property
   def class_keys(self) -> frozenset[str]:
-    """The keys that the class has."""
     return frozenset(field.name for field in dataclasses.fields(self.config))
 
   @functools.cached_property
@@ -309,12 +308,10 @@ class ModelType(Family):
 
   @functools.cached_property
   def types(self) -> dict[str, Any]:
-    """Keys and their types."""
     return {**_TYPES, **config_keys.types_of(self.config), **self.extra}
 
   @functools.cached_property
   def reads(self) -> frozenset[str]:
-    """The keys that are read."""
     sometimes = self.class_keys & {*WINDOWS, *_SOMETIMES}
     named = {*self.key_of_field.values(), *self.extra, *self.constants}
     return (_ROPE_KEYS if self.rotates else _TOKENS) | named | sometimes
