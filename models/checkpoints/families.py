@@ -69,7 +69,6 @@ def parameter_name(path: tuple[Any, ...]) -> str:
 
 
 def _layer_types(config: Any, supported: Collection[str]) -> list[str]:
-  """The kind of each layer; ValueError if there are others than are known."""
   types, num_layers = config.layer_types, config.num_hidden_layers
   if unknown := {*types} - {*supported}:
     raise ValueError(f'layer_types has {sorted(unknown)}, not supported')

@@ -171,15 +171,10 @@ class _Rests:
     steps: list[_Step] = [] if tree.least else [(rest, 0)]
     if tree.most != 0:
       most = None if tree.most is None else tree.most - 1
-      fewer = self._repetition(tree.parts, max(tree.least - 1, 0), most)
+      key = tree.parts, max(tree.least - 1, 0), most
+      fewer = self._fewer.setdefault(key, expression_lib.Repetition(*key))
       steps.append((self.of((*tree.parts, fewer), rest), 0))
     return [], steps
-
-  def _repetition(
-    self, parts: tuple[expression_lib.Tree, ...], least: int, most: int | None
-  ) -> expression_lib.Repetition:
-    key = parts, least, most
-    return self._fewer.setdefault(key, expression_lib.Repetition(*key))
 
   def _again(self, tree: _Again, number: int) -> list[_Step]:
     (repetition,), rest = _repetitions(tree), self._rests[number - 1][1]
@@ -324,7 +319,10 @@ def _built(
   levels: Mapping[expression_lib.Repetition, int],
 ) -> tuple[np.ndarray, np.ndarray, effects_lib.OfBytes]:
   """The automaton that counts some repetitions, by their levels."""
-  sizes = _sizes(levels)
+  largest = dict[int, int]()
+  for repetition, level in levels.items():
+    largest[level] = max(largest.get(level, 0), _top_of(repetition))
+  sizes = tuple(1 + largest[level] for level in sorted(largest))
   effects = effects_lib.Effects(len(sizes))
   rests = _Rests(levels, effects)
   states = {rests.state([rests.of((tree,), 0)]): 0}
@@ -460,13 +458,3 @@ def _levels_of(
 
   height(tree)
   return by_repetition
-
-
-def _sizes(
-  levels: Mapping[expression_lib.Repetition, int],
-) -> tuple[int, ...]:
-  """How many counts each level has, from 0 on."""
-  largest = dict[int, int]()
-  for repetition, level in levels.items():
-    largest[level] = max(largest.get(level, 0), _top_of(repetition))
-  return tuple(1 + largest[level] for level in sorted(largest))

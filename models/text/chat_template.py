@@ -232,13 +232,6 @@ _CHANNELS: dict[str, sections_lib.Sections] = {
 }
 
 
-def _between_tags(begin: str, end: str) -> sections_lib.Sections:
-  return (
-    _Section(_TEXT, ((begin.encode(), 1),)),
-    _Section(_REASONING, ((end.encode(), 0),)),
-  )
-
-
 def _marks(tokenizer: transformers.PreTrainedTokenizerBase) -> str:
   """The templates, and then the tokens that no words are made of."""
   added = token_bytes_lib.added_tokens(tokenizer).values()
@@ -265,16 +258,16 @@ def sections_of(
   by_template = _cache.setdefault(tokenizer, {})
   key = str(tokenizer.chat_template), len(tokenizer)
   if key not in by_template:
-    by_template[key] = _sections(tokenizer)
+    marks, tags = _marks(tokenizer), tags_of(tokenizer)
+    of_channels = [_CHANNELS[mark] for mark in _CHANNELS if mark in marks]
+    sections: sections_lib.Sections = ()
+    if of_channels:
+      sections = of_channels[0]
+    elif tags is not None:
+      begin, end = (tag.encode() for tag in tags)
+      sections = (
+        _Section(_TEXT, ((begin, 1),)),
+        _Section(_REASONING, ((end, 0),)),
+      )
+    by_template[key] = sections + sections_lib.PLAIN
   return by_template[key]
-
-
-def _sections(
-  tokenizer: transformers.PreTrainedTokenizerBase,
-) -> sections_lib.Sections:
-  marks, plain = _marks(tokenizer), sections_lib.PLAIN
-  for mark, sections in _CHANNELS.items():
-    if mark in marks:
-      return sections + plain
-  tags = tags_of(tokenizer)
-  return plain if tags is None else _between_tags(*tags) + plain

@@ -150,13 +150,12 @@ class Pair:
     """The part of `said` that each token adds, to reasoning or to text.
 
     A character that spans several tokens is in the piece of the last of them.
-    For a tokenizer whose tokens have no bytes of their own the texts come from
-    `decode`.
+    Without bytes of its own each token is decoded alone.
     """
     try:
       stream = self.text_stream((), section)
     except ValueError:
-      return self._decoded_pieces(list(ids))
+      return [self.decode([token]) for token in ids]
     pieces = [''.join(reversed(stream.feed([token]))) for token in ids]
     rest = ''.join(reversed(stream.flush()))
     return [*pieces[:-1], pieces[-1] + rest] if pieces else []
@@ -167,15 +166,6 @@ class Pair:
       return self.token_bytes()[token].decode('utf-8', 'replace')
     except ValueError:
       return self.decode([token])
-
-  def _decoded_pieces(self, ids: list[int]) -> list[str]:
-    pieces, done = [], 0
-    for index in range(len(ids)):
-      text = self.decode(ids[done : index + 1])
-      complete = index + 1 == len(ids) or not text.endswith('\ufffd')
-      pieces.append(text if complete else '')
-      done = index + 1 if complete else done
-    return pieces
 
 
 def load_weights(sources: sources_lib.Sources) -> Pair:
@@ -209,7 +199,7 @@ def load_weights(sources: sources_lib.Sources) -> Pair:
       sources.choice.target,
     )
   if sources.head is not None:
-    head = heads.load_head(sources.head, target, draft_placement)
+    head = heads.load(sources.head, target, draft_placement)
   return Pair(target, draft, *tokens, placement.layout, head)
 
 
@@ -290,7 +280,7 @@ def drawn_pair(choice: choice_lib.ModelChoice) -> Pair:
       packed=packed,
       outputs=None if size is None else np.arange(size),
     )
-    head = heads.load_head(stored, target, draft_placement)
+    head = heads.load(stored, target, draft_placement)
   tokenizer: Any = None
   return Pair(target, None, tokenizer, (), head=head)
 

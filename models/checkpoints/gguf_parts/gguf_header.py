@@ -196,7 +196,7 @@ class Tensor:
 
   @property
   def name(self) -> str:
-    return self.part.of(self.info.name)
+    return self.info.name
 
   @property
   def shape(self) -> tuple[int, ...]:

@@ -253,25 +253,26 @@ def locate(name: str | pathlib.Path, target: Any) -> Stored:
 
 
 def load(
-  head: Stored, target: model_lib.LanguageModel, **options: Any
-) -> head_lib.Head | block_lib.BlockDrafter:
-  """Loads a head; for options and errors see `checkpoint.make`."""
-  return load_head(head, target, checkpoint_lib.make(**options))
-
-
-def load_head(
   head: Stored,
   target: model_lib.LanguageModel,
-  placement: checkpoint_lib.Placement,
+  placement: checkpoint_lib.Placement | None = None,
+  **options: Any,
 ) -> head_lib.Head | block_lib.BlockDrafter:
   """Loads a head; it may take embedding and output matrix from the target.
 
   With `outputs` it has a copy of their rows of the output matrix.
 
+  Args:
+    head: see `locate`.
+    target: the target.
+    placement: how it is held. None: as `checkpoint.make(**options)` says.
+    options: see `checkpoint.make`.
+
   Raises:
     ValueError: a tensor is unknown, missing or misshapen, or the head has a
       reduced vocabulary of its own.
   """
+  placement = placement or checkpoint_lib.make(**options)
   config, outputs = head.config, placement.outputs
   placement = dataclasses.replace(placement, outputs=None)
   module, extras = hub.load_network(head, placement, drawn=head.drawn)
@@ -312,16 +313,13 @@ def matrices_of(
   target: model_lib.LanguageModel, config: Any
 ) -> tuple[Any, Any]:
   """The embedding and the output matrix of a target of this shape."""
-
-  def whole(matrix: Any) -> Any:
-    # On a GPU they have some rows more.
-    exact = matrix.shape[0] == config.vocab_size
-    return matrix if exact else matrix[: config.vocab_size]
-
-  embedding = whole(target.params[config.embedding]['embedding'])
-  if config.tie_embeddings:
-    return embedding, embedding
-  return embedding, whole(target.params['lm_head'])
+  embedding = target.params[config.embedding]['embedding']
+  output = embedding if config.tie_embeddings else target.params['lm_head']
+  if embedding.shape[0] != config.vocab_size:  # On a GPU it has more rows.
+    embedding = embedding[: config.vocab_size]
+  if output.shape[0] != config.vocab_size:
+    output = output[: config.vocab_size]
+  return embedding, output
 
 
 def _of_own_vocabulary(

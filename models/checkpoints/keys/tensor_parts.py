@@ -43,14 +43,6 @@ class Part(NamedTuple):
   expert: int | None = None
   experts: int | None = None
 
-  def of(self, name: str) -> str:
-    """The name of the stored tensor, with the rows that are meant."""
-    start, stop, step = self.rows.start or 0, self.rows.stop, self.rows.step
-    if (start, stop, step or 1) == (0, None, 1):
-      return name
-    by = '' if step is None else f':{step}'
-    return f'{name}[{start}:{"" if stop is None else stop}{by}]'
-
   def check(self, stored: tuple[int, ...]) -> None:
     """Raises ValueError if the stored shape has another number of experts."""
     if self.expert is not None and stored[0] != self.experts:
@@ -103,7 +95,7 @@ class Tensor:
 
   @property
   def name(self) -> str:
-    return self.part.of(self.key)
+    return self.key
 
   @property
   def shape(self) -> tuple[int, ...]:
