@@ -192,6 +192,7 @@ def resolve_draft_dtype(
   *,
   target: matrices_lib.WeightFormat,
   packed: bool,
+  is_self: bool = False,
 ) -> matrices_lib.WeightFormat:
   """The format of a draft, where None is chosen for it.
 
@@ -199,19 +200,21 @@ def resolve_draft_dtype(
   bytes is faster. So if the kernels of `models/nn/cpu` are used, a draft has
   four bits (as stored, if it has blocks) next to a target in bfloat16 or fewer
   bits. A small draft, which the processor's cache holds, has eight next to
-  bfloat16. Otherwise a draft has the target's format.
+  bfloat16. Otherwise a draft has the target's format. The target as its own
+  draft has four bits.
 
   Args:
     dtype: None or a dtype, `auto` as for `resolve_dtype`.
     checkpoint: of the draft.
     target: the format of the target.
     packed: whether the kernels are used.
+    is_self: whether the draft is the target.
   """
   if dtype is not None:
     return resolve_dtype(dtype, checkpoint, packed=packed)
   has_blocks = matrices_lib.STORED in checkpoint.stored_dtypes
   few_bits = matrices_lib.FORMATS[matrices_lib.STORED if has_blocks else 'int4']
-  if target.keeps_blocks:
+  if is_self or target.keeps_blocks:
     return few_bits
   if not packed or target.name not in ('bfloat16', 'int8', 'int4'):
     return target

@@ -79,19 +79,6 @@ def _layer_types(config: Any, supported: Collection[str]) -> list[str]:
   return types
 
 
-def _read_windows(
-  config: Any, row: row_lib.ModelType
-) -> tuple[int | None, ...]:
-  window = getattr(config, 'sliding_window', None)
-  if row.mixers or 'layer_types' not in row.class_keys:
-    return (window,) * config.num_hidden_layers
-  slides = {row_lib.SLIDING} if 'sliding_window' in row.class_keys else set()
-  types = _layer_types(config, {row_lib.FULL, *slides})
-  return tuple(
-    window if layer_type == row_lib.SLIDING else None for layer_type in types
-  )
-
-
 def _check_windows(
   keys: Mapping[str, Any],
   shape: llama_config.LlamaConfig,
@@ -137,7 +124,14 @@ def _read_shape(config: Any, row: row_lib.ModelType) -> Any:
     )
   if not row.rotates:
     return row.shape(**fields)
-  windows = _read_windows(config, row)
+  window: int | None = getattr(config, 'sliding_window', None)
+  windows = (window,) * config.num_hidden_layers
+  if 'layer_types' in row.class_keys and not row.mixers:
+    slides = {row_lib.SLIDING} if 'sliding_window' in row.class_keys else set()
+    types = _layer_types(config, {row_lib.FULL, *slides})
+    windows = tuple(
+      window if layer_type == row_lib.SLIDING else None for layer_type in types
+    )
   ropes = rope_keys.read_all(config, row.ropes, is_partial=row.is_partial)
   if row_lib.QUERY_SCALAR in keys.values():
     fields['attention_scale'] = 1 / math.sqrt(fields['attention_scale'])

@@ -155,7 +155,19 @@ class HuggingFaceFolder:
       return [self.path / WEIGHTS]
     files = [self.path / name for name in sorted({*self._index().values()})]
     if not files:
-      raise ValueError(_no_weights(self.path))
+      suffixes = {'.bin', '.pt', '.pth'}
+      pickled = [p for p in self.path.iterdir() if p.suffix in suffixes]
+      if not pickled:
+        raise ValueError(
+          f'{self.path} has no {WEIGHTS} and no {_INDEX}; no other weights are'
+          ' read'
+        )
+      raise ValueError(
+        f'{self.path} has only pickled weights ({min(pickled).name}), which can'
+        ' run code when read; convert them where torch is installed: python -c'
+        ' "from transformers import AutoModelForCausalLM as M;'
+        f" M.from_pretrained('{self.path}').save_pretrained('{self.path}')\""
+      )
     missing = [file.name for file in files if not file.exists()]
     if missing:
       raise ValueError(f'{self.path} lacks the shards {missing}')
@@ -172,21 +184,6 @@ def write(
   whole_files.write_tensors(folder / WEIGHTS, tensors, {'format': 'pt'})
   text = text_files.to_json(keys, indent=2) + '\n'
   whole_files.write_text(folder / CONFIG, text)
-
-
-def _no_weights(folder: pathlib.Path) -> str:
-  suffixes = {'.bin', '.pt', '.pth'}
-  pickled = sorted(p.name for p in folder.iterdir() if p.suffix in suffixes)
-  if not pickled:
-    return (
-      f'{folder} has no {WEIGHTS} and no {_INDEX}; no other weights are read'
-    )
-  return (
-    f'{folder} has only pickled weights ({pickled[0]}), which can run code'
-    ' when read; convert them where torch is installed: python -c "from'
-    ' transformers import AutoModelForCausalLM as M;'
-    f" M.from_pretrained('{folder}').save_pretrained('{folder}')\""
-  )
 
 
 _WEIGHTS = 'blocks.safetensors'

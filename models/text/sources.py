@@ -16,7 +16,6 @@ from specdec.models.checkpoints import hub
 from specdec.models.checkpoints.heads import heads
 from specdec.models.checkpoints.heads import mtp
 from specdec.models.nn import dtypes
-from specdec.models.nn import matrices as matrices_lib
 from specdec.models.nn import sharding as sharding_lib
 from specdec.models.nn.cpu import build
 from specdec.models.text import choice as choice_lib
@@ -117,16 +116,6 @@ class Sources:
     return has_kernels or form.name == 'float32'
 
 
-def _own_head(target: checkpoint_lib.Checkpoint) -> heads.Stored | None:
-  """The target's MTP layer; a warning if it has one that is not supported."""
-  try:
-    layer = mtp.find(target.path, target.config)
-    return layer if layer is not None and layer.config else None
-  except ValueError as error:
-    logging.warning('the MTP layer is not used (head=none): %s', error)
-    return None
-
-
 def open_sources(choice: choice_lib.ModelChoice) -> Sources:
   """Finds the files of the chosen models, and reads the models' shapes.
 
@@ -140,7 +129,12 @@ def open_sources(choice: choice_lib.ModelChoice) -> Sources:
   if choice.head == choice_lib.OWN:
     head = heads.own(target)
   elif choice.head == dtypes.AUTO:
-    head = _own_head(target)
+    try:
+      head = mtp.find(target.path, config)
+      _ = head and head.config
+    except ValueError as error:
+      logging.warning('the MTP layer is not used (head=none): %s', error)
+      head = None
   elif choice.head is not None:
     head = heads.locate(choice.head, config)
   elif choice.draft == choice_lib.SELF:
@@ -157,12 +151,12 @@ def open_sources(choice: choice_lib.ModelChoice) -> Sources:
   form = checkpoint_lib.resolve_dtype(choice.dtype, target, packed=packed)
   draft_form, drafting = form, head.stored if head else draft
   if drafting is not None:
-    dtype = choice.draft_dtype
-    if draft is target and dtype is None:
-      has_blocks = matrices_lib.STORED in target.stored_dtypes
-      dtype = matrices_lib.STORED if has_blocks else 'int4'
     draft_form = checkpoint_lib.resolve_draft_dtype(
-      dtype, drafting, target=form, packed=packed
+      choice.draft_dtype,
+      drafting,
+      target=form,
+      packed=packed,
+      is_self=draft is target,
     )
   if draft is target and draft_form == form:
     raise ValueError(

@@ -280,24 +280,23 @@ def ids_of_eos(
   if isinstance(eos_ids, Mapping) or not isinstance(eos_ids, Iterable):
     return eos_ids
   ids: list[Any] = []
-  for token in eos_ids:
-    is_text = isinstance(token, str)
-    ids += _ids_of_text(token, tokenizer, vocab_size) if is_text else [token]
-  return ids
-
-
-def _ids_of_text(
-  text: str, tokenizer: transformers.PreTrainedTokenizerBase, vocab_size: int
-) -> list[int]:
-  arguments_lib.check_text('eos_ids', text)
   special = token_bytes_lib.special_tokens(tokenizer, vocab_size)
-  if text.encode() in special:
-    return [special[text.encode()]]
-  pieces = token_bytes_lib.token_bytes(tokenizer, vocab_size) if text else ()
-  ids = [id_ for id_, piece in enumerate(pieces) if piece == text.encode()]
-  if not ids:
-    raise ValueError(
-      f'eos_ids={text!r}: no token of the target has this text; give the text'
-      ' of one token, or its id; a text of several tokens can be a stop string'
-    )
+  for token in eos_ids:
+    if not isinstance(token, str):
+      ids.append(token)
+      continue
+    arguments_lib.check_text('eos_ids', token)
+    text = token.encode()
+    if text in special:
+      ids.append(special[text])
+      continue
+    pieces = token_bytes_lib.token_bytes(tokenizer, vocab_size) if text else ()
+    same = [id_ for id_, piece in enumerate(pieces) if piece == text]
+    if not same:
+      raise ValueError(
+        f'eos_ids={token!r}: no token of the target has this text; give the'
+        ' text of one token, or its id; a text of several tokens can be a stop'
+        ' string'
+      )
+    ids += same
   return ids

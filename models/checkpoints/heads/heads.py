@@ -127,9 +127,8 @@ class StoredHead(head_tensors.Drafter):
         f' {self.target.vocab_size}'
       )
     layers = head_keys.of_layers(keys, facts, self.stored.num_layers)
-    layer: Any = families.read(layers | {'vocab_size': vocabulary}, self.path)[
-      1
-    ]
+    layers |= {'vocab_size': vocabulary}
+    layer: Any = families.read(layers, self.path)[1]
     fields = llama_config.fields_of(layer)
     fields |= self._by_tensors(layer) | {'width': width}
     reads: tuple[int, ...] = (cache_lib.AFTER_NORM,)
@@ -300,8 +299,18 @@ def load(
         f'{head.path}: has no {what} of its own, and the head has the width'
         f' {config.width}, but the target {matrix.shape[1]}'
       )
-  if head.ids is not None:
-    lm_head = _of_own_vocabulary(head, lm_head, head.ids, outputs)
+  if (ids := head.ids) is not None:
+    if lm_head.shape[0] != len(ids):
+      raise ValueError(
+        f'{head.path}: has d2t, but no lm_head.weight of its own'
+      )
+    if outputs is not None:
+      raise ValueError(
+        f'draft_vocab: {head.path} has a vocabulary of its own, of {len(ids)}'
+        ' tokens; leave it out'
+      )
+    index = jnp.asarray(matrices_lib.index_of(ids, config.vocab_size))
+    lm_head = matrices_lib.FewOutputs(outputs=lm_head, index=index)
   elif outputs is not None:
     lm_head = placement.hold_copy(lm_head, outputs, config)
   return head.as_drafter(
@@ -320,21 +329,6 @@ def matrices_of(
   if output.shape[0] != config.vocab_size:
     output = output[: config.vocab_size]
   return embedding, output
-
-
-def _of_own_vocabulary(
-  head: Stored, lm_head: Any, ids: np.ndarray, outputs: np.ndarray | None
-) -> Any:
-  """The output matrix of a head with `d2t`; for `outputs` see `load`."""
-  if lm_head.shape[0] != len(ids):
-    raise ValueError(f'{head.path}: has d2t, but no lm_head.weight of its own')
-  if outputs is not None:
-    raise ValueError(
-      f'draft_vocab: {head.path} has a vocabulary of its own, of {len(ids)}'
-      ' tokens; leave it out'
-    )
-  index = jnp.asarray(matrices_lib.index_of(ids, head.config.vocab_size))
-  return matrices_lib.FewOutputs(outputs=lm_head, index=index)
 
 
 def save(
