@@ -1,4 +1,4 @@
-"""The interface of all stored models, whatever holds them."""
+"""Stored models, whatever holds them, and how their weights are held."""
 
 from collections.abc import Callable
 from collections.abc import Iterator

@@ -27,6 +27,18 @@ from specdec.models.nn import llama_config
 from specdec.models.nn import rope as rope_lib
 from specdec.text import text_files
 
+ROWS: tuple[row_lib.ModelType, ...] = (
+  *llama_rows.ROWS,
+  *gemma_rows.ROWS,
+  *mixture_rows.ROWS,
+  *recurrent_rows.ROWS,
+)
+MODEL_TYPES = {row.name: row for row in ROWS}
+# Models that have more than a language model.
+WHOLES = {row.whole: row for row in ROWS if row.whole}
+# By the names that GGUF files have.
+ARCHITECTURES = {row.gguf.name: (row, row.gguf) for row in ROWS if row.gguf}
+
 ASSISTANT = 'gemma4_assistant'
 NO_ASSISTANTS = (
   "Google's drafters of Gemma 4 read the states of their target; give it as the"
@@ -280,16 +292,3 @@ def written_keys(
   raise ValueError(
     f'only the shapes of {", ".join(types)} can be saved, not {config}'
   )
-
-
-ROWS: tuple[row_lib.ModelType, ...] = (
-  *llama_rows.ROWS,
-  *gemma_rows.ROWS,
-  *mixture_rows.ROWS,
-  *recurrent_rows.ROWS,
-)
-MODEL_TYPES = {row.name: row for row in ROWS}
-# Models that have more than a language model.
-WHOLES = {row.whole: row for row in ROWS if row.whole}
-# By the names that GGUF files have.
-ARCHITECTURES = {row.gguf.name: (row, row.gguf) for row in ROWS if row.gguf}

@@ -13,7 +13,7 @@ import transformers
 
 from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import families
-from specdec.models.checkpoints.gguf_parts import gguf_header
+from specdec.models.checkpoints.gguf_parts import gguf_file
 from specdec.models.checkpoints.gguf_parts import gguf_keys
 from specdec.models.checkpoints.gguf_parts import gguf_tokenizer
 from specdec.models.checkpoints.model_types import model_type
@@ -33,12 +33,12 @@ class GGUFFile:
   def holds(path: pathlib.Path) -> bool:
     """Whether a path is a file that is named or begins as GGUF files do."""
     named = path.suffix.lower() == SUFFIX
-    return path.is_file() and (named or gguf_header.begins_as_gguf(path))
+    return path.is_file() and (named or gguf_file.begins_as_gguf(path))
 
   @functools.cached_property
   @checkpoint_lib.named
   def _read(self) -> tuple[model_type.ModelType, adapter.Config]:
-    keys = gguf_keys.config_keys(gguf_header.read_header(self.path))
+    keys = gguf_keys.config_keys(gguf_file.read_header(self.path))
     return families.read(keys, self.path)
 
   @property
@@ -68,8 +68,8 @@ class GGUFFile:
     Blocks of few bits have scales in float16 and are made from models in either
     16-bit type.
     """
-    types = gguf_header.quants().GGMLQuantizationType
-    tensors = gguf_header.read_header(self.path).tensors.values()
+    types = gguf_file.quants().GGMLQuantizationType
+    tensors = gguf_file.read_header(self.path).tensors.values()
     kinds = {tensor.kind for tensor in tensors if len(tensor.shape) > 1}
     if kinds == {types.F32}:
       return ['float32']
@@ -88,8 +88,8 @@ class GGUFFile:
   def size(self) -> int:
     return self.path.stat().st_size
 
-  def tensors(self) -> Iterator[tuple[str, gguf_header.Tensor]]:
-    header = gguf_header.read_header(self.path)
+  def tensors(self) -> Iterator[tuple[str, gguf_file.Tensor]]:
+    header = gguf_file.read_header(self.path)
     _, files = gguf_keys.architecture_of(header)
     config, family = self.config, self.family
     heads = {'attn_q': config.num_heads, 'attn_k': config.num_kv_heads}
@@ -104,7 +104,7 @@ class GGUFFile:
         raise ValueError(f'{where} is not part of a {files.name}')
       if family.is_unused(canonical, config):
         continue
-      tensor = gguf_header.Tensor(
+      tensor = gguf_file.Tensor(
         info,
         num_heads=heads.get(name.split('.')[-2]) if files.swaps_rows else None,
         transposed=model_type.is_convolution(canonical),

@@ -113,6 +113,11 @@ def _download(name: str, revision: str | None) -> pathlib.Path:
   return pathlib.Path(fetched)
 
 
+def draft_name(name: str) -> str:
+  """The name of a draft for `locate`, where `demo` is the embedded draft."""
+  return 'demo-draft' if name == 'demo' else name
+
+
 def shape_module(
   config: adapter.Config,
   dtype: jnp.dtype,

@@ -1,4 +1,4 @@
-"""Folders of models as Hugging Face has them: JSON and safetensors."""
+"""Folders of models: as Hugging Face has them, or with blocks of four bits."""
 
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -25,6 +25,9 @@ from specdec.text import whole_files
 CONFIG = 'config.json'
 WEIGHTS = 'model.safetensors'
 _INDEX = 'model.safetensors.index.json'
+_BLOCKS = 'blocks.safetensors'  # Of a folder that `save` wrote.
+# What `save` copies: shape, tokenizer and chat template.
+_COPIED = ('*.json', '*.jinja', '*.txt', '*.model')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,11 +189,6 @@ def write(
   whole_files.write_text(folder / CONFIG, text)
 
 
-_WEIGHTS = 'blocks.safetensors'
-# Besides the weights: shape, tokenizer and chat template.
-_COPIED = ('*.json', '*.jinja', '*.txt', '*.model')
-
-
 @dataclasses.dataclass(frozen=True)
 class _Matrix(tensor_parts.Packed):
   """A matrix in blocks; a stored tensor has its words."""
@@ -223,14 +221,14 @@ class RoundedFolder(HuggingFaceFolder):
 
   @staticmethod
   def holds(path: pathlib.Path) -> bool:
-    return (path / _WEIGHTS).is_file()
+    return (path / _BLOCKS).is_file()
 
   @property
   def stored_dtypes(self) -> list[str]:
     return ['stored', 'bfloat16']
 
   def tensors(self) -> Iterator[tuple[str, Any]]:
-    with tensor_parts.opened(self.path / _WEIGHTS) as mapped:
+    with tensor_parts.opened(self.path / _BLOCKS) as mapped:
       kinds = mapped.metadata() or {}
     for tensor in self.stored():
       kind, _, width = kinds.get(tensor.name, '').partition(' ')
@@ -240,7 +238,7 @@ class RoundedFolder(HuggingFaceFolder):
     return {}  # One that was copied is of other weights.
 
   def _weights(self) -> list[pathlib.Path]:
-    return [self.path / _WEIGHTS]
+    return [self.path / _BLOCKS]
 
 
 def save(
@@ -266,4 +264,4 @@ def save(
     for file in source.glob(pattern):
       shutil.copy(file, folder)
   # Last, because by this file the folder is known.
-  whole_files.write_tensors(folder / _WEIGHTS, tensors, kinds)
+  whole_files.write_tensors(folder / _BLOCKS, tensors, kinds)

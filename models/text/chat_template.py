@@ -1,4 +1,19 @@
-"""Conversations as token ids, by the chat template of a tokenizer."""
+r"""Conversations as token ids, and how models mark their reasoning.
+
+The chat template of a tokenizer puts a conversation into words. Models mark
+what they think before they answer in several ways::
+
+    <think>...</think> answer                 and other tags of this kind
+    <|channel>thought\n...<channel|>answer    Gemma 4
+    <|channel|>analysis<|message|>...<|end|>
+      <|start|>assistant<|channel|>final<|message|>answer    gpt-oss
+
+Each way is a list of sections (`specdec.text.sections`). The text that ends a
+section says which one follows. A stream, a whole result and the table of stop
+strings on the device all read these. The chat template and the tokens of a
+tokenizer decide on the sections. What the template writes before an answer,
+such as `<think>`, decides on the first section of the answer.
+"""
 
 from collections.abc import Iterable
 from collections.abc import Mapping

@@ -140,7 +140,7 @@ def open_sources(choice: choice_lib.ModelChoice) -> Sources:
   elif choice.draft == choice_lib.SELF:
     draft = target
   elif choice.draft is not None:
-    draft = hub.locate('demo-draft' if choice.draft == 'demo' else choice.draft)
+    draft = hub.locate(hub.draft_name(choice.draft))
     config = draft.config
   layout = sharding_lib.make_layout(choice.mesh)
   packed = choice.cpu_kernels and build.is_available()

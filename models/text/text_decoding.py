@@ -1,4 +1,4 @@
-"""A decode whose text can be shown while it grows."""
+"""Decodes whose text can be shown while it grows, and conversations."""
 
 from collections.abc import Callable
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The keys of config.json that follow from a GGUF file."""
+"""The keys of config.json, rotations included, that follow from a GGUF file."""
 
 from collections.abc import Collection
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from specdec.models.checkpoints import families
-from specdec.models.checkpoints.gguf_parts import gguf_header
+from specdec.models.checkpoints.gguf_parts import gguf_file
 from specdec.models.checkpoints.keys import config_keys as config_keys_lib
 from specdec.models.checkpoints.model_types import model_type as row_lib
 from specdec.models.nn import rope as rope_lib
@@ -124,7 +124,7 @@ _NO_MODELS = {
 }
 
 
-def check_is_model(header: gguf_header.Header) -> None:
+def check_is_model(header: gguf_file.Header) -> None:
   """Refuses a file that holds something else, or a part of a model."""
   for key in ('general.type', 'general.architecture'):
     if other := _NO_MODELS.get(str(header.metadata.get(key))):
@@ -137,7 +137,7 @@ def check_is_model(header: gguf_header.Header) -> None:
 
 
 def architecture_of(
-  header: gguf_header.Header,
+  header: gguf_file.Header,
 ) -> tuple[row_lib.ModelType, row_lib.Architecture]:
   """The architecture of a file, and its row; ValueError if it is not known."""
   check_is_model(header)
@@ -150,7 +150,7 @@ def architecture_of(
   return families.ARCHITECTURES[name]
 
 
-def num_layers(header: gguf_header.Header, name: str) -> int:
+def num_layers(header: gguf_file.Header, name: str) -> int:
   """The number of layers, without layers that predict further tokens.
 
   The last layers of a file may be such (MTP), and are not read.
@@ -163,7 +163,7 @@ def num_layers(header: gguf_header.Header, name: str) -> int:
   return num_blocks - others
 
 
-def of_further_tokens(header: gguf_header.Header, name: str) -> set[str]:
+def of_further_tokens(header: gguf_file.Header, name: str) -> set[str]:
   """The tensors of the layers that predict further tokens."""
   last = header.metadata.get(f'{name}.block_count', 0)
   blocks = range(num_layers(header, name), last)
@@ -172,7 +172,7 @@ def of_further_tokens(header: gguf_header.Header, name: str) -> set[str]:
 
 
 def own_keys(
-  header: gguf_header.Header,
+  header: gguf_file.Header,
   files: row_lib.Architecture,
   keys: Collection[str],
 ) -> dict[str, Any]:
@@ -239,7 +239,7 @@ def check_widths(
       )
 
 
-def config_keys(header: gguf_header.Header) -> dict[str, Any]:
+def config_keys(header: gguf_file.Header) -> dict[str, Any]:
   """Makes the keys that the `config.json` of the same model would have.
 
   Raises:
@@ -373,7 +373,7 @@ def part_of(count: int, whole: int) -> float:
 
 
 def rope_parameters(
-  metadata: Mapping[str, Any], header: gguf_header.Header
+  metadata: Mapping[str, Any], header: gguf_file.Header
 ) -> dict[str, Any]:
   """The `rope_parameters` of transformers, of `gguf_keys.own_keys`.
 
@@ -423,14 +423,14 @@ def rope_parameters(
 
 
 def _longrope(
-  metadata: Mapping[str, Any], header: gguf_header.Header
+  metadata: Mapping[str, Any], header: gguf_file.Header
 ) -> dict[str, Any]:
   """The keys of a rotation that divides frequencies by stored factors."""
   parameters: dict[str, Any] = {'rope_type': 'longrope'}
   for key, name in LONGROPE.items():
     if name not in header.tensors:
       raise ValueError(f'lacks the tensor {name} of its longrope')
-    [(_, stored)] = gguf_header.Tensor(header.tensors[name]).blocks()
+    [(_, stored)] = gguf_file.Tensor(header.tensors[name]).blocks()
     parameters[key] = stored.tolist()
   whole = metadata['context_length']
   parameters['original_max_position_embeddings'] = metadata.get(
@@ -441,10 +441,10 @@ def _longrope(
   return parameters
 
 
-def _divided(header: gguf_header.Header, theta: float) -> dict[str, Any]:
+def _divided(header: gguf_file.Header, theta: float) -> dict[str, Any]:
   """The keys of a scaling, from the stored divisors of its frequencies."""
   info = header.tensors[row_lib.ROPE_FACTORS]
-  [(_, stored)] = gguf_header.Tensor(info).blocks()
+  [(_, stored)] = gguf_file.Tensor(info).blocks()
   kept = np.count_nonzero(stored == 1)
   if np.all(stored[:kept] == 1) and np.all(stored[kept:] >= _NEVER):
     part = part_of(int(kept), len(stored))

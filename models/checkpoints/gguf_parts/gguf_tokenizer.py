@@ -1,7 +1,13 @@
-"""Tokenizers and end-of-text tokens in GGUF files.
+r"""Tokenizers and end-of-text tokens in GGUF files.
 
 A file has no `tokenizer.json`; what it lacks follows from the names of its
 tokenizer and pre-tokenizer, as in llama.cpp (src/llama-vocab.cpp).
+
+Texts are split into words before they are merged. A file has only the name of
+the way, and llama.cpp has a list of regular expressions for each name. Each
+expression in turn cuts all pieces into its matches and the text between them.
+The expressions here agree with llama.cpp's where it differs from the published
+model; `(?i:...)` is spelled out, for example, because it makes `\u017f` an `s`.
 """
 
 import dataclasses
@@ -16,7 +22,7 @@ from tokenizers import normalizers
 from tokenizers import pre_tokenizers
 import transformers
 
-from specdec.models.checkpoints.gguf_parts import gguf_header
+from specdec.models.checkpoints.gguf_parts import gguf_file
 from specdec.text import text_files
 
 _PREFIX = 'tokenizer.ggml.'
@@ -102,7 +108,7 @@ def _array(keys: dict[str, Any], name: str, length: int) -> list[Any]:
 
 def _read(path: pathlib.Path) -> _Vocabulary | None:
   """The vocabulary of a file; None if it has none, ValueError if it is bad."""
-  metadata = gguf_header.read_header(path).metadata
+  metadata = gguf_file.read_header(path).metadata
   keys = {
     key.removeprefix(_PREFIX): value
     for key, value in metadata.items()

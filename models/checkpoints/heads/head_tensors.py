@@ -23,7 +23,7 @@ from specdec.models.checkpoints import families
 from specdec.models.checkpoints import gguf
 from specdec.models.checkpoints import hub
 from specdec.models.checkpoints import hugging_face
-from specdec.models.checkpoints.gguf_parts import gguf_header
+from specdec.models.checkpoints.gguf_parts import gguf_file
 from specdec.models.checkpoints.gguf_parts import gguf_keys
 from specdec.models.checkpoints.keys import block_keys
 from specdec.models.checkpoints.keys import tensor_parts
@@ -103,7 +103,7 @@ _INTEGERS = {26: np.int32, 27: np.int64}  # By their numbers in GGUF.
 class _Ids:
   """The ids of a reduced vocabulary, as the offsets of other formats."""
 
-  info: gguf_header.TensorInfo
+  info: gguf_file.TensorInfo
   name = 'd2t'
 
   def rows(self) -> Iterator[blocks_lib.Rows]:
@@ -238,7 +238,7 @@ class HeadFile(HeadTensors, gguf.GGUFFile):
 
   @property
   def _architecture(self) -> str:
-    header = gguf_header.read_header(self.path)
+    header = gguf_file.read_header(self.path)
     gguf_keys.check_is_model(header)
     name = header.metadata.get('general.architecture')
     if name not in _OWN_KEYS:
@@ -250,7 +250,7 @@ class HeadFile(HeadTensors, gguf.GGUFFile):
 
   @functools.cached_property
   def keys(self) -> Mapping[str, Any]:
-    name, header = self._architecture, gguf_header.read_header(self.path)
+    name, header = self._architecture, gguf_file.read_header(self.path)
     names, files = _KEYS | _OWN_KEYS[name], model_type.Architecture(name)
     others = _OTHER_KEYS | (_OTHER_DFLASH_KEYS if name == _DFLASH else set())
     metadata = gguf_keys.own_keys(header, files, {*names, *others})
@@ -268,7 +268,7 @@ class HeadFile(HeadTensors, gguf.GGUFFile):
     return {'model_type': 'qwen3' if name == _DFLASH else 'llama'} | stated
 
   def _of_block(
-    self, header: gguf_header.Header, metadata: Mapping[str, Any]
+    self, header: gguf_file.Header, metadata: Mapping[str, Any]
   ) -> dict[str, Any]:
     """Keys of a block drafter that are written otherwise in config.json."""
     keys: dict[str, Any] = {'mask_token_id': header.metadata.get(_MASK)}
@@ -297,7 +297,7 @@ class HeadFile(HeadTensors, gguf.GGUFFile):
     if kind == _EAGLE3:  # Neighbours of a head are rotated.
       heads['attn_q'] = keys.get('num_attention_heads')
       heads['attn_k'] = keys.get('num_key_value_heads', heads['attn_q'])
-    for name, info in gguf_header.read_header(self.path).tensors.items():
+    for name, info in gguf_file.read_header(self.path).tensors.items():
       if name.removesuffix('.weight') == 'd2t':
         yield D2T, _Ids(info)
         continue
@@ -307,7 +307,7 @@ class HeadFile(HeadTensors, gguf.GGUFFile):
       if ours is None:
         raise ValueError(f'tensor {name} is not part of an {kind}')
       num_heads = heads.get(name.rpartition('.')[0].rpartition('.')[2])
-      yield ours, gguf_header.Tensor(info, num_heads=num_heads)
+      yield ours, gguf_file.Tensor(info, num_heads=num_heads)
 
 
 @dataclasses.dataclass(frozen=True)

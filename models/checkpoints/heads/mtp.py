@@ -21,7 +21,7 @@ from typing import Any
 from specdec import cache as cache_lib
 from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import families
-from specdec.models.checkpoints.gguf_parts import gguf_header
+from specdec.models.checkpoints.gguf_parts import gguf_file
 from specdec.models.checkpoints.gguf_parts import gguf_keys
 from specdec.models.checkpoints.heads import head_tensors
 from specdec.models.checkpoints.keys import tensor_parts
@@ -73,7 +73,7 @@ class _File(head_tensors.HeadFile):
   """The MTP layers in a GGUF file."""
 
   def named(self) -> Iterator[tuple[str, Any]]:
-    header = gguf_header.read_header(self.path)
+    header = gguf_file.read_header(self.path)
     name = str(header.metadata.get('general.architecture'))
     if name not in families.ARCHITECTURES:
       return
@@ -83,7 +83,7 @@ class _File(head_tensors.HeadFile):
     first = gguf_keys.num_layers(header, name)
     if mtp_tensors and files.swaps_rows:
       raise ValueError(f'MTP layers of a {name} are not supported')
-    tensors = dict[str, gguf_header.Tensor]()
+    tensors = dict[str, gguf_file.Tensor]()
     for stored in sorted(mtp_tensors):
       canonical = model_type.canonical_of_gguf(stored, names, files.layers)
       if canonical is None:
@@ -91,10 +91,10 @@ class _File(head_tensors.HeadFile):
       _, layer, rest = canonical.split('.', 2)
       if rest.rpartition('.')[0] not in _NAMES_IN_FILES.values():
         rest = f'layers.{int(layer) - first}.{rest}'
-      tensors[rest] = gguf_header.Tensor(header.tensors[stored])
+      tensors[rest] = gguf_file.Tensor(header.tensors[stored])
     if tensors and 'norm.weight' not in tensors:  # It has the target's.
       norm = header.tensors['output_norm.weight']
-      tensors['norm.weight'] = gguf_header.Tensor(norm)
+      tensors['norm.weight'] = gguf_file.Tensor(norm)
     yield from tensors.items()
 
 

@@ -21,7 +21,7 @@ import variants
 
 from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import hub
-from specdec.models.checkpoints.gguf_parts import gguf_header
+from specdec.models.checkpoints.gguf_parts import gguf_file
 from specdec.models.checkpoints.gguf_parts import gguf_keys
 from specdec.models.checkpoints.heads import heads
 from specdec.models.lab.training import tokenizer as tokenizer_lib
@@ -406,9 +406,9 @@ def test_tensors_lie_by_the_alignment_that_a_file_says(path):
   for name, array in arrays.items():
     writer.add_tensor(name, array)
   tiny_blocks.finish(writer)
-  tensors = gguf_header.read_header(path).tensors
+  tensors = gguf_file.read_header(path).tensors
   for name, array in arrays.items():
-    [(_, stored)] = gguf_header.Tensor(tensors[name]).blocks()
+    [(_, stored)] = gguf_file.Tensor(tensors[name]).blocks()
     np.testing.assert_array_equal(stored, array)
 
 
