@@ -128,14 +128,10 @@ def naming(path: pathlib.Path) -> Iterator[None]:
 def usable_ids(
   checkpoint: Checkpoint, stated: Sequence[Any]
 ) -> tuple[int, ...]:
-  """The first usable EOS ids that are stated, or the tokenizer's.
+  """The first usable EOS ids among ids, lists of ids and None.
 
-  Ids outside the vocabulary are skipped: published configs of small
-  vocabularies often keep GPT-2's 50256.
-
-  Args:
-    checkpoint: of the model.
-    stated: ids, lists of ids, and None where nothing is stated.
+  Without one, the tokenizer's. Ids outside the vocabulary are skipped:
+  published configs of small vocabularies often keep GPT-2's 50256.
   """
   of_tokenizer = getattr(checkpoint.tokenizer, 'eos_token_id', None)
   for eos in (*stated, of_tokenizer):
@@ -160,11 +156,6 @@ def resolve_dtype(
   used. Otherwise it is the 16-bit type of the checkpoint's matrices if this
   platform computes in it natively, else float32. Blocks of few bits fit either
   16-bit type.
-
-  Args:
-    dtype: a format, or `auto`.
-    checkpoint: the model.
-    packed: whether the kernels are used.
 
   Raises:
     ValueError: the format is unknown, or it is `stored` and the checkpoint has
@@ -202,13 +193,6 @@ def resolve_draft_dtype(
   bits. A small draft, which the processor's cache holds, has eight next to
   bfloat16. Otherwise a draft has the target's format. The target as its own
   draft has four bits.
-
-  Args:
-    dtype: None or a dtype, `auto` as for `resolve_dtype`.
-    checkpoint: of the draft.
-    target: the format of the target.
-    packed: whether the kernels are used.
-    is_self: whether the draft is the target.
   """
   if dtype is not None:
     return resolve_dtype(dtype, checkpoint, packed=packed)
@@ -253,11 +237,7 @@ class Placement:
   ) -> Any:
     """Reads a parameter, and puts it on the devices as products read it.
 
-    Args:
-      path: of the parameter in the module.
-      tensor: of the file.
-      config: the shape of the network.
-      dtype: of an array; None: a matrix, which has the format.
+    The dtype is for an array; None: it is a matrix, which has the format.
 
     Raises:
       ValueError: the tensor cannot be read or rounded.

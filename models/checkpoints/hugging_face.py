@@ -248,10 +248,8 @@ def save(
 ) -> None:
   """Writes a folder with parameters in blocks, which is made if need be.
 
-  Args:
-    parameters: by canonical names, on the host: arrays and `BlockMatrix`.
-    source: the folder of the model; everything but the weights is copied.
-    folder: to be written.
+  They are arrays and `BlockMatrix` on the host, by canonical names. All other
+  files are copied from the folder `source`.
   """
   folder.mkdir(parents=True, exist_ok=True)
   tensors, kinds = dict[str, np.ndarray](), dict[str, str]()

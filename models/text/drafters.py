@@ -113,22 +113,6 @@ def _one_stage(
   )
 
 
-def _alone(
-  inner: str,
-  settings: settings_lib.DraftSettings,
-  pair: pair_lib.Pair,
-  store: text_store.TextStore | None,
-) -> drafter_lib.Drafter:
-  """N-gram or prompt lookup as the only drafter, without a draft model."""
-  config = dataclasses.replace(
-    settings.stage,
-    rounds=settings.inner_rounds_alone,
-    cost_ratio=0.0,
-    calibration=settings.inner_stage.calibration,
-  )
-  return _one_stage(_tables(inner, settings, pair, store), config, settings)
-
-
 def _model_scorer(
   pair: pair_lib.Pair, draft_prompt: int | None
 ) -> drafter_lib.Scorer:
@@ -170,16 +154,21 @@ def make_drafter(
     return make_planned(settings.plan, pair).usual[0]
   if method == 'plain':
     return drafter_lib.PLAIN
-  if not uses_draft:
-    return _alone(method, settings, pair, store)
   inner = settings.inner or _default_inner(settings, pair)
-  if pair.draft is None and pair.head is None:
-    if method in ('tree', 'staged') and inner != 'none':
-      return _alone(inner, settings, pair, store)
-    raise ValueError(
-      f'method={method} with inner={inner} needs a draft; give draft= or head=,'
-      ' or choose method=plain'
+  if pair.drafting_model is None or not uses_draft:
+    if uses_draft and (method not in ('tree', 'staged') or inner == 'none'):
+      raise ValueError(
+        f'method={method} with inner={inner} needs a draft; give draft= or'
+        ' head=, or choose method=plain'
+      )
+    config = dataclasses.replace(
+      settings.stage,
+      rounds=settings.inner_rounds_alone,
+      cost_ratio=0.0,
+      calibration=settings.inner_stage.calibration,
     )
+    inner = inner if uses_draft else method
+    return _one_stage(_tables(inner, settings, pair, store), config, settings)
   scorer = _model_scorer(pair, settings.draft_prompt)
   length = settings.num_draft_tokens
   if method == 'chain':

@@ -58,10 +58,7 @@ _LEVELS = 2  # For values that the schema does not describe.
 
 
 def parse(text: str) -> expression_lib.Tree:
-  """The tree of a schema.
-
-  Args:
-    text: a schema as JSON.
+  """The tree of a schema, which is given as JSON.
 
   Raises:
     ValueError: it is not valid JSON, or something in it is not supported; names

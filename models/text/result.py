@@ -119,13 +119,10 @@ class TextGeneration:
 
 
 def labelled(parts: Iterable[tuple[str, str]]) -> Iterator[str]:
-  """Text with reasoning as a terminal shows it, while it grows.
+  """Yields text with reasoning as a terminal shows it, while it grows.
 
-  Args:
-    parts: pairs of new text and new reasoning, see `TextDecoding.said`.
-
-  Yields:
-    New text. Where there is reasoning, labels say what is what.
+  `parts` are pairs of new text and new reasoning, see `TextDecoding.said`.
+  Where there is reasoning, labels say what is what.
   """
   label = ''
   for text, reasoning in parts:

@@ -134,13 +134,9 @@ def find(
   sizes: tuple[int, int],
   ends: tuple[Sequence[int], Sequence[int]],
 ) -> SharedTokens:
-  """The tokens of a target, expressed in tokens of a draft.
+  """The tokens that two tokenizers share.
 
-  Args:
-    target: a tokenizer.
-    draft: another tokenizer.
-    sizes: of the vocabularies of target and draft.
-    ends: the EOS ids of target and draft.
+  `sizes` are the sizes of the two vocabularies, and `ends` the EOS ids.
 
   Raises:
     ValueError: the tokens of a tokenizer have no bytes of their own.

@@ -178,12 +178,8 @@ def own_keys(
 ) -> dict[str, Any]:
   """The keys of an architecture, without its name before them.
 
-  A list that repeats a value, once for each layer, is this value.
-
-  Args:
-    header: of the file.
-    files: the architecture.
-    keys: the known keys.
+  A list that repeats a value, once for each layer, is this value. `keys` are
+  the known keys.
 
   Raises:
     ValueError: a key is not known, a value has another type, or the values of a

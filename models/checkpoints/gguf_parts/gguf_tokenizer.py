@@ -175,9 +175,9 @@ def _spaced(*last: Any) -> Any:
 def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
   """Byte-level BPE, as GPT-2's."""
   pre = vocabulary.keys.get('pre')
-  ignores = pre in IGNORE_MERGES
+  ignores = pre in _IGNORE_MERGES
   backend = _merging(vocabulary, ignore_merges=ignores)
-  backend.pre_tokenizer, is_known = pre_tokenizer(pre)
+  backend.pre_tokenizer, is_known = _pre_tokenizer(pre)
   if not is_known:
     logging.warning(
       '%s: the pre-tokenizer %r is not known; texts are split into words as'
@@ -265,7 +265,7 @@ def load_tokenizer(
   backend.add_special_tokens(whole(_UNKNOWN, _CONTROL))
   backend.add_tokens(whole(_USER_DEFINED))
   roles = {name: vocabulary.token_id(key) for name, key in _SPECIAL.items()}
-  begins = keys['model'] in ('llama', 'gemma4') or keys.get('pre') in WITH_BOS
+  begins = keys['model'] in ('llama', 'gemma4') or keys.get('pre') in _WITH_BOS
   adds = {'bos': keys.get('add_bos_token', begins)}
   adds['eos'] = keys.get('add_eos_token', False)
   for name in adds:
@@ -366,8 +366,8 @@ _LLAMA3_NAMES = {
 }
 # Texts begin with the BOS token unless the file says otherwise, and a word of
 # the vocabulary is one token, whatever the merges make.
-WITH_BOS = _LLAMA3_NAMES | {'tekken'}
-IGNORE_MERGES = WITH_BOS | {'minicpm5'}
+_WITH_BOS = _LLAMA3_NAMES | {'tekken'}
+_IGNORE_MERGES = _WITH_BOS | {'minicpm5'}
 
 _EXPRESSIONS: list[tuple[set[str], list[str]]] = [
   (_LLAMA3_NAMES, [_LLAMA3]),
@@ -453,17 +453,13 @@ _EXPRESSIONS: list[tuple[set[str], list[str]]] = [
 ]
 
 
-def pre_tokenizer(
+def _pre_tokenizer(
   name: str | None,
 ) -> tuple[pre_tokenizers.PreTokenizer, bool]:
-  """Splits a text into words, which it spells in the byte alphabet of GPT-2.
+  """Splits a text into words, and whether the way's name is known.
 
-  Args:
-    name: `tokenizer.ggml.pre` of the file.
-
-  Returns:
-    The pre-tokenizer, and whether the name is known; if it is not, it is
-    llama.cpp's default.
+  Words are spelled in the byte alphabet of GPT-2. An unknown name has
+  llama.cpp's default.
   """
   by_name = {
     alias: expressions

@@ -142,13 +142,8 @@ def save(
 ) -> None:
   """Writes a DSpark drafter as DeepSpec does, a DFlash drafter as z-lab does.
 
-  Args:
-    module: one without convolutions and edge scores.
-    folder: made if it does not exist.
-    num_target_layers: layers of the target.
-    lm_head: see `heads.save`.
-    ids: see `heads.save`.
-    dtype: of the matrices and norms.
+  It has neither convolutions nor edge scores. For other arguments than
+  `num_target_layers` see `heads.save`.
   """
   config = module.config
   keys: dict[str, Any] = {

@@ -381,14 +381,8 @@ def write(
 ) -> None:
   """Writes the folder of a drafter; see `heads.save`.
 
-  Args:
-    module: a drafter.
-    folder: made if it does not exist.
-    keys: of config.json, in addition to the keys of the layers.
-    lm_head: `[D, H]`, its own output matrix, if any.
-    ids: `[D]`, the tokens of a reduced vocabulary, if any.
-    dtype: of the matrices and norms.
-    first_layer: prefix of the names of the first layer's tensors.
+  `keys` are those of config.json besides the keys of the layers, `first_layer`
+  begins the names of the first layer's tensors.
 
   Raises:
     ValueError: the layers have several rotations.

@@ -259,13 +259,8 @@ def load(
 ) -> head_lib.Head | block_lib.BlockDrafter:
   """Loads a head; it may take embedding and output matrix from the target.
 
-  With `outputs` it has a copy of their rows of the output matrix.
-
-  Args:
-    head: see `locate`.
-    target: the target.
-    placement: how it is held. None: as `checkpoint.make(**options)` says.
-    options: see `checkpoint.make`.
+  With `outputs` it has a copy of their rows of the output matrix. Without a
+  placement it is held as `checkpoint.make(**options)` says.
 
   Raises:
     ValueError: a tensor is unknown, missing or misshapen, or the head has a

@@ -56,10 +56,8 @@ def by_rows(
 ) -> Iterator[blocks_lib.Rows]:
   """Yields indices of n rows of a tensor, and these.
 
-  Args:
-    shape: of the tensor.
-    num_heads: see `rope.order_of_rows`.
-    read: makes the rows as they are stored, from a start to an end.
+  `read` returns rows as they are stored, from a start to an end. For
+  `num_heads` see `rope.order_of_rows`.
   """
   order = rope_lib.order_of_rows(shape[0], num_heads)
   step = max(1, _BLOCK_BYTES // (4 * max(1, math.prod(shape[1:]))))

@@ -376,12 +376,7 @@ def parts(
   """The tensors that a stored tensor holds, by their canonical names.
 
   The last one has all rows that are left, so that a tensor with too many rows
-  is refused.
-
-  Args:
-    name: canonical name of the stored tensor.
-    row: of the model.
-    shape: of the model.
+  is refused. `name` is the canonical name of the stored tensor.
   """
   *parents, stem, leaf = name.split('.')
   is_stack = parents[-1:] == ['experts']  # Tensors of all experts.
