@@ -154,7 +154,9 @@ def make_drafter(
     return make_planned(settings.plan, pair).usual[0]
   if method == 'plain':
     return drafter_lib.PLAIN
-  inner = settings.inner or _default_inner(settings, pair)
+  inner = method
+  if uses_draft:
+    inner = settings.inner or _default_inner(settings, pair)
   if pair.drafting_model is None or not uses_draft:
     if uses_draft and (method not in ('tree', 'staged') or inner == 'none'):
       raise ValueError(
@@ -167,7 +169,6 @@ def make_drafter(
       cost_ratio=0.0,
       calibration=settings.inner_stage.calibration,
     )
-    inner = inner if uses_draft else method
     return _one_stage(_tables(inner, settings, pair, store), config, settings)
   scorer = _model_scorer(pair, settings.draft_prompt)
   length = settings.num_draft_tokens
