@@ -262,11 +262,6 @@ def config_keys(header: gguf_file.Header) -> dict[str, Any]:
     if key in metadata and (num_experts > 0 or not key.startswith('expert_'))
   }
   vocab_size = header.tensors['token_embd.weight'].shape[0]
-  if metadata.get('vocab_size', vocab_size) != vocab_size:
-    raise ValueError(
-      f'{name}.vocab_size={metadata["vocab_size"]} contradicts the'
-      f' {vocab_size} rows of token_embd.weight'
-    )
   keys |= {
     'model_type': model_type,
     'vocab_size': vocab_size,

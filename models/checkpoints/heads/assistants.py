@@ -97,16 +97,6 @@ class StoredAssistant(head_tensors.Drafter):
       num_groups=keys.get('num_centroids', 2048) if grouped else 0,
       top_groups=keys.get('centroid_intermediate_top_k', 32) if grouped else 0,
     )
-    if grouped and (
-      config.num_groups < 1
-      or target.vocab_size % config.num_groups
-      or not 0 < config.top_groups <= config.num_groups
-    ):
-      raise ValueError(
-        f'num_centroids={config.num_groups} and centroid_intermediate_top_k='
-        f'{config.top_groups} do not fit together, or to the'
-        f' {target.vocab_size} tokens of the target'
-      )
     widths = [target.of_layers('head_width')[layer] for layer in sources]
     theirs = (target.vocab_size, target.num_kv_heads, widths, 0)
     ours = (config.vocab_size, config.num_kv_heads, [*config.cache_widths])

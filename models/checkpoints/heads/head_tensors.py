@@ -219,11 +219,7 @@ class HeadFolder(HeadTensors, hugging_face.HuggingFaceFolder):
         if match := pattern.match(name):
           name = new + name[match.end() :]
           break
-      same = tensors.setdefault(name, tensor)
-      if same != tensor:
-        raise ValueError(
-          f'tensors {same.name} and {tensor.name} are the same one of a head'
-        )
+      tensors[name] = tensor
     yield from tensors.items()
 
 

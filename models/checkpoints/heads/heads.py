@@ -69,17 +69,6 @@ class StoredHead(head_tensors.Drafter):
       raise ValueError(
         'is a language model, not a drafting head; give it as the draft'
       )
-    claims = [
-      f'{key}={self.stored.keys[key]!r}'
-      for key in ('architectures', 'speculators_model_type')
-      if 'eagle3' in str(self.stored.keys.get(key)).lower()
-    ]
-    if claims:
-      raise ValueError(
-        f'{claims[0]} says EAGLE-3, but the tensors belong to EAGLE-1'
-        f' (fc.weight of shape {self.stored.shape("fc.weight")}, no'
-        ' midlayer.hidden_norm.weight); correct config.json'
-      )
     return eagle.EAGLE
 
   @functools.cached_property
