@@ -109,14 +109,12 @@ class StoredBlockDrafter(head_tensors.Drafter):
     if 'selector_rank' in facts:
       kind = block_drafter.EDGES
     reads = block_keys.reads(keys, self.target.num_layers)
-    inputs, width = len(reads) * self.target.width, self.target.width
-    if not self.drawn:
-      inputs = self.stored.shape('fc.weight')[1]
-    if inputs != len(reads) * width:
+    width = len(reads) * self.target.width
+    if not self.drawn and self.stored.shape('fc.weight')[1] != width:
       raise ValueError(
-        f'fc.weight reads {inputs} numbers, but {len(reads)} states of a target'
-        f' of width {width} have {len(reads) * width}; is this a drafter for'
-        ' another target?'
+        f'fc.weight reads {self.stored.shape("fc.weight")[1]} numbers, but'
+        f' {len(reads)} states of a target of width {self.target.width} have'
+        f' {width}; is this a drafter for another target?'
       )
     return block_drafter.BlockDrafterConfig(
       **shape | block_keys.fields(keys, slides),

@@ -106,7 +106,6 @@ class StoredMTP(head_tensors.Drafter):
   module = staticmethod(
     lambda config, num_outputs, **options: eagle.Head(config, **options)
   )
-
   containers = _Folder, _File
 
   def tensors(self) -> Iterator[tuple[str, Any]]:
