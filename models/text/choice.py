@@ -184,7 +184,7 @@ class ModelChoice:
     return dataclasses.replace(self, draft=None, head=None)
 
   @property
-  def num_draft_tokens(self) -> int | None:
+  def draft_vocab_size(self) -> int | None:
     """How many tokens `draft_vocab` asks for; None: all."""
     stated = self.draft_vocab
     if stated is None or isinstance(stated, int):

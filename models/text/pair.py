@@ -274,7 +274,7 @@ def drawn_pair(choice: choice_lib.ModelChoice) -> Pair:
   hidden = () if stored is None else stored.config.reads
   target = adapter.as_model(module, hidden=hidden)
   if stored is not None:
-    size = choice.num_draft_tokens
+    size = choice.draft_vocab_size
     draft_placement = checkpoint_lib.make(
       choice.draft_dtype or choice.dtype,
       packed=packed,

@@ -43,7 +43,7 @@ def context_of(task: task_lib.Task) -> plan_lib.Context:
     machine=record.describe_machine(),
     dtype=sources.placement.form.name,
     draft_dtype=sources.draft_placement.form.name,
-    draft_vocab=choice.num_draft_tokens,
+    draft_vocab=choice.draft_vocab_size,
     cpu_kernels=sources.placement.packed,
     mesh=f'{dict(mesh.shape)}, {choice.draft_mesh}' if mesh else '',
     batch_size=task.batch_size,
