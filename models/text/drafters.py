@@ -140,7 +140,7 @@ def make_drafter(
 ) -> drafter_lib.Drafter:
   """The drafter of a method, one of `METHODS`.
 
-  `store` is the store of the settings. None: it is opened if they have one.
+  `store` is the store of the settings; None: it is opened if they have one.
 
   Raises:
     ValueError: the method is not known or does not fit the settings.

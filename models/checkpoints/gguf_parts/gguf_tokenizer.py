@@ -3,8 +3,8 @@ r"""Tokenizers and end-of-text tokens in GGUF files.
 A file has no `tokenizer.json`; what it lacks follows from the names of its
 tokenizer and pre-tokenizer, as in llama.cpp (src/llama-vocab.cpp).
 
-Texts are split into words before they are merged. A file has only the name of
-the way, and llama.cpp has a list of regular expressions for each name. Each
+Texts are split into words before they are merged. A file names its
+pre-tokenizer, and llama.cpp has a list of regular expressions for each name. Each
 expression in turn cuts all pieces into its matches and the text between them.
 The expressions here agree with llama.cpp's where it differs from the published
 model; `(?i:...)` is spelled out, for example, because it makes `\u017f` an `s`.
@@ -456,10 +456,10 @@ _EXPRESSIONS: list[tuple[set[str], list[str]]] = [
 def _pre_tokenizer(
   name: str | None,
 ) -> tuple[pre_tokenizers.PreTokenizer, bool]:
-  """Splits a text into words, and whether the way's name is known.
+  """The pre-tokenizer of a name, and whether the name is known.
 
-  Words are spelled in the byte alphabet of GPT-2. An unknown name has
-  llama.cpp's default.
+  It splits a text into words, and spells them in the byte alphabet of GPT-2. An
+  unknown name has llama.cpp's default.
   """
   by_name = {
     alias: expressions

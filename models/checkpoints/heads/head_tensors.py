@@ -377,8 +377,8 @@ def write(
 ) -> None:
   """Writes the folder of a drafter; see `heads.save`.
 
-  `keys` are those of config.json besides the keys of the layers, `first_layer`
-  begins the names of the first layer's tensors.
+  `keys` are added to the keys of the layers in config.json. `first_layer` is
+  the prefix of the names of the first layer's tensors.
 
   Raises:
     ValueError: the layers have several rotations.

@@ -1,8 +1,8 @@
 """The record of a `model_type`: all that distinguishes it from a Llama.
 
 It says what the keys of `config.json` and of GGUF files mean, and the canonical
-names of tensors. Those of GGUF files are as llama.cpp's converters write them
-(github.com/ggml-org/llama.cpp, convert_hf_to_gguf.py).
+names of tensors. GGUF files have the keys and names that llama.cpp's converters
+write (github.com/ggml-org/llama.cpp, convert_hf_to_gguf.py).
 """
 
 from collections.abc import Callable
