@@ -4,10 +4,11 @@ A file has no `tokenizer.json`; what it lacks follows from the names of its
 tokenizer and pre-tokenizer, as in llama.cpp (src/llama-vocab.cpp).
 
 Texts are split into words before they are merged. A file names its
-pre-tokenizer, and llama.cpp has a list of regular expressions for each name. Each
-expression in turn cuts all pieces into its matches and the text between them.
-The expressions here agree with llama.cpp's where it differs from the published
-model; `(?i:...)` is spelled out, for example, because it makes `\u017f` an `s`.
+pre-tokenizer, and llama.cpp has a list of regular expressions for each name.
+Each expression in turn cuts all pieces into its matches and the text between
+them. The expressions here agree with llama.cpp's where it differs from the
+published model; `(?i:...)` is spelled out, for example, because it makes
+`\u017f` an `s`.
 """
 
 import dataclasses
