@@ -83,7 +83,8 @@ class Pair:
     """Token ids to text, without special tokens."""
     # Otherwise added tokens would be read as bytes.
     if token_bytes_lib.is_byte_level(self.tokenizer):
-      return token_bytes_lib.text_of(self.token_bytes(), ids)
+      stream = token_bytes_lib.TextStream(self.token_bytes())
+      return stream.finish(ids).text
     text = self.tokenizer.decode(
       ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
     )

@@ -297,17 +297,3 @@ class TextStream:
       kind = self._kinds[section]
       shown[kind] += self._parts[kind].add(data, ends=ends)
     return Said(shown[sections_lib.TEXT], shown[sections_lib.REASONING])
-
-
-def text_of(
-  token_bytes: Sequence[bytes],
-  ids: Iterable[int],
-  stops: Sequence[str] = (),
-  special: Mapping[bytes, int] = types.MappingProxyType({}),
-) -> str:
-  """The text of a finished row, up to the first stop string.
-
-  For arguments and errors see `TextStream`. Without stop strings and with a
-  byte-level tokenizer `Pair.decode` gives the same text.
-  """
-  return TextStream(token_bytes, stops, special).finish(ids).text

@@ -49,7 +49,7 @@ MULTIPLIER_KEYS = KEYS | {
   'residual_scale': 'residual_multiplier',
 }
 GRANITE_KEYS = MULTIPLIER_KEYS | {'attention.scale': 'attention_multiplier'}
-# Names of tensors, and their canonical names (`model_type.ModelType`). A name
+# Names of tensors, and their canonical names (`ModelType`). A name
 # without a leaf, such as `weight`, stands for all of its leaves.
 NAMES = {
   'token_embd': 'embed_tokens',
