@@ -253,7 +253,7 @@ def load_network(
 
 def _draw(
   expected: Shapes,
-) -> Iterator[tuple[str, tensor_parts.HostTensor]]:
+) -> Iterator[tuple[str, checkpoint_lib.StoredTensor]]:
   rng = np.random.default_rng(0)
   for path, leaf in expected.items():
     name = families.parameter_name(path)
@@ -272,9 +272,8 @@ def _read(
   expanded, read_names = list[str](), set[str]()
   paths = {families.parameter_name(path): path for path in expected}
   tensors: Iterator[tuple[str, checkpoint_lib.StoredTensor]]
-  tensors, size = (
-    (_draw(expected), 0) if drawn else (stored.tensors(), stored.size)
-  )
+  tensors = _draw(expected) if drawn else stored.tensors()
+  size = 0 if drawn else stored.size
   for key, tensor in waiting.progress(
     tensors, f'reading {stored.path.name}', len(paths), size
   ):

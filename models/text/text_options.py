@@ -109,7 +109,8 @@ def with_ids(
   `stops` are the stop strings of each row, `sections` the sections in which
   their texts begin; None: they are given later.
   """
-  vocab_size, table = pair.target.spec.vocab_size, None
+  vocab_size = pair.target.spec.vocab_size
+  table: stop_strings.StopTable | None = None
   if any(stops):
     special = token_bytes_lib.special_tokens(pair.tokenizer, vocab_size)
     table = _stop_table(
