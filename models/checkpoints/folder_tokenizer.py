@@ -5,6 +5,7 @@ transformers would build another tokenizer from the name of a class, and leave
 out what the class does not have, such as a pre-tokenizer.
 """
 
+import codecs
 import itertools
 import pathlib
 from typing import Any
@@ -111,12 +112,15 @@ def _from_json(folder: pathlib.Path) -> transformers.PreTrainedTokenizerBase:
   }
   kept['chat_template'] = _chat_template(folder, config)
   text_files.refuse_stand_in(folder / _JSON)
+  with open(folder / _JSON, 'rb') as file:
+    marked = file.read(3) == codecs.BOM_UTF8  # It would not be read as JSON.
   try:
-    # A byte order mark would not be read as JSON.
-    text = (folder / _JSON).read_text('utf-8-sig')
-    tokenizer = transformers.PreTrainedTokenizerFast(
-      tokenizer_object=tokenizers.Tokenizer.from_str(text), **kept
-    )
+    if marked:
+      text = text_files.read(folder / _JSON)
+      kept['tokenizer_object'] = tokenizers.Tokenizer.from_str(text)
+    else:  # transformers would copy an object.
+      kept['tokenizer_file'] = str(folder / _JSON)
+    tokenizer = transformers.PreTrainedTokenizerFast(**kept)
   except Exception as error:  # The tokenizers package raises no narrower type.
     raise ValueError(
       f'{folder / _JSON} cannot be read by tokenizers {tokenizers.__version__}:'
