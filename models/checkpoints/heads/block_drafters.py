@@ -43,7 +43,6 @@ class StoredBlockDrafter(head_tensors.Drafter):
   as_drafter = staticmethod(block_drafter.as_drafter)
   module = block_drafter.BlockDrafter
 
-  @functools.cached_property
   def _facts(self) -> dict[str, Any]:
     """Values by key that follow from the tensors and the target."""
     if self.drawn:  # The keys alone say it.
@@ -82,19 +81,14 @@ class StoredBlockDrafter(head_tensors.Drafter):
     return facts
 
   @functools.cached_property
-  def _keys(self) -> dict[str, Any]:
-    for prefix, name in _OTHERS.items():
-      if any(stored.startswith(prefix) for stored in self.stored.all):
-        raise ValueError(f'is a drafter of the kind {name}, not supported')
-    keys = block_keys.merged(self.stored.keys)
-    head_keys.check_claims(keys, self._facts)
-    return keys
-
-  @functools.cached_property
   @checkpoint_lib.named
   def config(self) -> block_drafter.BlockDrafterConfig:
     """The shape; raises ValueError if the target cannot have this drafter."""
-    keys, facts = self._keys, self._facts
+    for prefix, name in _OTHERS.items():
+      if any(stored.startswith(prefix) for stored in self.stored.all):
+        raise ValueError(f'is a drafter of the kind {name}, not supported')
+    keys, facts = block_keys.merged(self.stored.keys), self._facts()
+    head_keys.check_claims(keys, facts)
     layers = block_keys.of_layers(keys) | {
       key: facts[key] for key in block_keys.SIZES if key in facts
     }
