@@ -79,7 +79,8 @@ class Sources:
 
     They are tokens of the draft's own vocabulary.
     """
-    draft, tokenizer = self.draft, self.tokenizer
+    draft = self.draft
+    tokenizer: transformers.PreTrainedTokenizerBase | None = self.tokenizer
     if draft is None and self.head is None:
       return None
     if draft is not None and self.shared is not None:
