@@ -80,17 +80,19 @@ def test_a_file_that_comes_during_a_join_is_newer(tmp_path, monkeypatch):
   store, other = (
     text_store.TextStore(tmp_path, 'digest', 2000, most_tokens=6) for _ in '12'
   )
-  store.add([[1, 1, 1]])
-  newest = store.newest
+  for token in (1, 2, 3):
+    store.add([[token] * 6])
+  newest, added = store.newest, []
 
   def meanwhile():
     texts = newest()
-    other.add([[9, 9, 9]])
+    added.append(other.add([[9, 9, 9]]))
     return texts
 
   monkeypatch.setattr(store, 'newest', meanwhile)
-  store.add([[2] * 13])
-  assert _texts(other)[-1] == [9, 9, 9]
+  store.add([[4] * 6])
+  assert len(added) == 1
+  assert _texts(other) == [[4, 4, 4], [9, 9, 9]]
 
 
 def test_ids_outside_the_vocabulary(tmp_path):
