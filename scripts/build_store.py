@@ -39,7 +39,9 @@ def main() -> None:
     raise ValueError(f'--files={_FLAGS.files}: there is no such file')
   opened = sources.open_sources(choice.ModelChoice(_FLAGS.target, draft=None))
   digest = pair.vocabulary_digest(opened.tokenizer)
-  store = text_store.TextStore(_FLAGS.store, digest)
+  store = text_store.TextStore(
+    _FLAGS.store, digest, opened.target.config.vocab_size
+  )
   encode = lambda name: opened.tokenizer(
     text_files.read(name), add_special_tokens=False, verbose=False
   )

@@ -1,9 +1,10 @@
-"""The interface of all stored models, whatever holds them."""
+"""Stored models, whatever holds them, and how their weights are held."""
 
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import contextlib
+import dataclasses
 import functools
 import pathlib
 from typing import Any
@@ -11,13 +12,17 @@ from typing import Protocol
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import transformers
 
 from specdec.models.checkpoints.model_types import model_type
 from specdec.models.nn import adapter
+from specdec.models.nn import block_drafter
 from specdec.models.nn import blocks as blocks_lib
 from specdec.models.nn import dtypes
 from specdec.models.nn import matrices as matrices_lib
+from specdec.models.nn import sharding as sharding_lib
 from specdec.text import whole_files
 
 _Read = TypeVar('_Read')
@@ -123,14 +128,10 @@ def naming(path: pathlib.Path) -> Iterator[None]:
 def usable_ids(
   checkpoint: Checkpoint, stated: Sequence[Any]
 ) -> tuple[int, ...]:
-  """The first usable EOS ids that are stated, or the tokenizer's.
+  """The first usable EOS ids among ids, lists of ids and None.
 
-  Ids outside the vocabulary are skipped: published configs of small
-  vocabularies often keep GPT-2's 50256.
-
-  Args:
-    checkpoint: of the model.
-    stated: ids, lists of ids, and None where nothing is stated.
+  Without one, the tokenizer's. Ids outside the vocabulary are skipped:
+  published configs of small vocabularies often keep GPT-2's 50256.
   """
   of_tokenizer = getattr(checkpoint.tokenizer, 'eos_token_id', None)
   for eos in (*stated, of_tokenizer):
@@ -155,11 +156,6 @@ def resolve_dtype(
   used. Otherwise it is the 16-bit type of the checkpoint's matrices if this
   platform computes in it natively, else float32. Blocks of few bits fit either
   16-bit type.
-
-  Args:
-    dtype: a format, or `auto`.
-    checkpoint: the model.
-    packed: whether the kernels are used.
 
   Raises:
     ValueError: the format is unknown, or it is `stored` and the checkpoint has
@@ -187,6 +183,7 @@ def resolve_draft_dtype(
   *,
   target: matrices_lib.WeightFormat,
   packed: bool,
+  is_self: bool = False,
 ) -> matrices_lib.WeightFormat:
   """The format of a draft, where None is chosen for it.
 
@@ -194,22 +191,101 @@ def resolve_draft_dtype(
   bytes is faster. So if the kernels of `models/nn/cpu` are used, a draft has
   four bits (as stored, if it has blocks) next to a target in bfloat16 or fewer
   bits. A small draft, which the processor's cache holds, has eight next to
-  bfloat16. Otherwise a draft has the target's format.
-
-  Args:
-    dtype: None or a dtype, `auto` as for `resolve_dtype`.
-    checkpoint: of the draft.
-    target: the format of the target.
-    packed: whether the kernels are used.
+  bfloat16. Otherwise a draft has the target's format. The target as its own
+  draft has four bits.
   """
   if dtype is not None:
     return resolve_dtype(dtype, checkpoint, packed=packed)
   has_blocks = matrices_lib.STORED in checkpoint.stored_dtypes
   few_bits = matrices_lib.FORMATS[matrices_lib.STORED if has_blocks else 'int4']
-  if target.keeps_blocks:
+  if is_self or target.keeps_blocks:
     return few_bits
   if not packed or target.name not in ('bfloat16', 'int8', 'int4'):
     return target
   if checkpoint.size > _CACHED:
     return few_bits
   return matrices_lib.FORMATS['int8'] if target.name == 'bfloat16' else target
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Placement:
+  """How the weights of a network are held.
+
+  Attributes:
+    form: the format of the matrices.
+    packed: whether matrices are packed for the kernels of `models/nn/cpu`,
+      which must be available; matrices in float16 are not. Not with several
+      devices.
+    layout: the devices that hold the tensors.
+    outputs: `[N]` int, ascending, the tokens whose logits are computed; other
+      logits are -inf. None: all.
+    on_host: whether parameters stay on the host, in the format alone.
+  """
+
+  form: matrices_lib.WeightFormat
+  packed: bool = False
+  layout: sharding_lib.Layout = sharding_lib.Layout()
+  outputs: np.ndarray | None = None
+  on_host: bool = False
+
+  def hold(
+    self,
+    path: tuple[Any, ...],
+    tensor: StoredTensor,
+    config: Any,
+    dtype: jax.typing.DTypeLike | None,
+  ) -> Any:
+    """Reads a parameter, and puts it on the devices as products read it.
+
+    The dtype is for an array; None: it is a matrix, which has the format.
+
+    Raises:
+      ValueError: the tensor cannot be read or rounded.
+    """
+    host: Any
+    if dtype is not None:
+      host = matrices_lib.fill(tensor.blocks(), tensor.shape, dtype=dtype)
+    elif not self.form.keeps_blocks or (host := tensor.in_blocks()) is None:
+      # Rows that are looked up cost little, so they have eight bits, too.
+      heads = {config.embedding, config.looked_up, 'lm_head'}
+      heads |= {*block_drafter.LOOKED_UP}
+      make = heads.intersection(path) and self.form.of_head
+      host = (make or self.form.from_blocks)(tensor.blocks(), tensor.shape)
+    tied = self.outputs is not None and config.tie_embeddings
+    head = config.embedding if tied else 'lm_head'
+    if self.outputs is not None and path[0] == head:
+      host = matrices_lib.few_outputs(host, self.outputs, is_embedding=tied)
+    if self.on_host:
+      return host
+    # Some embeddings are added, not multiplied.
+    packed = self.packed and path[0] != config.looked_up
+    host = matrices_lib.as_operand(host, packed=packed)
+    return self.layout.put_parameter(path, host, config)
+
+  def hold_copy(self, matrix: Any, ids: np.ndarray, config: Any) -> Any:
+    """Puts a copy of rows `ids` of an output matrix on the devices."""
+    rows = np.asarray(matrices_lib.take_rows(matrix, jnp.asarray(ids)))
+    few = matrices_lib.FewOutputs(
+      outputs=self.form.from_blocks([(slice(None), rows)], rows.shape),
+      index=matrices_lib.index_of(ids, matrix.shape[0]),
+    )
+    few = matrices_lib.as_operand(few, packed=self.packed)
+    return self.layout.put_parameter(('lm_head',), few, config)
+
+
+def make(
+  dtype: jax.typing.DTypeLike = jnp.float32, **options: Any
+) -> Placement:
+  """The placement of a dtype; `options` are the other fields.
+
+  Args:
+    dtype: of the matrices, one of `matrices.DTYPES`; norms are float32. `int8`
+      rounds all others to eight bits, except position embeddings and routers,
+      and the rest is computed in bfloat16; `int4` to four, but embedding and
+      head to eight. `stored` leaves matrices in blocks of few bits unchanged.
+    options: fields of a `Placement`.
+
+  Raises:
+    ValueError: the dtype is not known.
+  """
+  return Placement(matrices_lib.format_of(dtype), **options)

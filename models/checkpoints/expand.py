@@ -45,7 +45,6 @@ def _widen(
   factor: int,
   config: nn_gpt2.GPT2Config,
 ) -> np.ndarray:
-  """Widens one parameter of a model of shape `config`."""
   is_embedding = path[-1] == 'embedding'
   if not is_embedding and path != ('lm_head',):
     # Whole heads are repeated, so that their width and scale do not change.
@@ -80,32 +79,6 @@ def _row_of_added_tokens(params: Mapping[tuple[Any, ...], Any]) -> np.ndarray:
   return _ADDED_LOGIT / constant / scale
 
 
-def _expanded_shape(
-  old: nn_gpt2.GPT2Config,
-  width_factor: int,
-  num_layers: int,
-  vocab_size: int | None,
-) -> nn_gpt2.GPT2Config:
-  """The shape of the result; for the arguments and errors see `expand`."""
-  if width_factor < 1:
-    raise ValueError(f'width_factor must be at least 1, got {width_factor}')
-  sizes = {'num_layers': num_layers, 'vocab_size': vocab_size}
-  for name, size in sizes.items():
-    least = getattr(old, name)
-    if size is not None and size < least:
-      raise ValueError(
-        f'{name} must be at least the {least} of the model, got {size}'
-      )
-  return dataclasses.replace(
-    old,
-    vocab_size=vocab_size or old.vocab_size,
-    width=width_factor * old.width,
-    num_heads=width_factor * old.num_heads,
-    inner_width=old.inner_width and width_factor * old.inner_width,
-    num_layers=num_layers,
-  )
-
-
 def expand(
   module: adapter.Module,
   *,
@@ -137,7 +110,23 @@ def expand(
       f'only a GPT-2 can be expanded, not a {type(module).__name__}'
     )
   old = module.config
-  config = _expanded_shape(old, width_factor, num_layers, vocab_size)
+  if width_factor < 1:
+    raise ValueError(f'width_factor must be at least 1, got {width_factor}')
+  sizes = {'num_layers': num_layers, 'vocab_size': vocab_size}
+  for name, size in sizes.items():
+    least = getattr(old, name)
+    if size is not None and size < least:
+      raise ValueError(
+        f'{name} must be at least the {least} of the model, got {size}'
+      )
+  config = dataclasses.replace(
+    old,
+    vocab_size=vocab_size or old.vocab_size,
+    width=width_factor * old.width,
+    num_heads=width_factor * old.num_heads,
+    inner_width=old.inner_width and width_factor * old.inner_width,
+    num_layers=num_layers,
+  )
   _, params = hub.flat_params(module)
   graph, shapes = hub.flat_params(hub.shape_module(config, module.dtype))
   # One parameter at a time, so that a large model is never held twice.

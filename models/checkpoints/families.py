@@ -16,13 +16,28 @@ from huggingface_hub.errors import StrictDataclassError
 from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints.keys import config_keys
 from specdec.models.checkpoints.keys import rope_keys
+from specdec.models.checkpoints.model_types import gemma_rows
+from specdec.models.checkpoints.model_types import llama_rows
+from specdec.models.checkpoints.model_types import mixture_rows
 from specdec.models.checkpoints.model_types import model_type as row_lib
-from specdec.models.checkpoints.model_types import registry
+from specdec.models.checkpoints.model_types import recurrent_rows
 from specdec.models.nn import adapter
 from specdec.models.nn import layers
 from specdec.models.nn import llama as nn_llama
 from specdec.models.nn import rope as rope_lib
 from specdec.text import text_files
+
+ROWS: tuple[row_lib.ModelType, ...] = (
+  *llama_rows.ROWS,
+  *gemma_rows.ROWS,
+  *mixture_rows.ROWS,
+  *recurrent_rows.ROWS,
+)
+MODEL_TYPES = {row.name: row for row in ROWS}
+# Models that have more than a language model.
+WHOLES = {row.whole: row for row in ROWS if row.whole}
+# By the names that GGUF files have.
+ARCHITECTURES = {row.gguf.name: (row, row.gguf) for row in ROWS if row.gguf}
 
 ASSISTANT = 'gemma4_assistant'
 NO_ASSISTANTS = (
@@ -49,7 +64,7 @@ _QUOTED = re.compile(r"field '(\w+)'")
 
 def family_of(config: adapter.Config) -> row_lib.ModelType:
   """The first model type with a shape of this class."""
-  return next(row for row in registry.ROWS if row.shape is type(config))
+  return next(row for row in ROWS if row.shape is type(config))
 
 
 def parameter_name(path: tuple[Any, ...]) -> str:
@@ -66,7 +81,6 @@ def parameter_name(path: tuple[Any, ...]) -> str:
 
 
 def _layer_types(config: Any, supported: Collection[str]) -> list[str]:
-  """The kind of each layer; ValueError if there are others than are known."""
   types, num_layers = config.layer_types, config.num_hidden_layers
   if unknown := {*types} - {*supported}:
     raise ValueError(f'layer_types has {sorted(unknown)}, not supported')
@@ -75,20 +89,6 @@ def _layer_types(config: Any, supported: Collection[str]) -> list[str]:
       f'layer_types has {len(types)} entries for {num_layers} layers'
     )
   return types
-
-
-def _read_windows(
-  config: Any, row: row_lib.ModelType
-) -> tuple[int | None, ...]:
-  """The window of each layer, None where it sees the whole text."""
-  window = getattr(config, 'sliding_window', None)
-  if row.mixers or 'layer_types' not in row.class_keys:
-    return (window,) * config.num_hidden_layers
-  slides = {row_lib.SLIDING} if 'sliding_window' in row.class_keys else set()
-  types = _layer_types(config, {row_lib.FULL, *slides})
-  return tuple(
-    window if layer_type == row_lib.SLIDING else None for layer_type in types
-  )
 
 
 def _check_windows(
@@ -120,7 +120,6 @@ def _check_windows(
 
 
 def _read_shape(config: Any, row: row_lib.ModelType) -> Any:
-  """The shape that a transformers config describes."""
   keys = row.key_of_field
   for key, value in row.constants.items():
     if getattr(config, key) != value:
@@ -137,7 +136,14 @@ def _read_shape(config: Any, row: row_lib.ModelType) -> Any:
     )
   if not row.rotates:
     return row.shape(**fields)
-  windows = _read_windows(config, row)
+  window: int | None = getattr(config, 'sliding_window', None)
+  windows = (window,) * config.num_hidden_layers
+  if 'layer_types' in row.class_keys and not row.mixers:
+    slides = {row_lib.SLIDING} if 'sliding_window' in row.class_keys else set()
+    types = _layer_types(config, {row_lib.FULL, *slides})
+    windows = tuple(
+      window if layer_type == row_lib.SLIDING else None for layer_type in types
+    )
   ropes = rope_keys.read_all(config, row.ropes, is_partial=row.is_partial)
   if row_lib.QUERY_SCALAR in keys.values():
     fields['attention_scale'] = 1 / math.sqrt(fields['attention_scale'])
@@ -158,8 +164,7 @@ def _read_shape(config: Any, row: row_lib.ModelType) -> Any:
 def _read(
   raw: Mapping[str, Any],
 ) -> tuple[row_lib.ModelType, adapter.Config]:
-  """The row and the shape of the keys of a language model."""
-  name, supported = raw.get('model_type'), registry.MODEL_TYPES
+  name, supported = raw.get('model_type'), MODEL_TYPES
   if not isinstance(name, str) or name not in supported:
     raise ValueError(
       f'model_type {name!r} is not known; choose from {sorted(supported)}'
@@ -192,7 +197,7 @@ def _read(
 
 def _of_text(raw: Mapping[str, Any]) -> Mapping[str, Any]:
   """The keys of the language model; ValueError if the others matter."""
-  row = registry.WHOLES.get(str(raw.get('model_type')))
+  row = WHOLES.get(str(raw.get('model_type')))
   if row is None:
     return raw
   text: Any = raw.get('text_config')
@@ -239,13 +244,6 @@ def read(
   return row, config
 
 
-def config_from_keys(
-  raw: Mapping[str, Any], path: pathlib.Path
-) -> adapter.Config:
-  """The shape alone, see `read`."""
-  return read(raw, path)[1]
-
-
 def written_keys(
   config: adapter.Config,
   types: Sequence[str],
@@ -264,7 +262,7 @@ def written_keys(
   """
   tokens = ('bos_token_id', 'eos_token_id', 'pad_token_id')
   for name in types:
-    row = registry.MODEL_TYPES[name]
+    row = MODEL_TYPES[name]
     if row.shape is not type(config):
       continue
     keys = {

@@ -45,7 +45,6 @@ _TEMPLATES = 'additional_chat_templates'
 
 
 def _read_object(path: pathlib.Path) -> dict[str, Any]:
-  """A JSON object, {} without a file; ValueError if it is not an object."""
   return text_files.read_object(path) if path.is_file() else {}
 
 
@@ -119,7 +118,7 @@ def _from_json(folder: pathlib.Path) -> transformers.PreTrainedTokenizerBase:
     if marked:
       text = text_files.read(folder / _JSON)
       kept['tokenizer_object'] = tokenizers.Tokenizer.from_str(text)
-    else:
+    else:  # transformers would copy an object.
       kept['tokenizer_file'] = str(folder / _JSON)
     tokenizer = transformers.PreTrainedTokenizerFast(**kept)
   except Exception as error:  # The tokenizers package raises no narrower type.

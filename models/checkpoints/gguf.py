@@ -13,14 +13,10 @@ import transformers
 
 from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import families
-from specdec.models.checkpoints.gguf_parts import gguf_header
+from specdec.models.checkpoints.gguf_parts import gguf_file
 from specdec.models.checkpoints.gguf_parts import gguf_keys
-from specdec.models.checkpoints.gguf_parts import gguf_rope
-from specdec.models.checkpoints.gguf_parts import gguf_tensor
 from specdec.models.checkpoints.gguf_parts import gguf_tokenizer
-from specdec.models.checkpoints.model_types import architecture
 from specdec.models.checkpoints.model_types import model_type
-from specdec.models.checkpoints.model_types import tensor_names
 from specdec.models.nn import adapter
 from specdec.models.nn import blocks as blocks_lib
 
@@ -37,12 +33,12 @@ class GGUFFile:
   def holds(path: pathlib.Path) -> bool:
     """Whether a path is a file that is named or begins as GGUF files do."""
     named = path.suffix.lower() == SUFFIX
-    return path.is_file() and (named or gguf_header.begins_as_gguf(path))
+    return path.is_file() and (named or gguf_file.begins_as_gguf(path))
 
   @functools.cached_property
   @checkpoint_lib.named
   def _read(self) -> tuple[model_type.ModelType, adapter.Config]:
-    keys = gguf_keys.config_keys(gguf_header.read_header(self.path))
+    keys = gguf_keys.config_keys(gguf_file.read_header(self.path))
     return families.read(keys, self.path)
 
   @property
@@ -61,7 +57,6 @@ class GGUFFile:
   @property
   @checkpoint_lib.named
   def eos_ids(self) -> tuple[int, ...]:
-    """The ids of the file, or of the tokenizer."""
     stated = gguf_tokenizer.eos_ids(self.path)
     return checkpoint_lib.usable_ids(self, [stated])
 
@@ -73,8 +68,8 @@ class GGUFFile:
     Blocks of few bits have scales in float16 and are made from models in either
     16-bit type.
     """
-    types = gguf_tensor.quants().GGMLQuantizationType
-    tensors = gguf_header.read_header(self.path).tensors.values()
+    types = gguf_file.quants().GGMLQuantizationType
+    tensors = gguf_file.read_header(self.path).tensors.values()
     kinds = {tensor.kind for tensor in tensors if len(tensor.shape) > 1}
     if kinds == {types.F32}:
       return ['float32']
@@ -93,27 +88,26 @@ class GGUFFile:
   def size(self) -> int:
     return self.path.stat().st_size
 
-  def tensors(self) -> Iterator[tuple[str, gguf_tensor.Tensor]]:
-    """Yields canonical names and tensors, in the order of the file."""
-    header = gguf_header.read_header(self.path)
+  def tensors(self) -> Iterator[tuple[str, gguf_file.Tensor]]:
+    header = gguf_file.read_header(self.path)
     _, files = gguf_keys.architecture_of(header)
     config, family = self.config, self.family
     heads = {'attn_q': config.num_heads, 'attn_k': config.num_kv_heads}
-    unread = {architecture.ROPE_FACTORS, *gguf_rope.LONGROPE.values()}
+    unread = {model_type.ROPE_FACTORS, *gguf_keys.LONGROPE.values()}
     unread |= gguf_keys.of_further_tokens(header, files.name)
     for name, info in header.tensors.items():
       if name in unread:
         continue
-      canonical = architecture.canonical_name(name, files.names, files.layers)
+      canonical = model_type.canonical_of_gguf(name, files.names, files.layers)
       if canonical is None:
         where = f'{self.path}: tensor {name}'
         raise ValueError(f'{where} is not part of a {files.name}')
       if family.is_unused(canonical, config):
         continue
-      tensor = gguf_tensor.Tensor(
+      tensor = gguf_file.Tensor(
         info,
         num_heads=heads.get(name.split('.')[-2]) if files.swaps_rows else None,
-        transposed=tensor_names.is_convolution(canonical),
+        transposed=model_type.is_convolution(canonical),
       )
-      for key, part in tensor_names.parts(canonical, family, config).items():
+      for key, part in model_type.parts(canonical, family, config).items():
         yield key, dataclasses.replace(tensor, part=part)

@@ -19,8 +19,6 @@ from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import families
 from specdec.models.checkpoints import gguf
 from specdec.models.checkpoints import hugging_face
-from specdec.models.checkpoints import placement as placement_lib
-from specdec.models.checkpoints import rounded
 from specdec.models.checkpoints.keys import tensor_parts
 from specdec.models.checkpoints.model_types import model_type
 from specdec.models.nn import adapter
@@ -38,7 +36,7 @@ Shapes = dict[Path, jax.ShapeDtypeStruct]
 # Tried in order; the first whose `holds(path)` is true opens it.
 _CONTAINERS = (
   gguf.GGUFFile,
-  rounded.RoundedFolder,
+  hugging_face.RoundedFolder,
   hugging_face.HuggingFaceFolder,
 )
 
@@ -94,7 +92,6 @@ def locate(
 
 
 def _download(name: str, revision: str | None) -> pathlib.Path:
-  """The folder of a model of the hub."""
   try:
     fetched = huggingface_hub.snapshot_download(
       name,
@@ -186,18 +183,22 @@ def load_module(
 def read_module(
   checkpoint: checkpoint_lib.Checkpoint, **options: Any
 ) -> adapter.Module:
-  """Loads a model; for options and errors see `placement.make`."""
-  return load_network(checkpoint, placement_lib.make(**options))[0]
+  """Loads a model; for options and errors see `checkpoint.make`."""
+  return load_network(checkpoint, checkpoint_lib.make(**options))[0]
 
 
 def load_network(
-  stored: checkpoint_lib.StoredNetwork, placement: placement_lib.Placement
+  stored: checkpoint_lib.StoredNetwork,
+  placement: checkpoint_lib.Placement,
+  *,
+  drawn: bool = False,
 ) -> tuple[Any, dict[Path, matrices_lib.Weight]]:
   """Loads a target, draft, head or block drafter.
 
   One tensor at a time is converted and put on the device, so the peak memory is
   the size of the network plus one tensor (of a tied head that is stored twice).
-  On a mesh each device receives only its own parts.
+  On a mesh each device receives only its own parts. If it is `drawn`, it has
+  random weights, and only the shape is read.
 
   Returns:
     The module, and the matrices of `Family.extras`.
@@ -213,7 +214,11 @@ def load_network(
     memory.check_fits({'the weights; see config.json': least})
     dtype = placement.form.float_dtype
     graph, expected = _shapes(config, family, dtype, layout)
-    held = _held_bytes(expected, placement.form)
+    ratio = placement.form.bytes_per_weight / jnp.dtype(dtype).itemsize
+    held = sum(
+      int(memory.bytes_on_device(leaf) * (ratio if leaf.ndim == 2 else 1))
+      for leaf in expected.values()
+    )
     memory.check_fits({'the weights; see dtype': held})
   if whole := sharding_lib.undivided(layout, config):
     logging.warning(
@@ -231,7 +236,7 @@ def load_network(
       config.num_positions,
     )
   loaded, origin = dict[Path, matrices_lib.Weight](), dict[Path, str]()
-  read = _read(stored, expected, placement)
+  read = _read(stored, expected, placement, drawn)
   for path, name, held in whole_files.reading_each(stored.path, read):
     if path not in loaded:
       loaded[path] = jax.block_until_ready(held)
@@ -246,56 +251,31 @@ def load_network(
   return nnx.merge(graph, traverse_util.unflatten_dict(loaded)), extras
 
 
-def drawn_tensors(
-  stored: checkpoint_lib.StoredNetwork,
-) -> Iterator[tuple[str, tensor_parts.HostTensor]]:
-  """Yields random tensors of a network by their canonical names."""
+def _draw(
+  expected: Shapes,
+) -> Iterator[tuple[str, checkpoint_lib.StoredTensor]]:
   rng = np.random.default_rng(0)
-  layout = sharding_lib.Layout()
-  _, shapes = _shapes(stored.config, stored.family, jnp.bfloat16, layout)
-  for path, leaf in shapes.items():
+  for path, leaf in expected.items():
     name = families.parameter_name(path)
     array = 0.02 * rng.standard_normal(leaf.shape, np.float32)
     yield name, tensor_parts.HostTensor(name, array)
 
 
-class DrawnFolder(hugging_face.HuggingFaceFolder):
-  """A folder with random weights; only its config.json is read.
-
-  A forward takes as long as a forward of a trained model.
-  """
-
-  size = 0
-
-  def tensors(self) -> Iterator[tuple[str, Any]]:
-    """Yields canonical names and tensors."""
-    return drawn_tensors(self)
-
-
-def _held_bytes(expected: Shapes, form: matrices_lib.WeightFormat) -> int:
-  """Bytes of parameters of these shapes on a device."""
-  ratio = form.bytes_per_weight / jnp.dtype(form.float_dtype).itemsize
-  return sum(
-    int(memory.bytes_on_device(leaf) * (ratio if leaf.ndim == 2 else 1))
-    for leaf in expected.values()
-  )
-
-
 def _read(
   stored: checkpoint_lib.StoredNetwork,
   expected: Shapes,
-  placement: placement_lib.Placement,
+  placement: checkpoint_lib.Placement,
+  drawn: bool = False,
 ) -> Iterator[tuple[Path, str, Any]]:
-  """Yields paths in the module, stored names, and parameters as they are held.
-
-  Raises:
-    ValueError: see `load_network`.
-  """
+  """Yields paths in the module, stored names, and held parameters."""
   config, family = stored.config, stored.family
   expanded, read_names = list[str](), set[str]()
   paths = {families.parameter_name(path): path for path in expected}
+  tensors: Iterator[tuple[str, checkpoint_lib.StoredTensor]]
+  tensors = _draw(expected) if drawn else stored.tensors()
+  size = 0 if drawn else stored.size
   for key, tensor in waiting.progress(
-    stored.tensors(), f'reading {stored.path.name}', len(paths), stored.size
+    tensors, f'reading {stored.path.name}', len(paths), size
   ):
     where = f'{stored.path}: tensor {tensor.name}'
     if key not in paths:
@@ -401,7 +381,7 @@ def save_in_four_bits(name: str, folder: str | pathlib.Path) -> None:
   if pathlib.Path(folder).resolve() == checkpoint.path.resolve():
     raise ValueError(f'{folder} is the folder of the model; give another')
   form = matrices_lib.FORMATS['int4']
-  placement = placement_lib.Placement(form, on_host=True)
+  placement = checkpoint_lib.Placement(form, on_host=True)
   family, layout = checkpoint.family, placement.layout
   _, shapes = _shapes(checkpoint.config, family, form.float_dtype, layout)
   read = _read(checkpoint, shapes, placement)
@@ -409,4 +389,4 @@ def save_in_four_bits(name: str, folder: str | pathlib.Path) -> None:
     families.parameter_name(path): host
     for path, _, host in whole_files.reading_each(checkpoint.path, read)
   }
-  rounded.save(parameters, checkpoint.path, pathlib.Path(folder))
+  hugging_face.save(parameters, checkpoint.path, pathlib.Path(folder))

@@ -1,10 +1,11 @@
-"""Folders of models as Hugging Face has them: JSON and safetensors."""
+"""Folders of models: as Hugging Face has them, or with blocks of four bits."""
 
 from collections.abc import Iterator
 from collections.abc import Mapping
 import dataclasses
 import functools
 import pathlib
+import shutil
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,8 @@ from specdec.models.checkpoints import families
 from specdec.models.checkpoints import folder_tokenizer
 from specdec.models.checkpoints.keys import tensor_parts
 from specdec.models.checkpoints.model_types import model_type
-from specdec.models.checkpoints.model_types import tensor_names
 from specdec.models.nn import adapter
+from specdec.models.nn import blocks as blocks_lib
 from specdec.models.nn import matrices as matrices_lib
 from specdec.text import text_files
 from specdec.text import whole_files
@@ -24,6 +25,9 @@ from specdec.text import whole_files
 CONFIG = 'config.json'
 WEIGHTS = 'model.safetensors'
 _INDEX = 'model.safetensors.index.json'
+_BLOCKS = 'blocks.safetensors'  # Of a folder that `save` wrote.
+# What `save` copies: shape, tokenizer and chat template.
+_COPIED = ('*.json', '*.jinja', '*.txt', '*.model')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +38,6 @@ class HuggingFaceFolder:
 
   @staticmethod
   def holds(path: pathlib.Path) -> bool:
-    """Whether a path is such a folder."""
     return path.is_dir()
 
   @functools.cached_property
@@ -93,22 +96,21 @@ class HuggingFaceFolder:
     return sum(file.stat().st_size for file in self._weights())
 
   def tensors(self) -> Iterator[tuple[str, Any]]:
-    """Yields canonical names and tensors, in the order of the files."""
     row, shape = self._read
     stored = {tensor.name: tensor for tensor in self.stored()}
     for tensor in stored.values():
-      canonical = tensor_names.canonical_name(tensor.name, row, shape)
+      canonical = model_type.canonical_name(tensor.name, row, shape)
       if canonical is None:
         continue
       stem = tensor.name.removesuffix(tensor_parts.BLOCKS)
       exponents = stored.get(stem + tensor_parts.SCALES)
-      for name, part in tensor_names.parts(canonical, row, shape).items():
+      for name, part in model_type.parts(canonical, row, shape).items():
         if exponents is not None:
           both = (tensor, exponents)
           halves = (dataclasses.replace(half, part=part) for half in both)
           yield name, tensor_parts.Mxfp4(*halves)
           continue
-        reverses = row.is_transposed(name) or tensor_names.is_convolution(name)
+        reverses = row.is_transposed(name) or model_type.is_convolution(name)
         yield (
           name,
           dataclasses.replace(
@@ -120,17 +122,12 @@ class HuggingFaceFolder:
         )
 
   def stored(self) -> Iterator[tensor_parts.Tensor]:
-    """Yields all tensors by their own names, each once.
+    """Yields all tensors by their own names.
 
     If several files have a tensor, the index says which one counts.
-
-    Raises:
-      ValueError: the index names another file than has a tensor, or several
-        files have a tensor that the index does not name.
     """
-    files, index = self._weights(), self._index()
-    owner, left_out = dict[str, pathlib.Path](), dict[str, pathlib.Path]()
-    for file in files:
+    index = self._index()
+    for file in self._weights():
       with tensor_parts.opened(file) as mapped:
         described = [
           tensor_parts.Tensor(
@@ -140,20 +137,8 @@ class HuggingFaceFolder:
           for part in (mapped.get_slice(name),)
         ]
       for tensor in described:
-        if self.path / index.get(tensor.key, file.name) != file:
-          left_out[tensor.key] = file
-          continue
-        if (first := owner.setdefault(tensor.key, file)) != file:
-          raise ValueError(
-            f'{first.name} and {file.name} both have the tensor {tensor.key},'
-            f' and {_INDEX} does not say which one counts'
-          )
-        yield tensor
-    if lost := sorted(left_out.keys() - owner.keys()):
-      raise ValueError(
-        f'{_INDEX} says that {index[lost[0]]} has the tensor {lost[0]}, but'
-        f' {left_out[lost[0]].name} has it'
-      )
+        if self.path / index.get(tensor.key, file.name) == file:
+          yield tensor
 
   def _index(self) -> dict[str, str]:
     """The file of each tensor by the index; empty if one file has all."""
@@ -173,7 +158,19 @@ class HuggingFaceFolder:
       return [self.path / WEIGHTS]
     files = [self.path / name for name in sorted({*self._index().values()})]
     if not files:
-      raise ValueError(_no_weights(self.path))
+      suffixes = {'.bin', '.pt', '.pth'}
+      pickled = [p for p in self.path.iterdir() if p.suffix in suffixes]
+      if not pickled:
+        raise ValueError(
+          f'{self.path} has no {WEIGHTS} and no {_INDEX}; no other weights are'
+          ' read'
+        )
+      raise ValueError(
+        f'{self.path} has only pickled weights ({min(pickled).name}), which can'
+        ' run code when read; convert them where torch is installed: python -c'
+        ' "from transformers import AutoModelForCausalLM as M;'
+        f" M.from_pretrained('{self.path}').save_pretrained('{self.path}')\""
+      )
     missing = [file.name for file in files if not file.exists()]
     if missing:
       raise ValueError(f'{self.path} lacks the shards {missing}')
@@ -192,17 +189,77 @@ def write(
   whole_files.write_text(folder / CONFIG, text)
 
 
-def _no_weights(folder: pathlib.Path) -> str:
-  """An error for a folder without safetensors, with the remedy."""
-  suffixes = {'.bin', '.pt', '.pth'}
-  pickled = sorted(p.name for p in folder.iterdir() if p.suffix in suffixes)
-  if not pickled:
-    return (
-      f'{folder} has no {WEIGHTS} and no {_INDEX}; no other weights are read'
+@dataclasses.dataclass(frozen=True)
+class _Matrix(tensor_parts.Packed):
+  """A matrix in blocks; a stored tensor has its words."""
+
+  words: tensor_parts.Tensor
+  kind: str  # The kind of its blocks.
+  width: int
+
+  @property
+  def name(self) -> str:
+    return self.words.name
+
+  @property
+  def shape(self) -> tuple[int, int]:
+    return self.words.shape[0], self.width
+
+  def in_blocks(self) -> blocks_lib.BlockMatrix:
+    words = np.empty(self.words.shape, np.uint32)
+    for index, rows in self.words.rows():
+      words[index] = rows
+    blocks_lib.check_finite(words, self.kind)
+    return blocks_lib.BlockMatrix(
+      words=words, kind=self.kind, width=self.width, dtype='stored'
     )
-  return (
-    f'{folder} has only pickled weights ({pickled[0]}), which can run code'
-    ' when read; convert them where torch is installed: python -c "from'
-    ' transformers import AutoModelForCausalLM as M;'
-    f" M.from_pretrained('{folder}').save_pretrained('{folder}')\""
-  )
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundedFolder(HuggingFaceFolder):
+  """A folder that `save` wrote; see `checkpoint.Checkpoint`."""
+
+  @staticmethod
+  def holds(path: pathlib.Path) -> bool:
+    return (path / _BLOCKS).is_file()
+
+  @property
+  def stored_dtypes(self) -> list[str]:
+    return ['stored', 'bfloat16']
+
+  def tensors(self) -> Iterator[tuple[str, Any]]:
+    with tensor_parts.opened(self.path / _BLOCKS) as mapped:
+      kinds = mapped.metadata() or {}
+    for tensor in self.stored():
+      kind, _, width = kinds.get(tensor.name, '').partition(' ')
+      yield tensor.name, _Matrix(tensor, kind, int(width)) if kind else tensor
+
+  def _index(self) -> dict[str, str]:
+    return {}  # One that was copied is of other weights.
+
+  def _weights(self) -> list[pathlib.Path]:
+    return [self.path / _BLOCKS]
+
+
+def save(
+  parameters: Mapping[str, Any],
+  source: pathlib.Path,
+  folder: pathlib.Path,
+) -> None:
+  """Writes a folder with parameters in blocks, which is made if need be.
+
+  They are arrays and `BlockMatrix` on the host, by canonical names. All other
+  files are copied from the folder `source`.
+  """
+  folder.mkdir(parents=True, exist_ok=True)
+  tensors, kinds = dict[str, np.ndarray](), dict[str, str]()
+  for name, value in parameters.items():
+    if isinstance(value, blocks_lib.BlockMatrix):
+      kinds[name] = f'{value.kind} {value.width}'
+      value = value.words
+    tensors[name] = value
+  for pattern in _COPIED:
+    for file in source.glob(pattern):
+      shutil.copy(file, folder)
+  # Last, because by this file the folder is known.
+  whole_files.write_tensors(folder / _BLOCKS, tensors, kinds)

@@ -29,9 +29,9 @@ import specdec
 from specdec import arguments as arguments_lib
 from specdec import generation as generation_lib
 from specdec import slots as slots_lib
-from specdec.models.text import chat as chat_lib
 from specdec.models.text import drafters
 from specdec.models.text import generator as generator_lib
+from specdec.models.text import text_decoding
 from specdec.models.text import text_options
 from specdec.models.text import token_bytes as token_bytes_lib
 from specdec.text import automaton as automaton_lib
@@ -238,7 +238,7 @@ class Engine:
   ):
     self.pair, self.method = generator.pair, method
     largest = self.pair.target.spec.max_positions
-    self.context = context or min(largest, chat_lib.MAX_CONTEXT)
+    self.context = context or min(largest, text_decoding.MAX_CONTEXT)
     arguments_lib.check_count('context', self.context, largest)
     self._store = generator.store
     self.most_choices = batch_size + queue_size

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
+from collections.abc import Set
 import dataclasses
 import functools
 import math
@@ -18,7 +19,6 @@ import math
 import numpy as np
 
 from specdec.models.text import expression as expression_lib
-from specdec.models.text import repetitions
 from specdec.text import automaton as automaton_lib
 from specdec.text import constraint as constraint_lib
 from specdec.text import effects as effects_lib
@@ -81,7 +81,6 @@ def _split(
 
 @functools.lru_cache(maxsize=4096)
 def _indices(byte_set: int) -> np.ndarray:
-  """The bytes of a set."""
   return np.flatnonzero([byte_set >> byte & 1 for byte in range(256)])
 
 
@@ -172,18 +171,12 @@ class _Rests:
     steps: list[_Step] = [] if tree.least else [(rest, 0)]
     if tree.most != 0:
       most = None if tree.most is None else tree.most - 1
-      fewer = self._repetition(tree.parts, max(tree.least - 1, 0), most)
+      key = tree.parts, max(tree.least - 1, 0), most
+      fewer = self._fewer.setdefault(key, expression_lib.Repetition(*key))
       steps.append((self.of((*tree.parts, fewer), rest), 0))
     return [], steps
 
-  def _repetition(
-    self, parts: tuple[expression_lib.Tree, ...], least: int, most: int | None
-  ) -> expression_lib.Repetition:
-    key = parts, least, most
-    return self._fewer.setdefault(key, expression_lib.Repetition(*key))
-
   def _again(self, tree: _Again, number: int) -> list[_Step]:
-    """A repetition ends, or goes on."""
     (repetition,), rest = _repetitions(tree), self._rests[number - 1][1]
     at_level = functools.partial(
       self.effects.at_level, self._levels[repetition]
@@ -297,17 +290,17 @@ def counting(
   Raises:
     specdec.text.automaton.TooLarge: it has too many states.
   """
-  possible = repetitions.without_impossible(tree)
-  counted = repetitions.long_ones(possible, _UNROLLED)
+  possible = _without_impossible(tree)
+  counted = _long_ones(possible, _UNROLLED)
   while True:
-    levels = repetitions.levels(possible, counted)
+    levels = _levels_of(possible, counted)
     try:
       delta, accepting, counts = _built(possible, levels)
     except _Ambiguous as error:
       counted -= error.repetitions or counted
       continue
     except automaton_lib.TooLarge as error:
-      name = repetitions.longest(possible, counted)
+      name = _longest(possible, counted)
       where = f'; {name} is the longest that is not counted' if name else ''
       raise automaton_lib.TooLarge(f'{error}{where}') from error
     # One more state allows everything.
@@ -325,13 +318,11 @@ def _built(
   tree: expression_lib.Tree,
   levels: Mapping[expression_lib.Repetition, int],
 ) -> tuple[np.ndarray, np.ndarray, effects_lib.OfBytes]:
-  """The automaton that counts some repetitions, by their levels.
-
-  Raises:
-    specdec.text.automaton.TooLarge: it has too many states.
-    _Ambiguous: some repetitions cannot be counted.
-  """
-  sizes = repetitions.sizes(levels)
+  """The automaton that counts some repetitions, by their levels."""
+  largest = dict[int, int]()
+  for repetition, level in levels.items():
+    largest[level] = max(largest.get(level, 0), _top_of(repetition))
+  sizes = tuple(1 + largest[level] for level in sorted(largest))
   effects = effects_lib.Effects(len(sizes))
   rests = _Rests(levels, effects)
   states = {rests.state([rests.of((tree,), 0)]): 0}
@@ -357,3 +348,113 @@ def _built(
     effects, sizes, np.stack(changes), np.where(accepting, at_end, 0)
   )
   return np.stack(table), accepting, counts
+
+
+_Repetitions = Set[expression_lib.Repetition]
+
+_EMPTY = expression_lib.Concatenation()
+
+
+def _top_of(tree: expression_lib.Repetition) -> int:
+  """The number up to which the times must be counted."""
+  return tree.least if tree.most is None else tree.most
+
+
+def _without_impossible(tree: expression_lib.Tree) -> expression_lib.Tree:
+  """A tree of the same texts, without parts that match no text.
+
+  `NOTHING` if the tree itself matches none.
+  """
+
+  @functools.cache
+  def clean(tree: expression_lib.Tree) -> expression_lib.Tree | None:
+    parts = [clean(part) for part in tree.parts]
+    possible = tuple(part for part in parts if part is not None)
+    if isinstance(tree, expression_lib.Character):
+      return tree if tree.ranges else None
+    if isinstance(tree, expression_lib.Alternation):
+      return dataclasses.replace(tree, parts=possible) if possible else None
+    if isinstance(tree, expression_lib.Repetition):
+      if len(possible) < len(parts) or tree.most == 0:
+        return None if tree.least else _EMPTY
+      if tree.most is not None and tree.most < tree.least:
+        return None
+    if len(possible) < len(parts):
+      return None
+    return dataclasses.replace(tree, parts=possible)
+
+  return clean(tree) or expression_lib.NOTHING
+
+
+def _long_ones(
+  tree: expression_lib.Tree, limit: int
+) -> set[expression_lib.Repetition]:
+  """The repetitions that would take more than `limit` states if not counted.
+
+  The states are estimated. A part that may be empty is never counted.
+  """
+  repetitions = set[expression_lib.Repetition]()
+
+  @functools.cache
+  def size(tree: expression_lib.Tree) -> int:
+    if isinstance(tree, expression_lib.Character):
+      return 1 if tree.ranges[-1][1] < 0x80 else 8
+    total = sum(map(size, tree.parts))
+    if not isinstance(tree, expression_lib.Repetition):
+      return total
+    times = max(_top_of(tree), 1)
+    if (
+      times * total <= limit or times == 1 or all(map(may_be_empty, tree.parts))
+    ):
+      return times * total
+    repetitions.add(tree)
+    return total
+
+  @functools.cache
+  def may_be_empty(tree: expression_lib.Tree) -> bool:
+    if isinstance(tree, expression_lib.Character):
+      return False
+    if isinstance(tree, expression_lib.Alternation):
+      return any(map(may_be_empty, tree.parts))
+    if isinstance(tree, expression_lib.Repetition) and not tree.least:
+      return True
+    return all(map(may_be_empty, tree.parts))
+
+  size(tree)
+  return repetitions
+
+
+def _longest(tree: expression_lib.Tree, counted: _Repetitions) -> str:
+  """The name of the longest repetition that is not counted, or nothing."""
+  seen, trees = {tree}, [tree]
+  for node in trees:
+    trees += dict.fromkeys(part for part in node.parts if part not in seen)
+    seen.update(node.parts)
+  others = [
+    node
+    for node in trees
+    if isinstance(node, expression_lib.Repetition) and node not in counted
+  ]
+  most = max(others, key=_top_of, default=None)
+  return most.name if most and _top_of(most) > 1 else ''
+
+
+def _levels_of(
+  tree: expression_lib.Tree, counted: _Repetitions
+) -> dict[expression_lib.Repetition, int]:
+  """The level of each repetition that is counted.
+
+  Levels begin at 0, and a repetition is above all that are inside it.
+  """
+  by_repetition: dict[expression_lib.Repetition, int] = {}
+
+  @functools.cache
+  def height(tree: expression_lib.Tree) -> int:
+    level = max(map(height, tree.parts), default=0)
+    if not isinstance(tree, expression_lib.Repetition) or tree not in counted:
+      return level
+    by_repetition[tree] = level
+    return level + 1
+
+  height(tree)
+  return by_repetition

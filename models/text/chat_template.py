@@ -1,18 +1,36 @@
-"""Conversations as token ids, by the chat template of a tokenizer."""
+r"""Conversations as token ids, and how models mark their reasoning.
+
+The chat template of a tokenizer puts a conversation into words. Models mark
+what they think before they answer in several ways::
+
+    <think>...</think> answer                 and other tags of this kind
+    <|channel>thought\n...<channel|>answer    Gemma 4
+    <|channel|>analysis<|message|>...<|end|>
+      <|start|>assistant<|channel|>final<|message|>answer    gpt-oss
+
+Each way is a list of sections (`specdec.text.sections`). The text that ends a
+section says which one follows. A stream, a whole result and the table of stop
+strings on the device all read these. The chat template and the tokens of a
+tokenizer decide on the sections. What the template writes before an answer,
+such as `<think>`, decides on the first section of the answer.
+"""
 
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
 import itertools
+import re
 from typing import Any
 from typing import TypeGuard
+import weakref
 
 import jinja2
 import transformers
 
 from specdec import arguments as arguments_lib
-from specdec.models.text import reasoning as reasoning_lib
+from specdec.models.text import token_bytes as token_bytes_lib
+from specdec.text import sections as sections_lib
 
 Message = Mapping[str, str]
 """`role` (such as system, user or assistant) and `content`, both texts.
@@ -22,7 +40,7 @@ the prompt, or leaves out.
 """
 
 # The names that templates have for the reasoning of a message.
-_REASONING = 'reasoning', 'reasoning_content', 'thinking'
+_NAMES_OF_REASONING = 'reasoning', 'reasoning_content', 'thinking'
 
 Prompt = str | Sequence[int] | Sequence[Message]
 """A text, a list of ids, or a conversation."""
@@ -79,14 +97,16 @@ def _check(messages: Sequence[Message]) -> None:
 
 def _reasoning_of(message: Message) -> str:
   """The reasoning of a message, by whatever name; empty if it has none."""
-  texts = (message.get(name) for name in _REASONING)
+  texts = (message.get(name) for name in _NAMES_OF_REASONING)
   return next((text for text in texts if isinstance(text, str)), '')
 
 
 def _named(message: Message) -> dict[str, Any]:
   """A message with its reasoning by all names; a template reads one of them."""
   text = _reasoning_of(message)
-  return dict(message) | (dict.fromkeys(_REASONING, text) if text else {})
+  return dict(message) | (
+    dict.fromkeys(_NAMES_OF_REASONING, text) if text else {}
+  )
 
 
 def _in_blocks(message: Message) -> dict[str, Any]:
@@ -110,7 +130,7 @@ def _rendered(
   """
   named = _rendered_as(tokenizer, map(_named, messages), with_head)
   texts = [*filter(None, map(_reasoning_of, messages))]
-  tags = reasoning_lib.tags_of(tokenizer)
+  tags = tags_of(tokenizer)
   if not (texts and tags):
     return named
   try:
@@ -196,3 +216,73 @@ def conversation_ids(
   """
   text = _text_of(tokenizer, messages)
   return tokenizer(text, add_special_tokens=False, verbose=False)['input_ids']
+
+
+# By tokenizer, then by its template and its size, which can change.
+_cache: weakref.WeakKeyDictionary[Any, dict[Any, sections_lib.Sections]] = (
+  weakref.WeakKeyDictionary()
+)
+
+_END_TAG = re.compile(r'[<\[]/(?:\w+:)?think(?:ing)?[>\]]', re.IGNORECASE)
+
+_TEXT, _REASONING = sections_lib.TEXT, sections_lib.REASONING
+_HIDDEN, _Section = sections_lib.HIDDEN, sections_lib.Section
+
+# Sections by a text that only such templates or tokenizers have.
+_CHANNELS: dict[str, sections_lib.Sections] = {
+  # Gemma 4: a name in the first line of a channel, and no name for the answer.
+  '<channel|>': (
+    _Section(_TEXT, ((b'<|channel>', 1),)),
+    _Section(_HIDDEN, ((b'\n', 2), (b'<channel|>', 0))),
+    _Section(_REASONING, ((b'<channel|>', 0),)),
+  ),
+  # Harmony, of gpt-oss: role and channel are the head of each message. All that
+  # is not analysis is for the user.
+  '<|channel|>': (
+    _Section(_HIDDEN, ((b'<|channel|>analysis', 1), (b'<|message|>', 3))),
+    _Section(_HIDDEN, ((b'<|message|>', 2),)),
+    _Section(_REASONING, ((b'<|end|>', 0),)),
+    _Section(_TEXT, ((b'<|end|>', 0),)),
+  ),
+}
+
+
+def _marks(tokenizer: transformers.PreTrainedTokenizerBase) -> str:
+  """The templates, and then the tokens that no words are made of."""
+  added = token_bytes_lib.added_tokens(tokenizer).values()
+  tokens = [token.content for token in added]
+  return '\n'.join([str(tokenizer.chat_template or ''), *tokens])
+
+
+def tags_of(
+  tokenizer: transformers.PreTrainedTokenizerBase,
+) -> tuple[str, str] | None:
+  """The tags around reasoning, such as <think> and </think>; None: no tags."""
+  end = _END_TAG.search(_marks(tokenizer))
+  return (end[0].replace('/', '', 1), end[0]) if end else None
+
+
+def sections_of(
+  tokenizer: transformers.PreTrainedTokenizerBase,
+) -> sections_lib.Sections:
+  """The sections of what a model says, by its template and its tokens.
+
+  The last of them is never left. A text outside a conversation is all in this
+  section. The result is cached as long as the tokenizer exists.
+  """
+  by_template = _cache.setdefault(tokenizer, {})
+  key = str(tokenizer.chat_template), len(tokenizer)
+  if key not in by_template:
+    marks, tags = _marks(tokenizer), tags_of(tokenizer)
+    of_channels = [_CHANNELS[mark] for mark in _CHANNELS if mark in marks]
+    sections: sections_lib.Sections = ()
+    if of_channels:
+      sections = of_channels[0]
+    elif tags is not None:
+      begin, end = (tag.encode() for tag in tags)
+      sections = (
+        _Section(_TEXT, ((begin, 1),)),
+        _Section(_REASONING, ((end, 0),)),
+      )
+    by_template[key] = sections + sections_lib.PLAIN
+  return by_template[key]

@@ -13,12 +13,14 @@ from typing import Self
 
 import jax
 from jax.sharding import Mesh
+import numpy as np
 
 from specdec.models.nn import dtypes
 from specdec.models.nn import matrices as matrices_lib
 from specdec.models.nn import sharding as sharding_lib
-from specdec.models.text import draft_vocabulary
 from specdec.models.text import fields
+from specdec.text import text_files
+from specdec.text import whole_files
 
 _DEMO = 'demo'  # The embedded target, and its draft.
 OWN = 'own'  # The head in the folder or file of a target.
@@ -30,6 +32,24 @@ def _name_of_text(text: str) -> str | None:
   return None if text == 'none' else text
 
 
+def most_frequent(path: str, num_tokens: int) -> list[int]:
+  """The tokens of the largest counts; of equal counts the lower ids.
+
+  Args:
+    path: of a `.npy` file with an array of counts, `[V]`.
+    num_tokens: N, at most V.
+
+  Raises:
+    ValueError: the file cannot be read or has another shape.
+  """
+  with whole_files.reading(path, 'give a .npy file of counts'):
+    text_files.refuse_stand_in(path)
+    counts = np.load(path, allow_pickle=False)
+  if counts.ndim != 1 or counts.dtype.kind not in 'iuf':
+    raise ValueError(f'{path} has no array [V] of counts, but {counts.shape}')
+  return sorted(np.argsort(-counts, kind='stable')[:num_tokens].tolist())
+
+
 def _draft_vocab_of_text(text: str) -> int | list[int]:
   count, _, path = text.partition(':')
   if not count.isdecimal() or int(count) < 1:
@@ -39,7 +59,7 @@ def _draft_vocab_of_text(text: str) -> int | list[int]:
   if not path:
     return int(count)
   try:
-    return draft_vocabulary.most_frequent(path, int(count))
+    return most_frequent(path, int(count))
   except ValueError as error:
     raise ValueError(f'draft_vocab={text}: {error}') from error
 
@@ -162,6 +182,14 @@ class ModelChoice:
   def of_target(self) -> Self:
     """The choice without what drafts."""
     return dataclasses.replace(self, draft=None, head=None)
+
+  @property
+  def draft_vocab_size(self) -> int | None:
+    """How many tokens `draft_vocab` asks for; None: all."""
+    stated = self.draft_vocab
+    if stated is None or isinstance(stated, int):
+      return stated
+    return len({*stated})
 
 
 OPTIONS: Mapping[str, fields.Option] = fields.options_of(ModelChoice)

@@ -62,11 +62,7 @@ Constraint = tuple[str, str] | None
 
 
 def _text_of(name: str, value: Any) -> str:
-  """The text of an expression or schema.
-
-  Raises:
-    ValueError: it is neither.
-  """
+  """The text of an expression or schema."""
   if name == 'json_schema' and isinstance(value, Mapping):
     try:
       return json.dumps(value, allow_nan=False)
@@ -97,11 +93,6 @@ def constraint_of(regex: Any, json_schema: Any) -> Constraint:
   return None
 
 
-def _short(text: str) -> str:
-  text = ' '.join(text.split())
-  return text if len(text) <= 60 else f'{text[:57]}...'
-
-
 # Building an automaton takes a moment where the vocabulary is large.
 @functools.lru_cache(maxsize=64)
 def _automaton(
@@ -112,7 +103,9 @@ def _automaton(
 ) -> automaton_lib.Automaton:
   name, text = constraint
   parse = expression.parse if name == 'regex' else json_schema.parse
-  named = f'{name} {_short(text)!r}'
+  short = ' '.join(text.split())
+  short = short if len(short) <= 60 else f'{short[:57]}...'
+  named = f'{name} {short!r}'
   try:
     tree = parse(text)
     delta, accepting, counts = byte_automaton.counting(tree)

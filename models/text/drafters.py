@@ -71,16 +71,22 @@ def open_store(
     return None
   digest = pair_lib.vocabulary_digest(pair.tokenizer)
   return text_store.TextStore(
-    settings.store, digest, place=pair.layout.everywhere
+    settings.store,
+    digest,
+    pair.target.spec.vocab_size,
+    place=pair.layout.everywhere,
   )
 
 
 def _tables(
-  inner: str, settings: settings_lib.DraftSettings, pair: pair_lib.Pair
+  inner: str,
+  settings: settings_lib.DraftSettings,
+  pair: pair_lib.Pair,
+  store: text_store.TextStore | None,
 ) -> candidates.CandidateScorer:
   # A match in the text itself is the better evidence, so it comes first.
   proposers: list[candidates.Proposer] = []
-  store = open_store(settings, pair)
+  store = store or open_store(settings, pair)
   if 'lookup' in inner.split('+'):
     proposers.append(settings.lookup)
   if store is not None:
@@ -106,19 +112,6 @@ def _one_stage(
   )
 
 
-def _alone(
-  inner: str, settings: settings_lib.DraftSettings, pair: pair_lib.Pair
-) -> drafter_lib.Drafter:
-  """N-gram or prompt lookup as the only drafter, without a draft model."""
-  config = dataclasses.replace(
-    settings.stage,
-    rounds=settings.inner_rounds_alone,
-    cost_ratio=0.0,
-    calibration=settings.inner_stage.calibration,
-  )
-  return _one_stage(_tables(inner, settings, pair), config, settings)
-
-
 def _model_scorer(
   pair: pair_lib.Pair, draft_prompt: int | None
 ) -> drafter_lib.Scorer:
@@ -138,9 +131,14 @@ def _model_scorer(
 
 
 def make_drafter(
-  method: str, pair: pair_lib.Pair, settings: settings_lib.DraftSettings
+  method: str,
+  pair: pair_lib.Pair,
+  settings: settings_lib.DraftSettings,
+  store: text_store.TextStore | None = None,
 ) -> drafter_lib.Drafter:
   """The drafter of a method, one of `METHODS`.
+
+  `store` is the store of the settings; None: it is opened if they have one.
 
   Raises:
     ValueError: the method is not known or does not fit the settings.
@@ -154,16 +152,22 @@ def make_drafter(
     return make_planned(settings.plan, pair).usual[0]
   if method == 'plain':
     return drafter_lib.PLAIN
-  if not uses_draft:
-    return _alone(method, settings, pair)
-  inner = settings.inner or _default_inner(settings, pair)
-  if pair.draft is None and pair.head is None:
-    if method in ('tree', 'staged') and inner != 'none':
-      return _alone(inner, settings, pair)
-    raise ValueError(
-      f'method={method} with inner={inner} needs a draft; give draft= or head=,'
-      ' or choose method=plain'
+  inner = method
+  if uses_draft:
+    inner = settings.inner or _default_inner(settings, pair)
+  if pair.drafting_model is None or not uses_draft:
+    if uses_draft and (method not in ('tree', 'staged') or inner == 'none'):
+      raise ValueError(
+        f'method={method} with inner={inner} needs a draft; give draft= or'
+        ' head=, or choose method=plain'
+      )
+    config = dataclasses.replace(
+      settings.stage,
+      rounds=settings.inner_rounds_alone,
+      cost_ratio=0.0,
+      calibration=settings.inner_stage.calibration,
     )
+    return _one_stage(_tables(inner, settings, pair, store), config, settings)
   scorer = _model_scorer(pair, settings.draft_prompt)
   length = settings.num_draft_tokens
   if method == 'chain':
@@ -189,7 +193,7 @@ def make_drafter(
     tree = dataclasses.replace(tree, num_nodes=length + 1, max_depth=length)
     config = dataclasses.replace(config, width=length + 1, branching=1)
   tables = drafter_lib.Stage(
-    _tables(inner, settings, pair), settings.inner_stage
+    _tables(inner, settings, pair, store), settings.inner_stage
   )
   return drafter_lib.Drafter((drafter_lib.Stage(scorer, config), tables), tree)
 
@@ -212,8 +216,12 @@ class Planned:
     return self.of_length(self.plan.usual_length)
 
 
-def make_planned(plan: plan_lib.Plan | None, pair: pair_lib.Pair) -> Planned:
-  """The drafters of a plan.
+def make_planned(
+  plan: plan_lib.Plan | None,
+  pair: pair_lib.Pair,
+  store: text_store.TextStore | None = None,
+) -> Planned:
+  """The drafters of a plan; for the store see `make_drafter`.
 
   Raises:
     ValueError: there is no plan, or one of its methods does not fit the models.
@@ -223,7 +231,7 @@ def make_planned(plan: plan_lib.Plan | None, pair: pair_lib.Pair) -> Planned:
   return Planned(
     plan,
     {
-      way.name: make_drafter(way.method, pair, way.drafting)
+      way.name: make_drafter(way.method, pair, way.drafting, store)
       for way in plan.ways
     },
   )

@@ -165,7 +165,6 @@ def sequence(
 def _part(
   op: Any, argument: Any, flags: int, before: Tree | None, after: Tree | None
 ) -> Tree:
-  """The tree of one part; see `sequence`."""
   if op is ops.SUBPATTERN:
     _, added, removed, items = argument
     if added & _parser.TYPE_FLAGS:

@@ -96,11 +96,9 @@ class Option:
 
   @property
   def repeats(self) -> bool:
-    """Whether there may be several texts."""
     return self.field.metadata.get('repeats', False)
 
   def read(self, outer: Any) -> Any:
-    """Its value in the outer record."""
     record = getattr(outer, self.record) if self.record else outer
     return getattr(record, self.field.name)
 

@@ -26,7 +26,6 @@ import numpy as np
 import specdec
 from specdec import arguments as arguments_lib
 from specdec import decode_options
-from specdec.models.text import chat as chat_lib
 from specdec.models.text import chat_template
 from specdec.models.text import choice as choice_lib
 from specdec.models.text import drafters
@@ -40,7 +39,6 @@ from specdec.models.text import sources as sources_lib
 from specdec.models.text import text_decoding
 from specdec.models.text import text_options
 from specdec.models.text import text_store
-from specdec.models.text import vocabulary as vocabulary_lib
 
 # One prompt, or several.
 Prompts = chat_template.Prompt | Sequence[chat_template.Prompt]
@@ -231,7 +229,7 @@ class Generator:
     context: int | None = None,
     max_new_tokens: int = 512,
     **options: Unpack[text_options.TextOptions],
-  ) -> chat_lib.Chat:
+  ) -> text_decoding.Chat:
     """Answers the last message of a conversation, and those that follow.
 
     Every answer equals what `generate` answers to all messages so far with the
@@ -249,10 +247,12 @@ class Generator:
         template, or the messages do not fit into the context.
     """
     largest = self.pair.target.spec.max_positions
-    size = min(largest, chat_lib.MAX_CONTEXT) if context is None else context
+    size = (
+      min(largest, text_decoding.MAX_CONTEXT) if context is None else context
+    )
     arguments_lib.check_count('context', size, largest)
     begin = functools.partial(self.stream, room_for_new_tokens=size, **options)
-    return chat_lib.Chat(
+    return text_decoding.Chat(
       begin, self.pair, messages, context=size, max_new_tokens=max_new_tokens
     )
 
@@ -303,10 +303,11 @@ def load(choice: GeneratorChoice) -> Generator:
     plan.check_models(plan_lib.model_digests(sources))
   if choice.messages is not None:
     chat_template.conversation_ids(sources.tokenizer, choice.messages)
-  pair = pair_lib.load_weights(vocabulary_lib.read_vocabulary(sources))
+  pair = pair_lib.load_weights(sources)
   if plan is not None:
     settings = [way.drafting for way in plan.ways if way.drafting.store]
     store = drafters.open_store(settings[0], pair) if settings else None
-    return Generator(pair, drafters.make_planned(plan, pair), store)
+    return Generator(pair, drafters.make_planned(plan, pair, store), store)
   store = drafters.open_store(drafting, pair)
-  return Generator(pair, drafters.make_drafter(method, pair, drafting), store)
+  drafter = drafters.make_drafter(method, pair, drafting, store)
+  return Generator(pair, drafter, store)

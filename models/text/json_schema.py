@@ -58,10 +58,7 @@ _LEVELS = 2  # For values that the schema does not describe.
 
 
 def parse(text: str) -> expression_lib.Tree:
-  """The tree of a schema.
-
-  Args:
-    text: a schema as JSON.
+  """The tree of a schema, which is given as JSON.
 
   Raises:
     ValueError: it is not valid JSON, or something in it is not supported; names
@@ -99,7 +96,6 @@ def _says_nothing(key: str, value: Any) -> bool:
 
 
 def _checked(value: Any, type_: Any, place: str) -> Any:
-  """A value that must be of a type of Python."""
   if not isinstance(value, type_):
     expected = {dict: 'an object', list: 'a list'}.get(type_, 'a string')
     _refuse(place, f'must be {expected}, got {value!r:.40}')

@@ -11,11 +11,8 @@ from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
-import jax
-
 import specdec
 from specdec import arguments as arguments_lib
-from specdec.models.text import chat as chat_lib
 from specdec.models.text import chat_template
 from specdec.models.text import constraints as constraints_lib
 from specdec.models.text import pair as pair_lib
@@ -61,17 +58,10 @@ class Defaults:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Request:
-  """A prompt with all of its options, checked: what `Slots.insert` takes."""
-
+class _Inserted:
   index: int
   prompt: chat_template.Prompt
   ids: list[int]
-  row_key: jax.Array
-  max_new_tokens: int
-  sampling: specdec.Sampling | None
-  eos_ids: Sequence[int] | None
-  automaton: automaton_lib.Automaton | None
   section: int  # The section in which the text begins.
 
 
@@ -134,7 +124,9 @@ class ManyDecoding(Iterator[Completion]):
 
   def _context(self) -> int:
     """The size of the buffers: what a list of prompts needs, or the default."""
-    largest = min(self._pair.target.spec.max_positions, chat_lib.MAX_CONTEXT)
+    largest = min(
+      self._pair.target.spec.max_positions, text_decoding.MAX_CONTEXT
+    )
     if not isinstance(self._prompts, Sequence):
       return largest
     needed = 1
@@ -148,14 +140,13 @@ class ManyDecoding(Iterator[Completion]):
   def _automaton(
     self, constraint: constraints_lib.Constraint, eos_ids: Sequence[int]
   ) -> automaton_lib.Automaton | None:
-    """The automaton of the constraint of a prompt."""
     vocab_size = self._pair.target.spec.vocab_size
     return constraints_lib.automaton_of(
       constraint, self._pair.tokenizer, vocab_size, eos_ids
     )
 
-  def _request(self, index: int, job: Job) -> _Request:
-    """The request of a prompt; ValueError if it cannot be decoded."""
+  def _insert(self, index: int, job: Job) -> tuple[int, _Inserted]:
+    """Gives a slot to a prompt; ValueError if it cannot be decoded."""
     ids, seed, eos_ids = self._ids(job.prompt), job.seed, job.eos_ids
     if seed is None:
       seed = self._defaults.seed + index
@@ -171,16 +162,17 @@ class ManyDecoding(Iterator[Completion]):
     (section,) = text_options.first_sections(
       self._pair, [job.prompt], [automaton is not None]
     )
-    return _Request(
-      index=index,
-      prompt=job.prompt,
-      ids=ids,
-      row_key=text_options.keys_of_seeds([seed], 1)[0],
+    slot = self._slots.insert(
+      ids,
+      text_options.keys_of_seeds([seed], 1)[0],
       max_new_tokens=self._limit(job),
       sampling=job.sampling,
       eos_ids=eos_ids,
       automaton=automaton,
       section=section,
+    )
+    return slot, _Inserted(
+      index=index, prompt=job.prompt, ids=ids, section=section
     )
 
   @property
@@ -188,38 +180,25 @@ class ManyDecoding(Iterator[Completion]):
     """Batched target forwards so far, without those that only read prompts."""
     return self._slots.num_steps
 
-  def _insert(self, request: _Request) -> int:
-    """Gives a slot to a prompt; ValueError if it cannot be decoded."""
-    return self._slots.insert(
-      request.ids,
-      request.row_key,
-      max_new_tokens=request.max_new_tokens,
-      sampling=request.sampling,
-      eos_ids=request.eos_ids,
-      automaton=request.automaton,
-      section=request.section,
-    )
-
   def _completion(
-    self, request: _Request, generation: specdec.Generation
+    self, prompt: _Inserted, generation: specdec.Generation
   ) -> Completion:
-    ids = request.ids
     if self._store is not None:
       self._store.add_decoded(generation.tokens)
       self._slots.change_drafters(self._store.refreshed)
     result = text_decoding.text_generation(
       self._pair,
-      [text_decoding.prompt_text(self._pair, request.prompt, ids)],
-      [ids],
+      [text_decoding.prompt_text(self._pair, prompt.prompt, prompt.ids)],
+      [prompt.ids],
       [self._defaults.stops],
-      [request.section],
+      [prompt.section],
       generation,
     )
-    return Completion(request.index, result, result.errors[0])
+    return Completion(prompt.index, result, result.errors[0])
 
   def _as_they_end(self) -> Iterator[Completion]:
     jobs = enumerate(map(_job, self._prompts))
-    waiting: dict[int, _Request] = {}
+    waiting: dict[int, _Inserted] = {}
     more = True
     while more or waiting:
       while more and self._slots.free:
@@ -228,8 +207,8 @@ class ManyDecoding(Iterator[Completion]):
           more = False
           break
         try:
-          request = self._request(*numbered)
-          waiting[self._insert(request)] = request
+          slot, prompt = self._insert(*numbered)
+          waiting[slot] = prompt
         except (TypeError, ValueError) as error:
           yield Completion(numbered[0], None, str(error))
       for slot, generation in self._slots.advance().items():

@@ -16,8 +16,8 @@ from specdec import arguments as arguments_lib
 from specdec import model as model_lib
 from specdec.draft import block as block_lib
 from specdec.draft import head as head_lib
+from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import hub
-from specdec.models.checkpoints import placement as placement_lib
 from specdec.models.checkpoints.heads import block_drafters
 from specdec.models.checkpoints.heads import heads
 from specdec.models.checkpoints.heads import mtp
@@ -28,11 +28,8 @@ from specdec.models.nn import sharding as sharding_lib
 from specdec.models.nn.cpu import build
 from specdec.models.text import chat_template
 from specdec.models.text import choice as choice_lib
-from specdec.models.text import draft_vocabulary
-from specdec.models.text import reasoning as reasoning_lib
 from specdec.models.text import sources as sources_lib
 from specdec.models.text import token_bytes as token_bytes_lib
-from specdec.models.text import vocabulary as vocabulary_lib
 from specdec.text import sections as sections_lib
 
 
@@ -86,7 +83,8 @@ class Pair:
     """Token ids to text, without special tokens."""
     # Otherwise added tokens would be read as bytes.
     if token_bytes_lib.is_byte_level(self.tokenizer):
-      return token_bytes_lib.text_of(self.token_bytes(), ids)
+      stream = token_bytes_lib.TextStream(self.token_bytes())
+      return stream.finish(ids).text
     text = self.tokenizer.decode(
       ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
@@ -101,8 +99,8 @@ class Pair:
 
   @property
   def sections(self) -> sections_lib.Sections:
-    """The sections of an answer, see `models/text/reasoning`."""
-    return reasoning_lib.sections_of(self.tokenizer)
+    """The sections of an answer, see `models/text/chat_template`."""
+    return chat_template.sections_of(self.tokenizer)
 
   def section_after(self, prompt: chat_template.Prompt) -> int:
     """The section in which the text after a prompt begins.
@@ -153,13 +151,12 @@ class Pair:
     """The part of `said` that each token adds, to reasoning or to text.
 
     A character that spans several tokens is in the piece of the last of them.
-    For a tokenizer whose tokens have no bytes of their own the texts come from
-    `decode`.
+    Without bytes of its own each token is decoded alone.
     """
     try:
       stream = self.text_stream((), section)
     except ValueError:
-      return self._decoded_pieces(list(ids))
+      return [self.decode([token]) for token in ids]
     pieces = [''.join(reversed(stream.feed([token]))) for token in ids]
     rest = ''.join(reversed(stream.flush()))
     return [*pieces[:-1], pieces[-1] + rest] if pieces else []
@@ -171,33 +168,27 @@ class Pair:
     except ValueError:
       return self.decode([token])
 
-  def _decoded_pieces(self, ids: list[int]) -> list[str]:
-    pieces, done = [], 0
-    for index in range(len(ids)):
-      text = self.decode(ids[done : index + 1])
-      complete = index + 1 == len(ids) or not text.endswith('\ufffd')
-      pieces.append(text if complete else '')
-      done = index + 1 if complete else done
-    return pieces
 
-
-def load_weights(vocabulary: vocabulary_lib.Vocabulary) -> Pair:
-  """Loads the weights of models whose vocabularies are known.
+def load_weights(sources: sources_lib.Sources) -> Pair:
+  """Loads the weights of opened models.
 
   The draft gets the vocabulary of the target.
 
   Raises:
-    ValueError: a tensor is unknown, missing, left over or misshapen.
+    ValueError: a tokenizer or a token that ends a text cannot be used, the
+      tokenizers share too little, the vocabularies of one tokenizer differ by
+      more than padding, or a tensor is unknown, missing, left over or
+      misshapen.
   """
-  sources, draft, head = vocabulary.sources, None, None
-  placement = sources.placement
+  draft, head, placement = None, None, sources.placement
+  tokens = sources.tokenizer, sources.eos_ids
   draft_placement = dataclasses.replace(
-    sources.draft_placement, outputs=vocabulary.draft_outputs
+    sources.draft_placement, outputs=sources.draft_outputs
   )
   module, _ = hub.load_network(sources.target, placement)
   if sources.draft is not None:
     draft_module, _ = hub.load_network(sources.draft, draft_placement)
-    draft = _with_target_tokens(draft_module, vocabulary)
+    draft = _with_target_tokens(draft_module, sources)
   target = adapter.as_model(module, placement.layout, sources.hidden)
   if draft is not None and sources.draft is sources.target:
     draft = draft.replace(params=_shared(draft.params, target.params))
@@ -209,8 +200,7 @@ def load_weights(vocabulary: vocabulary_lib.Vocabulary) -> Pair:
       sources.choice.target,
     )
   if sources.head is not None:
-    head = heads.load_head(sources.head, target, draft_placement)
-  tokens = vocabulary.tokenizer, vocabulary.eos_ids
+    head = heads.load(sources.head, target, draft_placement)
   return Pair(target, draft, *tokens, placement.layout, head)
 
 
@@ -228,11 +218,10 @@ def _shared(params: Any, of_target: Any) -> Any:
 
 
 def _with_target_tokens(
-  module: adapter.Module, vocabulary: vocabulary_lib.Vocabulary
+  module: adapter.Module, sources: sources_lib.Sources
 ) -> model_lib.LanguageModel:
   """A draft that reads and proposes tokens of the target."""
-  sources, shared = vocabulary.sources, vocabulary.shared
-  layout = sources.draft_placement.layout
+  shared, layout = sources.shared, sources.draft_placement.layout
   draft = adapter.as_model(module, layout)
   place = lambda arrays: jax.device_put(arrays, layout.everywhere)
   if shared is None:
@@ -240,7 +229,7 @@ def _with_target_tokens(
   else:
     tables = place((shared.same, shared.parts))
     model = other_tokens.with_other_tokens(draft, *tables)
-  proposed = vocabulary.proposed
+  proposed = sources.proposed
   if proposed is None:
     return model
   return model.replace(proposed=place(proposed))
@@ -251,11 +240,10 @@ def load_pair(choice: choice_lib.ModelChoice) -> Pair:
 
   Raises:
     ValueError: a model or the mesh cannot be used, or the tokenizers share too
-      little, see `models/text/shared_tokens`. Vocabularies of one tokenizer may
+      little, see `models/text/vocabulary`. Vocabularies of one tokenizer may
       differ by padding.
   """
-  sources = sources_lib.open_sources(choice)
-  return load_weights(vocabulary_lib.read_vocabulary(sources))
+  return load_weights(sources_lib.open_sources(choice))
 
 
 def drawn_pair(choice: choice_lib.ModelChoice) -> Pair:
@@ -277,23 +265,23 @@ def drawn_pair(choice: choice_lib.ModelChoice) -> Pair:
     )
   packed = choice.cpu_kernels and build.is_available()
   if choice.head == choice_lib.OWN:
-    stored = mtp.DrawnMTP(checkpoint.path, checkpoint.config)
+    stored = mtp.StoredMTP(checkpoint.path, checkpoint.config, drawn=True)
   elif choice.head not in (None, dtypes.AUTO):
-    stored = block_drafters.DrawnBlockDrafter(
-      hub.locate(choice.head).path, checkpoint.config
+    stored = block_drafters.StoredBlockDrafter(
+      hub.locate(choice.head).path, checkpoint.config, drawn=True
     )
-  placement = placement_lib.make(choice.dtype, packed=packed)
-  module, _ = hub.load_network(hub.DrawnFolder(checkpoint.path), placement)
+  placement = checkpoint_lib.make(choice.dtype, packed=packed)
+  module, _ = hub.load_network(checkpoint, placement, drawn=True)
   hidden = () if stored is None else stored.config.reads
   target = adapter.as_model(module, hidden=hidden)
   if stored is not None:
-    size = draft_vocabulary.size_of(choice.draft_vocab)
-    draft_placement = placement_lib.make(
+    size = choice.draft_vocab_size
+    draft_placement = checkpoint_lib.make(
       choice.draft_dtype or choice.dtype,
       packed=packed,
       outputs=None if size is None else np.arange(size),
     )
-    head = heads.load_head(stored, target, draft_placement)
+    head = heads.load(stored, target, draft_placement)
   tokenizer: Any = None
   return Pair(target, None, tokenizer, (), head=head)
 

@@ -6,7 +6,7 @@ speeds of a few ways of decoding, the prompt counted, by padded length of the
 prompt. Each request takes the fastest way of its length (`choose`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from collections.abc import Mapping
 import dataclasses
 import hashlib
@@ -181,7 +181,12 @@ def _to_record(settings: settings_lib.DraftSettings) -> dict[str, Any]:
   return record
 
 
-_TYPES = {'schema': int, 'usual_length': int, 'ways': dict, 'context': dict}
+_TYPES = {
+  'schema': int,
+  'usual_length': int,
+  'ways': dict[str, dict[str, Any]],
+  'context': dict,
+}
 _TYPES_OF_WAY = {
   'method': str,
   'drafting': dict,
@@ -201,41 +206,29 @@ def _checked(
   record: dict[str, Any],
   types: Mapping[str, Any],
   place: str = '',
-  needed: Iterable[str] = (),
+  optional: Collection[str] = (),
 ) -> dict[str, Any]:
   """A part of a plan; ValueError names unknown, missing or invalid keys."""
   if unknown := sorted(record.keys() - types.keys()):
     raise ValueError(f'{place}{unknown[0]} is not known')
-  if missing := [key for key in needed if key not in record]:
+  if missing := sorted(types.keys() - record.keys() - {*optional}):
     raise ValueError(f'the entry {place}{missing[0]} is missing')
   text_files.check_types(record, types, place)
   return record
 
 
 def _way_from(name: str, record: dict[str, Any]) -> Way:
-  """A way from its JSON object."""
   place = f'ways.{name}.'
-  if not isinstance(record, dict):
-    raise ValueError(f'ways.{name} must be an object, got {record!r}')
-  _checked(record, _TYPES_OF_WAY, place, needed=_TYPES_OF_WAY)
-  if not record['break_even'] > 0:
-    raise ValueError(
-      f'{place}break_even must be positive, got {record["break_even"]}'
-    )
-  if record['method'] not in settings_lib.METHODS.keys() - {
-    settings_lib.PLANNED
-  }:
-    raise ValueError(f'{place}method {record["method"]!r} is not known')
+  _checked(record, _TYPES_OF_WAY, place)
   speeds = record['tokens_per_second']
-  if not speeds or not all(
-    length.isdecimal() and int(length) and speed > 0
-    for length, speed in speeds.items()
-  ):
-    raise ValueError(
-      f'{place}tokens_per_second must have positive speeds by length, got'
-      f' {speeds}'
-    )
   by_length = {int(length): speed for length, speed in speeds.items()}
+  if (
+    record['method'] not in settings_lib.METHODS
+    or record['method'] == settings_lib.PLANNED
+  ):
+    raise ValueError(f'{place}method {record["method"]!r} is not known')
+  if not min([record['break_even'], *speeds.values(), *by_length]) > 0:
+    raise ValueError(f'ways.{name} must have positive numbers, got {record}')
   drafting = _from_record(record['drafting'], f'{place}drafting.')
   changes = {'drafting': drafting, 'tokens_per_second': by_length}
   return Way(name=name, **record | changes)
@@ -244,10 +237,9 @@ def _way_from(name: str, record: dict[str, Any]) -> Way:
 def _from_record(
   record: dict[str, Any], place: str
 ) -> settings_lib.DraftSettings:
-  """The inverse of `_to_record`."""
-  _checked(record, _TYPES_OF_DRAFTING, place)
+  _checked(record, _TYPES_OF_DRAFTING, place, _TYPES_OF_DRAFTING)
   lookup, paths = record.pop('lookup', {}), record.pop('topology', None)
-  _checked(lookup, _TYPES_OF_LOOKUP, f'{place}lookup.')
+  _checked(lookup, _TYPES_OF_LOOKUP, f'{place}lookup.', _TYPES_OF_LOOKUP)
   if 'confidence' in lookup:
     lookup['confidence'] = tuple(lookup['confidence'])
   if paths is not None:
@@ -268,23 +260,15 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
       raise ValueError(
         f'it has schema {record.get("schema")!r}, expected {SCHEMA}'
       )
-    _checked(record, _TYPES, needed=_TYPES)
-    needed = (
-      field.name
-      for field in dataclasses.fields(Context)
-      if field.default is dataclasses.MISSING
-    )
+    _checked(record, _TYPES)
+    optional = ('draft_vocab', 'cpu_kernels', 'mesh')
     context = Context(
-      **_checked(record['context'], _TYPES_OF_CONTEXT, 'context.', needed)
+      **_checked(record['context'], _TYPES_OF_CONTEXT, 'context.', optional)
     )
-    missing = {'target', 'draft', 'vocabulary'} - context.models.keys()
-    if missing:
-      raise ValueError(f'context.models lacks {min(missing)}')
-    if (length := record['usual_length']) < 1:
-      raise ValueError(f'usual_length must be positive, got {length}')
     ways = tuple(_way_from(*entry) for entry in record['ways'].items())
     if not ways:
       raise ValueError('ways is empty')
+    length = record['usual_length']
     return Plan(ways=ways, context=context, usual_length=length)
 
 

@@ -23,7 +23,7 @@ class TextGeneration:
     prompts: B texts.
     text: B continuations; each ends before the first stop string.
     reasoning: what the model said before its answer in a conversation, by row;
-      it is not in `text`. Empty if there is none, see `models/text/reasoning`.
+      it is not in `text`. Empty if there is none.
     prompt_tokens: the ids of each prompt.
     pieces: what each new token of a row adds; joined they are the reasoning and
       the text. A character of several tokens is in the piece of the last token.
@@ -119,13 +119,10 @@ class TextGeneration:
 
 
 def labelled(parts: Iterable[tuple[str, str]]) -> Iterator[str]:
-  """Text with reasoning as a terminal shows it, while it grows.
+  """Yields text with reasoning as a terminal shows it, while it grows.
 
-  Args:
-    parts: pairs of new text and new reasoning, see `TextDecoding.said`.
-
-  Yields:
-    New text. Where there is reasoning, labels say what is what.
+  `parts` are pairs of new text and new reasoning, see `TextDecoding.said`.
+  Where there is reasoning, labels say what is what.
   """
   label = ''
   for text, reasoning in parts:

@@ -56,12 +56,7 @@ def _read(
 def score(
   model: model_lib.LanguageModel, ids: Sequence[int]
 ) -> list[TokenScore]:
-  """The scores of all tokens of a text but the first, of which there is none.
-
-  Args:
-    model: the model.
-    ids: the text, at most as long as the context of the model.
-  """
+  """The scores of all tokens of a text but the first; it fits the context."""
   length = len(ids)
   num_slots = max(arguments_lib.padded_length(length), _CHUNK)
   tokens, _ = arguments_lib.pad([ids], num_slots + 1)

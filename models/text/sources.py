@@ -1,25 +1,25 @@
-"""The opened files of a choice of models, and how their weights are loaded.
+"""The opened files of a choice of models, before weights are read.
 
-This is the first of three steps. Each takes what the step before it returns:
-`open_sources`, `vocabulary.read_vocabulary` and `pair.load_weights`.
+`open_sources` finds the files, and `pair.load_weights` reads the weights.
 """
 
 import dataclasses
 import functools
 
 from absl import logging
+import numpy as np
 import transformers
 
+from specdec import arguments as arguments_lib
 from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import hub
-from specdec.models.checkpoints import placement as placement_lib
 from specdec.models.checkpoints.heads import heads
 from specdec.models.checkpoints.heads import mtp
 from specdec.models.nn import dtypes
-from specdec.models.nn import matrices as matrices_lib
 from specdec.models.nn import sharding as sharding_lib
 from specdec.models.nn.cpu import build
 from specdec.models.text import choice as choice_lib
+from specdec.models.text import vocabulary as vocabulary_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,8 @@ class Sources:
   target: checkpoint_lib.Checkpoint
   draft: checkpoint_lib.Checkpoint | None
   head: heads.Stored | None
-  placement: placement_lib.Placement
-  draft_placement: placement_lib.Placement
+  placement: checkpoint_lib.Placement
+  draft_placement: checkpoint_lib.Placement
 
   @property
   def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
@@ -51,6 +51,58 @@ class Sources:
         ' there'
       )
     return self.target.tokenizer
+
+  @functools.cached_property
+  def eos_ids(self) -> tuple[int, ...]:
+    """The tokens that end a text; ValueError if one cannot be used."""
+    if self.choice.eos_ids is None:
+      return self.target.eos_ids
+    size = len(self.tokenizer)
+    ids = vocabulary_lib.ids_of_eos(self.choice.eos_ids, self.tokenizer, size)
+    vocab_size = self.target.config.vocab_size
+    return tuple(arguments_lib.to_ids('eos_ids', ids, vocab_size))
+
+  @functools.cached_property
+  def shared(self) -> vocabulary_lib.SharedTokens | None:
+    """The tokens that target and draft share, if their tokenizers differ.
+
+    Raises:
+      ValueError: see `vocabulary.of_checkpoints`.
+    """
+    if self.draft is None:
+      return None
+    return vocabulary_lib.of_checkpoints(self.target, self.draft)
+
+  @functools.cached_property
+  def draft_outputs(self) -> np.ndarray | None:
+    """`[N]` int, the tokens whose logits the draft or head computes; None: all.
+
+    They are tokens of the draft's own vocabulary.
+    """
+    draft = self.draft
+    tokenizer: transformers.PreTrainedTokenizerBase | None = self.tokenizer
+    if draft is None and self.head is None:
+      return None
+    if draft is not None and self.shared is not None:
+      tokenizer = draft.tokenizer
+    config = (draft or self.target).config
+    return vocabulary_lib.tokens_of(
+      self.choice.draft_vocab, tokenizer, config.vocab_size
+    )
+
+  @property
+  def proposed(self) -> np.ndarray | None:
+    """`[N]` int32, ascending: the target's tokens that the draft can propose.
+
+    None: all.
+    """
+    outputs, shared = self.draft_outputs, self.shared
+    if outputs is None and shared is None:
+      return None
+    same = np.arange(self.target.config.vocab_size)
+    same = same if shared is None else shared.same
+    has_output = same >= 0 if outputs is None else np.isin(same, outputs)
+    return np.flatnonzero(has_output).astype(np.int32)
 
   @property
   def hidden(self) -> tuple[int, ...]:
@@ -63,16 +115,6 @@ class Sources:
     form = self.placement.form
     has_kernels = self.placement.packed and form.has_kernels
     return has_kernels or form.name == 'float32'
-
-
-def _own_head(target: checkpoint_lib.Checkpoint) -> heads.Stored | None:
-  """The target's MTP layer; a warning if it has one that is not supported."""
-  try:
-    layer = mtp.find(target.path, target.config)
-    return layer if layer is not None and layer.config else None
-  except ValueError as error:
-    logging.warning('the MTP layer is not used (head=none): %s', error)
-    return None
 
 
 def open_sources(choice: choice_lib.ModelChoice) -> Sources:
@@ -88,7 +130,12 @@ def open_sources(choice: choice_lib.ModelChoice) -> Sources:
   if choice.head == choice_lib.OWN:
     head = heads.own(target)
   elif choice.head == dtypes.AUTO:
-    head = _own_head(target)
+    try:
+      head = mtp.find(target.path, config)
+      _ = head and head.config
+    except ValueError as error:
+      logging.warning('the MTP layer is not used (head=none): %s', error)
+      head = None
   elif choice.head is not None:
     head = heads.locate(choice.head, config)
   elif choice.draft == choice_lib.SELF:
@@ -105,12 +152,12 @@ def open_sources(choice: choice_lib.ModelChoice) -> Sources:
   form = checkpoint_lib.resolve_dtype(choice.dtype, target, packed=packed)
   draft_form, drafting = form, head.stored if head else draft
   if drafting is not None:
-    dtype = choice.draft_dtype
-    if draft is target and dtype is None:
-      has_blocks = matrices_lib.STORED in target.stored_dtypes
-      dtype = matrices_lib.STORED if has_blocks else 'int4'
     draft_form = checkpoint_lib.resolve_draft_dtype(
-      dtype, drafting, target=form, packed=packed
+      choice.draft_dtype,
+      drafting,
+      target=form,
+      packed=packed,
+      is_self=draft is target,
     )
   if draft is target and draft_form == form:
     raise ValueError(
@@ -128,6 +175,6 @@ def open_sources(choice: choice_lib.ModelChoice) -> Sources:
     target=target,
     draft=draft,
     head=head,
-    placement=placement_lib.Placement(form, packed, layout),
-    draft_placement=placement_lib.Placement(draft_form, packed, draft_layout),
+    placement=checkpoint_lib.Placement(form, packed, layout),
+    draft_placement=checkpoint_lib.Placement(draft_form, packed, draft_layout),
   )

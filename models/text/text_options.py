@@ -110,9 +110,14 @@ def with_ids(
   their texts begin; None: they are given later.
   """
   vocab_size = pair.target.spec.vocab_size
-  table = _stop_table(pair, stops)
-  if table is not None and sections is not None:
-    table = table.in_sections(sections)
+  table: stop_strings.StopTable | None = None
+  if any(stops):
+    special = token_bytes_lib.special_tokens(pair.tokenizer, vocab_size)
+    table = _stop_table(
+      stops, pair.token_bytes(), tuple(special.items()), pair.sections
+    )
+    if sections is not None:
+      table = table.in_sections(sections)
   eos_ids = options.get('eos_ids')
   others = {
     name: value
@@ -201,23 +206,9 @@ def stops_of_rows(stop: Any, batch_size: int) -> StopsOfRows:
   return tuple(map(tuple, stop))
 
 
-def _stop_table(
-  pair: pair_lib.Pair, stops: StopsOfRows
-) -> stop_strings.StopTable | None:
-  """The table of the stop strings of each row; None if there are none.
-
-  All texts begin in section 0.
-  """
-  if not any(stops):
-    return None
-  pieces, vocab_size = pair.token_bytes(), pair.target.spec.vocab_size
-  special = token_bytes_lib.special_tokens(pair.tokenizer, vocab_size)
-  return _cached_table(stops, pieces, tuple(special.items()), pair.sections)
-
-
 # Building a table takes a moment where the vocabulary is large.
 @functools.lru_cache(maxsize=16)
-def _cached_table(
+def _stop_table(
   stops: StopsOfRows,
   pieces: tuple[bytes, ...],
   special: tuple[tuple[bytes, int], ...],
@@ -257,11 +248,7 @@ def _tables_of_rows(
   rows: Sequence[constraints_lib.Constraint],
   eos_ids: Sequence[int],
 ) -> specdec.Constraint | None:
-  """The constraint of a batch; None if no row has one.
-
-  Raises:
-    ValueError: a constraint cannot be used.
-  """
+  """The constraint of a batch; None if no row has one."""
   if not any(rows):
     return None
   vocab_size = pair.target.spec.vocab_size

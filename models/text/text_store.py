@@ -46,23 +46,26 @@ class TextStore:
   Args:
     folder: path.
     tokenizer_digest: see `pair.vocabulary_digest`.
+    vocab_size: all ids are below it.
     most_tokens: the limit of the store.
     place: the devices of the index; None: the default device.
 
   Raises:
-    ValueError: it is no folder, or a file in it cannot be read or is of another
-      tokenizer.
+    ValueError: it is a file; or a file in it cannot be read, is of another
+      tokenizer or has ids outside the vocabulary.
   """
 
   def __init__(
     self,
     folder: str | os.PathLike[str],
     tokenizer_digest: str,
+    vocab_size: int,
     most_tokens: int = MOST_TOKENS,
     place: jax.sharding.Sharding | None = None,
   ):
     self._folder, self._digest = pathlib.Path(folder), tokenizer_digest
     self._most_tokens, self._place = most_tokens, place
+    self._vocab_size = vocab_size
     if self._folder.exists() and not self._folder.is_dir():
       raise ValueError(f'store={folder} is a file; give a folder')
     self._files: dict[pathlib.Path, list[np.ndarray]] = {}
@@ -79,7 +82,9 @@ class TextStore:
     arrays = [np.asarray(text, np.int32) for text in texts if len(text) > 1]
     if arrays:
       self._read()
-      self._write(_last(arrays, self._most_tokens))
+      # Also where a clock of another machine was ahead.
+      stamp = max(time.time_ns(), self._next_stamp())
+      self._write(_last(arrays, self._most_tokens), stamp)
       is_large = self._num_tokens() > 2 * self._most_tokens
       if is_large or len(self._paths()) > _MOST_FILES:
         self._join()
@@ -145,7 +150,7 @@ class TextStore:
 
   def _paths(self) -> set[pathlib.Path]:
     """The files; the newer ones have greater names."""
-    return {*self._folder.glob('texts_*.safetensors')}
+    return {*self._folder.glob('texts_[0-9]*_*.safetensors')}
 
   def _read(self) -> bool:
     """Reads new files and forgets lost ones; whether anything changed."""
@@ -173,15 +178,24 @@ class TextStore:
         if metadata.get('tokenizer_blake2b') != self._digest:
           raise ValueError('its texts are tokens of another tokenizer')
         tokens, ends = file.get_tensor('tokens'), file.get_tensor('ends')
-      if (tokens.dtype, ends.dtype) != (np.int32, np.int64) or (
-        np.any(tokens < 0)
-      ):
-        raise ValueError('its tokens are no ids')
+      if (tokens.dtype, ends.dtype) != (np.int32, np.int64):
+        raise ValueError('its tokens are not ids')
+      outside = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
+      if outside.size:
+        raise ValueError(
+          f'it has the token {outside[0]}, and the target has'
+          f' {self._vocab_size} tokens'
+        )
       return np.split(tokens, ends[:-1])
 
-  def _write(self, texts: Sequence[np.ndarray]) -> None:
+  def _next_stamp(self) -> int:
+    """A stamp just after the newest file that was read."""
+    names = (path.name for path in self._files)
+    return 1 + max((int(name.split('_')[1]) for name in names), default=0)
+
+  def _write(self, texts: Sequence[np.ndarray], stamp: int) -> None:
     self._folder.mkdir(parents=True, exist_ok=True)
-    name = f'texts_{time.time_ns():020d}_{os.getpid()}.safetensors'
+    name = f'texts_{stamp:020d}_{os.getpid()}.safetensors'
     whole_files.write_tensors(
       self._folder / name,
       {
@@ -194,6 +208,7 @@ class TextStore:
   def _join(self) -> None:
     """Makes one file of all; a text may be in two of them meanwhile."""
     texts, paths = self.newest(), [*self._files]
-    self._write(texts)
+    # Files that other processes write meanwhile are newer.
+    self._write(texts, self._next_stamp())
     for path in paths:
       path.unlink(missing_ok=True)

@@ -234,7 +234,7 @@ class TextStream:
   are held back until they complete a character, or become U+FFFD. Ids beyond
   `token_bytes` have no bytes. `special` has the ids of the special tokens that
   stop strings and ends of sections may name, see `special_tokens`. The text
-  begins in the section `first` of `sections`, see `models/text/reasoning`.
+  begins in the section `first` of `sections`, see `models/text/chat_template`.
 
   Raises:
     ValueError: a stop string is empty or is not Unicode.
@@ -297,17 +297,3 @@ class TextStream:
       kind = self._kinds[section]
       shown[kind] += self._parts[kind].add(data, ends=ends)
     return Said(shown[sections_lib.TEXT], shown[sections_lib.REASONING])
-
-
-def text_of(
-  token_bytes: Sequence[bytes],
-  ids: Iterable[int],
-  stops: Sequence[str] = (),
-  special: Mapping[bytes, int] = types.MappingProxyType({}),
-) -> str:
-  """The text of a finished row, up to the first stop string.
-
-  For arguments and errors see `TextStream`. Without stop strings and with a
-  byte-level tokenizer `Pair.decode` gives the same text.
-  """
-  return TextStream(token_bytes, stops, special).finish(ids).text

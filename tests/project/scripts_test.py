@@ -28,10 +28,10 @@ from specdec.models.lab.bench import timing
 from specdec.models.lab.tune import plan_lookup
 from specdec.models.nn import sharding as sharding_lib
 from specdec.models.serve import listening
-from specdec.models.text import chat as chat_lib
 from specdec.models.text import choice as choice_lib
 from specdec.models.text import generator as generator_lib
 from specdec.models.text import settings as settings_lib
+from specdec.models.text import text_decoding
 from specdec.tree import topology as topology_lib
 
 _SCRIPTS = pathlib.Path(__file__).parents[2] / 'scripts'
@@ -273,7 +273,7 @@ def test_an_interrupt_ends_an_answer_and_not_the_conversation(
   instruct, monkeypatch
 ):
   """Neither does one while nothing is decoded."""
-  step_by_step, read = chat_lib.Chat.said, builtins.input
+  step_by_step, read = text_decoding.Chat.said, builtins.input
   interrupts = [KeyboardInterrupt]
 
   def interrupted(chat):
@@ -288,7 +288,7 @@ def test_an_interrupt_ends_an_answer_and_not_the_conversation(
       raise interrupts.pop()
     return line
 
-  monkeypatch.setattr(chat_lib.Chat, 'said', interrupted)
+  monkeypatch.setattr(text_decoding.Chat, 'said', interrupted)
   monkeypatch.setattr(builtins, 'input', typed)
   before = signal.getsignal(signal.SIGINT)
   lines = ['lost', 'def', 'add']
@@ -337,9 +337,9 @@ def test_no_message_ends_a_conversation(
   assert left_out.startswith('[your last message, without an answer, is left')
   assert left_out.endswith(f': it is empty]\n{cut}')
   # Nor does an answer that goes wrong.
-  result_of, errors = chat_lib.Chat.result, ['the target gave NaN']
+  result_of, errors = text_decoding.Chat.result, ['the target gave NaN']
   wrong = lambda chat: dataclasses.replace(result_of(chat), errors=errors)
-  monkeypatch.setattr(chat_lib.Chat, 'result', wrong)
+  monkeypatch.setattr(text_decoding.Chat, 'result', wrong)
   *answers, _ = _converse(monkeypatch, ['def', 'add'], *instruct)
   assert ['the target gave NaN]' in text for text in answers] == [True, True]
 

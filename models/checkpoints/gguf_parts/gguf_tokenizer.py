@@ -1,7 +1,14 @@
-"""Tokenizers and end-of-text tokens in GGUF files.
+r"""Tokenizers and end-of-text tokens in GGUF files.
 
 A file has no `tokenizer.json`; what it lacks follows from the names of its
 tokenizer and pre-tokenizer, as in llama.cpp (src/llama-vocab.cpp).
+
+Texts are split into words before they are merged. A file names its
+pre-tokenizer, and llama.cpp has a list of regular expressions for each name.
+Each expression in turn cuts all pieces into its matches and the text between
+them. The expressions here agree with llama.cpp's where it differs from the
+published model; `(?i:...)` is spelled out, for example, because it makes
+`\u017f` an `s`.
 """
 
 import dataclasses
@@ -16,8 +23,7 @@ from tokenizers import normalizers
 from tokenizers import pre_tokenizers
 import transformers
 
-from specdec.models.checkpoints.gguf_parts import gguf_header
-from specdec.models.checkpoints.gguf_parts import gguf_words
+from specdec.models.checkpoints.gguf_parts import gguf_file
 from specdec.text import text_files
 
 _PREFIX = 'tokenizer.ggml.'
@@ -76,8 +82,6 @@ _END_KEYS = ('eos', 'eot', 'eom', 'fim_pad', 'fim_rep', 'fim_sep')
 
 @dataclasses.dataclass(frozen=True)
 class _Vocabulary:
-  """The tokens of a file, without fillers of the vocabulary."""
-
   words: list[str]
   kinds: list[int]  # Types.
   keys: dict[str, Any]  # The file's keys of its tokenizer.
@@ -105,7 +109,7 @@ def _array(keys: dict[str, Any], name: str, length: int) -> list[Any]:
 
 def _read(path: pathlib.Path) -> _Vocabulary | None:
   """The vocabulary of a file; None if it has none, ValueError if it is bad."""
-  metadata = gguf_header.read_header(path).metadata
+  metadata = gguf_file.read_header(path).metadata
   keys = {
     key.removeprefix(_PREFIX): value
     for key, value in metadata.items()
@@ -142,7 +146,6 @@ def _read(path: pathlib.Path) -> _Vocabulary | None:
 
 
 def _merging(vocabulary: _Vocabulary, **options: Any) -> tokenizers.Tokenizer:
-  """BPE by the merges of a file."""
   # The first letter of a merge may be a space.
   cut = [
     (merge, merge.find(' ', 1))
@@ -173,9 +176,9 @@ def _spaced(*last: Any) -> Any:
 def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
   """Byte-level BPE, as GPT-2's."""
   pre = vocabulary.keys.get('pre')
-  ignores = pre in gguf_words.IGNORE_MERGES
+  ignores = pre in _IGNORE_MERGES
   backend = _merging(vocabulary, ignore_merges=ignores)
-  backend.pre_tokenizer, is_known = gguf_words.pre_tokenizer(pre)
+  backend.pre_tokenizer, is_known = _pre_tokenizer(pre)
   if not is_known:
     logging.warning(
       '%s: the pre-tokenizer %r is not known; texts are split into words as'
@@ -263,10 +266,7 @@ def load_tokenizer(
   backend.add_special_tokens(whole(_UNKNOWN, _CONTROL))
   backend.add_tokens(whole(_USER_DEFINED))
   roles = {name: vocabulary.token_id(key) for name, key in _SPECIAL.items()}
-  begins = (
-    keys['model'] in ('llama', 'gemma4')
-    or keys.get('pre') in gguf_words.WITH_BOS
-  )
+  begins = keys['model'] in ('llama', 'gemma4') or keys.get('pre') in _WITH_BOS
   adds = {'bos': keys.get('add_bos_token', begins)}
   adds['eos'] = keys.get('add_eos_token', False)
   for name in adds:
@@ -307,3 +307,169 @@ def eos_ids(path: pathlib.Path) -> list[int]:
   return list(
     dict.fromkeys(token for token in (*stated, *ends) if token is not None)
   )
+
+
+_SPACES = r'\s*[\r\n]+|\s+(?!\S)|\s+'
+_SUFFIXES = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+_LETTERS = r'[^\r\n\p{L}\p{N}]?\p{L}+'
+_SIGNS = r' ?[^\s\p{L}\p{N}]+[\r\n]*'
+_SIGNS_OR_SLASHES = r' ?[^\s\p{L}\p{N}]+[\r\n/]*'
+# Words with lower-case letters at their end, then those without.
+_UPPER, _LOWER = r'[\p{L}&&[^a-z]]', r'[\p{L}&&[^A-Z]]'
+_CASES = [
+  rf'[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+',
+  rf'[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*',
+]
+
+_GPT2 = (
+  r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+)
+_LLAMA3 = '|'.join([_SUFFIXES, _LETTERS, r'\p{N}{1,3}', _SIGNS, _SPACES])
+_QWEN2 = '|'.join([_SUFFIXES, _LETTERS, r'\p{N}', _SIGNS, _SPACES])
+_QWEN35 = '|'.join(
+  [
+    _SUFFIXES,
+    r'[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+',
+    r'\p{N}',
+    r' ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*',
+    _SPACES,
+  ]
+)
+_TEKKEN = '|'.join([*_CASES, r'\p{N}', _SIGNS_OR_SLASHES, _SPACES])
+_GPT4O = '|'.join(
+  [
+    *(f'{case}{_SUFFIXES}?' for case in _CASES),
+    r'\p{N}{1,3}',
+    _SIGNS_OR_SLASHES,
+    _SPACES,
+  ]
+)
+_SEED = '|'.join(
+  [_SUFFIXES, _LETTERS, r'\p{N}', r' ?[^\s\p{L}\p{N}\r\n]+', _SPACES]
+)
+_CHINESE = '[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+'
+_DEEPSEEK3 = (
+  r'[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+'
+  r'| ?[\p{P}\p{S}]+[\r\n]*|' + _SPACES
+)
+_BLOOM = ' ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+'
+
+_LLAMA3_NAMES = {
+  'llama3',
+  'llama-v3',
+  'llama-bpe',
+  'falcon3',
+  'falcon-h1',
+  'pixtral',
+  'midm-2.0',
+  'lfm2',
+  'jina-v5-nano',
+}
+# Texts begin with the BOS token unless the file says otherwise, and a word of
+# the vocabulary is one token, whatever the merges make.
+_WITH_BOS = _LLAMA3_NAMES | {'tekken'}
+_IGNORE_MERGES = _WITH_BOS | {'minicpm5'}
+
+_EXPRESSIONS: list[tuple[set[str], list[str]]] = [
+  (_LLAMA3_NAMES, [_LLAMA3]),
+  ({'dbrx', 'smaug-bpe', 'glm4', 'chatglm-bpe'}, [_LLAMA3]),
+  (
+    {
+      'qwen2',
+      'deepseek-r1-qwen',
+      'kormo',
+      'f2llmv2',
+      'megrez',
+      'stablelm2',
+      'hunyuan',
+      'solar-open',
+      'grok-2',
+    },
+    [_QWEN2],
+  ),
+  (
+    {'minicpm5'},
+    [
+      r'\p{N}{1,3}',
+      '|'.join([_SUFFIXES, _LETTERS, r'\p{N}+', _SIGNS, _SPACES]),
+    ],
+  ),
+  ({'qwen35'}, [_QWEN35]),
+  ({'tekken'}, [_TEKKEN]),
+  ({'gpt-4o', 'llama4', 'kanana2', 'talkie', 'minimax-m2'}, [_GPT4O]),
+  ({'seed-coder'}, [_SEED]),
+  (
+    {
+      'gpt-2',
+      'phi-2',
+      'mpt',
+      'olmo',
+      'jais',
+      'mellum',
+      'trillion',
+      'exaone4',
+      'gigachat',
+      'a.x-4.0',
+      'granite-docling',
+      'modern-bert',
+    },
+    [_GPT2],
+  ),
+  (
+    {
+      'smollm',
+      'starcoder',
+      'refact',
+      'command-r',
+      'codeshell',
+      'exaone',
+      'minerva-7b',
+      'mellum2',
+    },
+    [r'\p{N}', _GPT2],
+  ),
+  (
+    {'deepseek-llm'},
+    [
+      r'[\r\n]',
+      r'\s?[\p{Lu}\p{Ll}\p{Lt}]+',
+      '\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+',
+      r'\s+$',
+      _CHINESE,
+      r'\p{N}+',
+    ],
+  ),
+  (
+    {'deepseek-coder'},
+    [r'[\r\n]', r'\s?\p{L}+', r'\s?\p{P}+', _CHINESE, r'\p{N}'],
+  ),
+  (
+    {'deepseek-v3', 'hunyuan-dense', 'joyai-llm', 'hy_v4'},
+    [r'\p{N}{1,3}', '[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+', _DEEPSEEK3],
+  ),
+  ({'falcon'}, [r'[\p{P}$+<=>^~|`]+', _GPT2, '[0-9][0-9][0-9]']),
+  ({'default'}, [r'[\p{P}$+<=>^~|]+', _GPT2, r'\p{N}+', '[0-9][0-9][0-9]']),
+  ({'poro-chat', 'bloom', 'gpt3-finnish'}, [_BLOOM]),
+  ({'viking'}, [_BLOOM, r'\p{N}']),
+]
+
+
+def _pre_tokenizer(
+  name: str | None,
+) -> tuple[pre_tokenizers.PreTokenizer, bool]:
+  """The pre-tokenizer of a name, and whether the name is known.
+
+  It splits a text into words, and spells them in the byte alphabet of GPT-2. An
+  unknown name has llama.cpp's default.
+  """
+  by_name = {
+    alias: expressions
+    for aliases, expressions in _EXPRESSIONS
+    for alias in aliases
+  }
+  cuts = [
+    pre_tokenizers.Split(tokenizers.Regex(expression), 'isolated')
+    for expression in by_name.get(name or 'default', by_name['default'])
+  ]
+  spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+  return pre_tokenizers.Sequence([*cuts, spell]), name in by_name

@@ -27,7 +27,6 @@ class _Folder(head_tensors.HeadFolder):
   """A folder with an assistant; its embedding is its output matrix."""
 
   def named(self) -> Iterator[tuple[str, Any]]:
-    """Yields canonical names and tensors; see `HeadTensors`."""
     for tensor in self.stored():
       name = tensor.name.removeprefix('model.')
       name = name.replace('masked_embedding.cent', 'cent')
@@ -44,13 +43,9 @@ class StoredAssistant(head_tensors.Drafter):
     )
   )
 
-  @functools.cached_property
-  def stored(self) -> head_tensors.HeadFolder | head_tensors.HeadFile:
-    """The tensors."""
-    return _Folder(self.path)
+  containers = _Folder, head_tensors.HeadFile
 
   def tensors(self) -> Iterator[tuple[str, Any]]:
-    """Yields canonical names and tensors."""
     named = self.stored.all.items()
     yield from (item for item in named if item[0] != _ORDERING)
 
@@ -68,9 +63,9 @@ class StoredAssistant(head_tensors.Drafter):
         f' the width {target.width}'
       )
     # With keys of their own, these are the layers of a Gemma 4.
-    layers: Any = families.config_from_keys(
+    layers: Any = families.read(
       {**keys['text_config'], 'num_kv_shared_layers': 0}, self.path
-    )
+    )[1]
     kinds = [window is None for window in layers.of_layers('window')]
     used = list(dict.fromkeys(kinds))
     target_layers = zip(
@@ -102,16 +97,6 @@ class StoredAssistant(head_tensors.Drafter):
       num_groups=keys.get('num_centroids', 2048) if grouped else 0,
       top_groups=keys.get('centroid_intermediate_top_k', 32) if grouped else 0,
     )
-    if grouped and (
-      config.num_groups < 1
-      or target.vocab_size % config.num_groups
-      or not 0 < config.top_groups <= config.num_groups
-    ):
-      raise ValueError(
-        f'num_centroids={config.num_groups} and centroid_intermediate_top_k='
-        f'{config.top_groups} do not fit together, or to the'
-        f' {target.vocab_size} tokens of the target'
-      )
     widths = [target.of_layers('head_width')[layer] for layer in sources]
     theirs = (target.vocab_size, target.num_kv_heads, widths, 0)
     ours = (config.vocab_size, config.num_kv_heads, [*config.cache_widths])

@@ -8,7 +8,6 @@ What a drafter is follows from its tensors, as for `heads`. Names of tensors:
     DFlash 2  also layers.*.{attention,mlp}_conv, candidate_selector.*
 """
 
-from collections.abc import Iterator
 import functools
 import pathlib
 from typing import Any
@@ -19,8 +18,6 @@ import numpy as np
 
 from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import families
-from specdec.models.checkpoints import hub
-from specdec.models.checkpoints.heads import head_files
 from specdec.models.checkpoints.heads import head_tensors
 from specdec.models.checkpoints.keys import block_keys
 from specdec.models.checkpoints.keys import head_keys
@@ -46,9 +43,13 @@ class StoredBlockDrafter(head_tensors.Drafter):
   as_drafter = staticmethod(block_drafter.as_drafter)
   module = block_drafter.BlockDrafter
 
-  @functools.cached_property
   def _facts(self) -> dict[str, Any]:
     """Values by key that follow from the tensors and the target."""
+    if self.drawn:  # The keys alone say it.
+      keys = block_keys.merged(self.stored.keys)
+      stated = {key: keys[key] for key in keys if keys[key] is not None}
+      unless = {'markov_rank': 0, 'enable_confidence_head': False}
+      return unless | stated | {'vocab_size': self.target.vocab_size}
     shape, has = self.stored.shape, self.stored.all.keys()
     width = shape('norm.weight')[0]
     outputs = self.target.vocab_size
@@ -80,24 +81,18 @@ class StoredBlockDrafter(head_tensors.Drafter):
     return facts
 
   @functools.cached_property
-  def _keys(self) -> dict[str, Any]:
-    """The keys of config.json, which agree with the tensors."""
-    for prefix, name in _OTHERS.items():
-      if any(stored.startswith(prefix) for stored in self.stored.all):
-        raise ValueError(f'is a drafter of the kind {name}, not supported')
-    keys = block_keys.merged(self.stored.keys)
-    head_keys.check_claims(keys, self._facts)
-    return keys
-
-  @functools.cached_property
   @checkpoint_lib.named
   def config(self) -> block_drafter.BlockDrafterConfig:
     """The shape; raises ValueError if the target cannot have this drafter."""
-    keys, facts = self._keys, self._facts
+    for prefix, name in _OTHERS.items():
+      if any(stored.startswith(prefix) for stored in self.stored.all):
+        raise ValueError(f'is a drafter of the kind {name}, not supported')
+    keys, facts = block_keys.merged(self.stored.keys), self._facts()
+    head_keys.check_claims(keys, facts)
     layers = block_keys.of_layers(keys) | {
       key: facts[key] for key in block_keys.SIZES if key in facts
     }
-    layer: Any = families.config_from_keys(layers, self.path)
+    layer: Any = families.read(layers, self.path)[1]
     slides = tuple(
       layer_type == 'sliding_attention'
       for layer_type in keys.get('layer_types') or ()
@@ -108,7 +103,13 @@ class StoredBlockDrafter(head_tensors.Drafter):
     if 'selector_rank' in facts:
       kind = block_drafter.EDGES
     reads = block_keys.reads(keys, self.target.num_layers)
-    self._check_width(reads)
+    width = len(reads) * self.target.width
+    if not self.drawn and self.stored.shape('fc.weight')[1] != width:
+      raise ValueError(
+        f'fc.weight reads {self.stored.shape("fc.weight")[1]} numbers, but'
+        f' {len(reads)} states of a target of width {self.target.width} have'
+        f' {width}; is this a drafter for another target?'
+      )
     return block_drafter.BlockDrafterConfig(
       **shape | block_keys.fields(keys, slides),
       target_width=self.target.width,
@@ -120,39 +121,6 @@ class StoredBlockDrafter(head_tensors.Drafter):
       conv_size=facts.get('conv_kernel_size', 0),
       conv_group=facts.get('conv_group_size', 1),
     )
-
-  def _check_width(self, reads: tuple[int, ...]) -> None:
-    """Raises ValueError if it does not read such states of the target."""
-    inputs, width = self.stored.shape('fc.weight')[1], self.target.width
-    if inputs != len(reads) * width:
-      raise ValueError(
-        f'fc.weight reads {inputs} numbers, but {len(reads)} states of a target'
-        f' of width {width} have {len(reads) * width}; is this a drafter for'
-        ' another target?'
-      )
-
-
-class DrawnBlockDrafter(StoredBlockDrafter):
-  """A block drafter of random weights; only its config.json is read."""
-
-  @functools.cached_property
-  def stored(self) -> head_tensors.HeadFolder:
-    """The keys."""
-    return head_tensors.NoTensors(self.path)
-
-  def tensors(self) -> Iterator[tuple[str, Any]]:
-    """Yields canonical names and random tensors; see `hub.DrawnFolder`."""
-    return hub.drawn_tensors(self)
-
-  @functools.cached_property
-  def _facts(self) -> dict[str, Any]:
-    keys = block_keys.merged(self.stored.keys)
-    stated = {key: keys[key] for key in keys if keys[key] is not None}
-    unless = {'markov_rank': 0, 'enable_confidence_head': False}
-    return unless | stated | {'vocab_size': self.target.vocab_size}
-
-  def _check_width(self, reads: tuple[int, ...]) -> None:
-    """Does nothing: random weights fit the states."""
 
 
 def save(
@@ -166,13 +134,8 @@ def save(
 ) -> None:
   """Writes a DSpark drafter as DeepSpec does, a DFlash drafter as z-lab does.
 
-  Args:
-    module: one without convolutions and edge scores.
-    folder: made if it does not exist.
-    num_target_layers: layers of the target.
-    lm_head: see `heads.save`.
-    ids: see `heads.save`.
-    dtype: of the matrices and norms.
+  It has neither convolutions nor edge scores. For other arguments than
+  `num_target_layers` see `heads.save`.
   """
   config = module.config
   keys: dict[str, Any] = {
@@ -193,4 +156,6 @@ def save(
     }
   else:
     keys |= {'architectures': ['DFlashDraftModel'], 'dflash_config': state_keys}
-  head_files.write(module, folder, keys, lm_head=lm_head, ids=ids, dtype=dtype)
+  head_tensors.write(
+    module, folder, keys, lm_head=lm_head, ids=ids, dtype=dtype
+  )

@@ -12,22 +12,25 @@ import pathlib
 import re
 import types
 from typing import Any
+from typing import ClassVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import families
 from specdec.models.checkpoints import gguf
+from specdec.models.checkpoints import hub
 from specdec.models.checkpoints import hugging_face
-from specdec.models.checkpoints.gguf_parts import gguf_header
+from specdec.models.checkpoints.gguf_parts import gguf_file
 from specdec.models.checkpoints.gguf_parts import gguf_keys
-from specdec.models.checkpoints.gguf_parts import gguf_rope
-from specdec.models.checkpoints.gguf_parts import gguf_tensor
 from specdec.models.checkpoints.keys import block_keys
 from specdec.models.checkpoints.keys import tensor_parts
-from specdec.models.checkpoints.model_types import architecture
 from specdec.models.checkpoints.model_types import model_type
 from specdec.models.nn import blocks as blocks_lib
+from specdec.models.nn import llama as nn_llama
+from specdec.models.nn import rope as rope_lib
 from specdec.text import text_files
 
 MARKOV = 'markov_head.markov_w1.weight', 'markov_head.markov_w2.weight'
@@ -56,7 +59,7 @@ D2T, T2D = 'd2t', 't2d'
 _EAGLE3, _DFLASH = 'eagle3', 'dflash'
 _MASK = 'tokenizer.ggml.mask_token_id'
 # Keys of the metadata, and keys of config.json.
-_KEYS = architecture.KEYS | {
+_KEYS = model_type.KEYS | {
   'rope.freq_base': 'rope_theta',
   'vocab_size': 'vocab_size',
 }
@@ -100,11 +103,10 @@ _INTEGERS = {26: np.int32, 27: np.int64}  # By their numbers in GGUF.
 class _Ids:
   """The ids of a reduced vocabulary, as the offsets of other formats."""
 
-  info: gguf_header.TensorInfo
+  info: gguf_file.TensorInfo
   name = 'd2t'
 
   def rows(self) -> Iterator[blocks_lib.Rows]:
-    """Yields all of them."""
     if self.info.kind not in _INTEGERS:
       raise ValueError(
         f'tensor {self.info.name} has no integers, but the type'
@@ -116,16 +118,12 @@ class _Ids:
 
 
 class HeadTensors:
-  """The tensors of a head in a container; see `checkpoint.Checkpoint`."""
+  """The tensors of a head in a folder or file."""
 
   path: pathlib.Path
 
   def named(self) -> Iterator[tuple[str, Any]]:
-    """Yields canonical names and tensors, `d2t` and `t2d` among them.
-
-    Raises:
-      ValueError: a tensor is not known; names it.
-    """
+    """Yields canonical names and tensors, `d2t` and `t2d` among them."""
     raise NotImplementedError
 
   @property
@@ -135,20 +133,15 @@ class HeadTensors:
 
   @functools.cached_property
   def all(self) -> dict[str, Any]:
-    """Stored tensors by their canonical names."""
     return dict(self.named())
-
-  @property
-  def _rotates_neighbours(self) -> bool:
-    """Whether neighbours of a head are rotated together."""
-    return block_keys.flat(self.keys).get('rope_is_neox_style') is False
 
   def tensors(self) -> Iterator[tuple[str, Any]]:
     """Yields canonical names and tensors, except `d2t` and `t2d`.
 
     Rows are in the order of `models/nn/rope`.
     """
-    reorders = self._rotates_neighbours
+    # Whether neighbours of a head are rotated together.
+    reorders = block_keys.flat(self.keys).get('rope_is_neox_style') is False
     for name, tensor in self.all.items():
       if name in (D2T, T2D):
         continue
@@ -177,11 +170,7 @@ class HeadTensors:
     return 1 + max(numbers, default=0)
 
   def vocabulary(self, vocab_size: int) -> np.ndarray | None:
-    """The ids `[D]` of a reduced vocabulary, None if it has all tokens.
-
-    Raises:
-      ValueError: `d2t` and `t2d` contradict each other, or ids are none.
-    """
+    """The ids `[D]` of a reduced vocabulary, None if it has all tokens."""
     if D2T not in self.all:
       return None
     ids = _values(self.all[D2T]).astype(np.int64)
@@ -209,7 +198,6 @@ class HeadFolder(HeadTensors, hugging_face.HuggingFaceFolder):
   """A folder with a head."""
 
   def stored(self) -> Iterator[tensor_parts.Tensor]:
-    """Yields all tensors; see `HuggingFaceFolder`."""
     pickled = self.path / _PICKLED
     if pickled.exists() and not (self.path / hugging_face.WEIGHTS).exists():
       raise ValueError(
@@ -222,23 +210,22 @@ class HeadFolder(HeadTensors, hugging_face.HuggingFaceFolder):
     yield from super().stored()
 
   def named(self) -> Iterator[tuple[str, Any]]:
-    """Yields canonical names and tensors; see `HeadTensors`."""
     tensors = dict[str, tensor_parts.Tensor]()
     for tensor in self.stored():
       if _BUFFERS.fullmatch(tensor.name):
         continue
-      same = tensors.setdefault(_canonical(tensor.name), tensor)
-      if same != tensor:
-        raise ValueError(
-          f'tensors {same.name} and {tensor.name} are the same one of a head'
-        )
+      name = tensor.name
+      for pattern, new in _RENAMED:
+        if match := pattern.match(name):
+          name = new + name[match.end() :]
+          break
+      tensors[name] = tensor
     yield from tensors.items()
 
 
-class NoTensors(HeadFolder):
-  """The keys of config.json."""
+class _NoTensors(HeadFolder):
+  """The config.json of a head without weights."""
 
-  size = 0
   all: Any = types.MappingProxyType({})  # No tensors.
 
 
@@ -247,7 +234,7 @@ class HeadFile(HeadTensors, gguf.GGUFFile):
 
   @property
   def _architecture(self) -> str:
-    header = gguf_header.read_header(self.path)
+    header = gguf_file.read_header(self.path)
     gguf_keys.check_is_model(header)
     name = header.metadata.get('general.architecture')
     if name not in _OWN_KEYS:
@@ -259,13 +246,8 @@ class HeadFile(HeadTensors, gguf.GGUFFile):
 
   @functools.cached_property
   def keys(self) -> Mapping[str, Any]:
-    """The contents of the config.json that the same head would have.
-
-    Raises:
-      ValueError: the file holds no head, or one with a scaled rotation.
-    """
-    name, header = self._architecture, gguf_header.read_header(self.path)
-    names, files = _KEYS | _OWN_KEYS[name], architecture.Architecture(name)
+    name, header = self._architecture, gguf_file.read_header(self.path)
+    names, files = _KEYS | _OWN_KEYS[name], model_type.Architecture(name)
     others = _OTHER_KEYS | (_OTHER_DFLASH_KEYS if name == _DFLASH else set())
     metadata = gguf_keys.own_keys(header, files, {*names, *others})
     scaling = metadata.get('rope.scaling.type', 'none')
@@ -282,7 +264,7 @@ class HeadFile(HeadTensors, gguf.GGUFFile):
     return {'model_type': 'qwen3' if name == _DFLASH else 'llama'} | stated
 
   def _of_block(
-    self, header: gguf_header.Header, metadata: Mapping[str, Any]
+    self, header: gguf_file.Header, metadata: Mapping[str, Any]
   ) -> dict[str, Any]:
     """Keys of a block drafter that are written otherwise in config.json."""
     keys: dict[str, Any] = {'mask_token_id': header.metadata.get(_MASK)}
@@ -291,8 +273,8 @@ class HeadFile(HeadTensors, gguf.GGUFFile):
     keys['target_layer_ids'] = [layer - 1 for layer in layers]
     if 'markov_w1.weight' in header.tensors:
       keys['markov_rank'] = header.tensors['markov_w1.weight'].shape[1]
-    if architecture.ROPE_FACTORS in header.tensors:
-      keys['rope_parameters'] = gguf_rope.rope_parameters(metadata, header)
+    if model_type.ROPE_FACTORS in header.tensors:
+      keys['rope_parameters'] = gguf_keys.rope_parameters(metadata, header)
     if metadata.get('attention.sliding_window'):
       pattern = metadata.get(gguf_keys.PATTERN)
       if not isinstance(pattern, list):
@@ -306,23 +288,22 @@ class HeadFile(HeadTensors, gguf.GGUFFile):
     return keys
 
   def named(self) -> Iterator[tuple[str, Any]]:
-    """Yields canonical names and tensors; see `HeadTensors`."""
     keys, kind = self.keys, self._architecture
     heads: dict[str, Any] = {}
     if kind == _EAGLE3:  # Neighbours of a head are rotated.
       heads['attn_q'] = keys.get('num_attention_heads')
       heads['attn_k'] = keys.get('num_key_value_heads', heads['attn_q'])
-    for name, info in gguf_header.read_header(self.path).tensors.items():
+    for name, info in gguf_file.read_header(self.path).tensors.items():
       if name.removesuffix('.weight') == 'd2t':
         yield D2T, _Ids(info)
         continue
-      if name == architecture.ROPE_FACTORS and kind == _DFLASH:
+      if name == model_type.ROPE_FACTORS and kind == _DFLASH:
         continue  # It is read with the keys.
-      ours = architecture.canonical_name(name, architecture.DRAFTER_NAMES)
+      ours = model_type.canonical_of_gguf(name, model_type.DRAFTER_NAMES)
       if ours is None:
         raise ValueError(f'tensor {name} is not part of an {kind}')
       num_heads = heads.get(name.rpartition('.')[0].rpartition('.')[2])
-      yield ours, gguf_tensor.Tensor(info, num_heads=num_heads)
+      yield ours, gguf_file.Tensor(info, num_heads=num_heads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -332,18 +313,23 @@ class Drafter:
   Attributes:
     path: the folder or file.
     target: the shape of the target.
+    drawn: whether it has random weights, and only keys are read.
   """
 
   path: pathlib.Path
   target: Any
+  drawn: bool = False
+  # The readers of the tensors of a folder and of a file.
+  containers: ClassVar[tuple[type[HeadFolder], type[HeadFile]]] = (
+    HeadFolder,
+    HeadFile,
+  )
 
   @property
   def size(self) -> int:
-    """Bytes of the files with weights."""
     return self.stored.size
 
   def tensors(self) -> Iterator[tuple[str, Any]]:
-    """Yields canonical names and tensors; see `HeadTensors`."""
     return self.stored.tensors()
 
   @functools.cached_property
@@ -354,7 +340,6 @@ class Drafter:
 
   @functools.cached_property
   def family(self: Any) -> model_type.Family:
-    """See `checkpoint.StoredNetwork`."""
     config, ids = self.config, self.ids
     size = config.vocab_size if ids is None else len(ids)
     extras = (
@@ -371,18 +356,52 @@ class Drafter:
 
   @functools.cached_property
   def stored(self) -> HeadFolder | HeadFile:
-    """The tensors."""
-    is_file = gguf.GGUFFile.holds(self.path)
-    return HeadFile(self.path) if is_file else HeadFolder(self.path)
-
-
-def _canonical(name: str) -> str:
-  for pattern, new in _RENAMED:
-    if match := pattern.match(name):
-      return new + name[match.end() :]
-  return name
+    if self.drawn:
+      return _NoTensors(self.path)
+    return self.containers[gguf.GGUFFile.holds(self.path)](self.path)
 
 
 def _values(tensor: Any) -> np.ndarray:
-  """All of a stored vector."""
   return np.concatenate([rows for _, rows in tensor.rows()])
+
+
+def write(
+  module: Any,
+  folder: pathlib.Path,
+  keys: Mapping[str, Any],
+  *,
+  lm_head: Any,
+  ids: np.ndarray | None,
+  dtype: jax.typing.DTypeLike,
+  first_layer: str = 'layers.0.',
+) -> None:
+  """Writes the folder of a drafter; see `heads.save`.
+
+  `keys` are added to the keys of the layers in config.json. `first_layer` is
+  the prefix of the names of the first layer's tensors.
+
+  Raises:
+    ValueError: the layers have several rotations.
+  """
+  config, dtype = module.config, jnp.dtype(dtype)
+  if not isinstance(config.rope, rope_lib.Rope):
+    raise ValueError('a head without one rotation of all layers is not saved')
+  layers = families.written_keys(
+    nn_llama.LlamaConfig(**nn_llama.fields_of(config)),
+    families.SAVED_LAYERS,
+    dtype=dtype.name,
+  )
+  stored = dict[str, np.ndarray]()
+  for path, leaf in hub.flat_params(module)[1].items():
+    name = families.parameter_name(path)
+    if name.startswith('layers.0.'):
+      name = first_layer + name.removeprefix('layers.0.')
+    stored[name] = np.asarray(leaf, dtype=dtype)
+  if lm_head is not None:
+    stored['lm_head.weight'] = np.asarray(lm_head, dtype=dtype)
+  if ids is not None:
+    stored[D2T] = np.asarray(ids - np.arange(len(ids)), np.int64)
+    tokens = np.arange(config.vocab_size)
+    stored[T2D] = np.isin(tokens, ids)
+  described = {**layers, 'rope_theta': config.rope.theta, **keys}
+  hugging_face.write(folder, described, stored)

@@ -25,10 +25,8 @@ from specdec.draft import head as head_lib
 from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import families
 from specdec.models.checkpoints import hub
-from specdec.models.checkpoints import placement as placement_lib
 from specdec.models.checkpoints.heads import assistants
 from specdec.models.checkpoints.heads import block_drafters
-from specdec.models.checkpoints.heads import head_files
 from specdec.models.checkpoints.heads import head_tensors
 from specdec.models.checkpoints.heads import mtp
 from specdec.models.checkpoints.keys import head_keys
@@ -60,7 +58,6 @@ class StoredHead(head_tensors.Drafter):
 
   @property
   def name(self) -> str:
-    """A name for messages."""
     return f'head of the kind {_NAMES[self.kind]}'
 
   @property
@@ -71,17 +68,6 @@ class StoredHead(head_tensors.Drafter):
     if 'layers.0.input_layernorm.weight' in self.stored.all:
       raise ValueError(
         'is a language model, not a drafting head; give it as the draft'
-      )
-    claims = [
-      f'{key}={self.stored.keys[key]!r}'
-      for key in ('architectures', 'speculators_model_type')
-      if 'eagle3' in str(self.stored.keys.get(key)).lower()
-    ]
-    if claims:
-      raise ValueError(
-        f'{claims[0]} says EAGLE-3, but the tensors belong to EAGLE-1'
-        f' (fc.weight of shape {self.stored.shape("fc.weight")}, no'
-        ' midlayer.hidden_norm.weight); correct config.json'
       )
     return eagle.EAGLE
 
@@ -111,7 +97,6 @@ class StoredHead(head_tensors.Drafter):
 
   @functools.cached_property
   def _keys(self) -> dict[str, Any]:
-    """The keys of config.json, which agree with the tensors."""
     keys = head_keys.merged(self.stored.keys)
     head_keys.check_claims(keys, self._facts)
     return keys
@@ -131,9 +116,8 @@ class StoredHead(head_tensors.Drafter):
         f' {self.target.vocab_size}'
       )
     layers = head_keys.of_layers(keys, facts, self.stored.num_layers)
-    layer: Any = families.config_from_keys(
-      layers | {'vocab_size': vocabulary}, self.path
-    )
+    layers |= {'vocab_size': vocabulary}
+    layer: Any = families.read(layers, self.path)[1]
     fields = nn_llama.fields_of(layer)
     fields |= self._by_tensors(layer) | {'width': width}
     reads: tuple[int, ...] = (cache_lib.AFTER_NORM,)
@@ -246,44 +230,35 @@ def locate(name: str | pathlib.Path, target: Any) -> Stored:
   name = 'demo-head' if name == 'demo' else name
   path = hub.locate(name).path
   with checkpoint_lib.naming(path):
-    head = mtp.find(path, target) or _of_tensors(path, target)
+    head: Stored = mtp.find(path, target) or StoredHead(path, target)
+    if isinstance(head, StoredHead):
+      if 'hidden_norm.weight' in head.stored.all:
+        head = block_drafters.StoredBlockDrafter(path, target)
+      elif head.stored.keys.get('model_type') == families.ASSISTANT:
+        head = assistants.StoredAssistant(path, target)
     _ = head.config
   return head
 
 
-def _of_tensors(path: pathlib.Path, target: Any) -> Stored:
-  """The head or block drafter of a folder or file without an MTP layer."""
-  head = StoredHead(path, target)
-  if 'hidden_norm.weight' in head.stored.all:
-    return block_drafters.StoredBlockDrafter(path, target)
-  if head.stored.keys.get('model_type') == families.ASSISTANT:
-    return assistants.StoredAssistant(path, target)
-  return head
-
-
 def load(
-  head: Stored, target: model_lib.LanguageModel, **options: Any
-) -> head_lib.Head | block_lib.BlockDrafter:
-  """Loads a head; for options and errors see `placement.make`."""
-  return load_head(head, target, placement_lib.make(**options))
-
-
-def load_head(
   head: Stored,
   target: model_lib.LanguageModel,
-  placement: placement_lib.Placement,
+  placement: checkpoint_lib.Placement | None = None,
+  **options: Any,
 ) -> head_lib.Head | block_lib.BlockDrafter:
   """Loads a head; it may take embedding and output matrix from the target.
 
-  With `outputs` it has a copy of their rows of the output matrix.
+  With `outputs` it has a copy of their rows of the output matrix. Without a
+  placement it is held as `checkpoint.make(**options)` says.
 
   Raises:
     ValueError: a tensor is unknown, missing or misshapen, or the head has a
       reduced vocabulary of its own.
   """
+  placement = placement or checkpoint_lib.make(**options)
   config, outputs = head.config, placement.outputs
   placement = dataclasses.replace(placement, outputs=None)
-  module, extras = hub.load_network(head, placement)
+  module, extras = hub.load_network(head, placement, drawn=head.drawn)
   embedding, output = matrices_of(target, head.target)
   embedding = extras.get(('embed_tokens', 'embedding'), embedding)
   output = embedding if config.tie_embeddings else output
@@ -302,9 +277,24 @@ def load_head(
       ordering=head.ordering(),
       layout=placement.layout,
     )
-  _check_widths(head, embedding=embedding, lm_head=lm_head)
-  if head.ids is not None:
-    lm_head = _of_own_vocabulary(head, lm_head, head.ids, outputs)
+  for what, matrix in (('embedding', embedding), ('lm_head', lm_head)):
+    if matrix.shape[1] != config.width:
+      raise ValueError(
+        f'{head.path}: has no {what} of its own, and the head has the width'
+        f' {config.width}, but the target {matrix.shape[1]}'
+      )
+  if (ids := head.ids) is not None:
+    if lm_head.shape[0] != len(ids):
+      raise ValueError(
+        f'{head.path}: has d2t, but no lm_head.weight of its own'
+      )
+    if outputs is not None:
+      raise ValueError(
+        f'draft_vocab: {head.path} has a vocabulary of its own, of {len(ids)}'
+        ' tokens; leave it out'
+      )
+    index = jnp.asarray(matrices_lib.index_of(ids, config.vocab_size))
+    lm_head = matrices_lib.FewOutputs(outputs=lm_head, index=index)
   elif outputs is not None:
     lm_head = placement.hold_copy(lm_head, outputs, config)
   return head.as_drafter(
@@ -316,41 +306,13 @@ def matrices_of(
   target: model_lib.LanguageModel, config: Any
 ) -> tuple[Any, Any]:
   """The embedding and the output matrix of a target of this shape."""
-
-  def whole(matrix: Any) -> Any:
-    # On a GPU they have some rows more.
-    exact = matrix.shape[0] == config.vocab_size
-    return matrix if exact else matrix[: config.vocab_size]
-
-  embedding = whole(target.params[config.embedding]['embedding'])
-  if config.tie_embeddings:
-    return embedding, embedding
-  return embedding, whole(target.params['lm_head'])
-
-
-def _of_own_vocabulary(
-  head: Stored, lm_head: Any, ids: np.ndarray, outputs: np.ndarray | None
-) -> Any:
-  """The output matrix of a head with `d2t`; for `outputs` see `load`."""
-  if lm_head.shape[0] != len(ids):
-    raise ValueError(f'{head.path}: has d2t, but no lm_head.weight of its own')
-  if outputs is not None:
-    raise ValueError(
-      f'draft_vocab: {head.path} has a vocabulary of its own, of {len(ids)}'
-      ' tokens; leave it out'
-    )
-  index = jnp.asarray(matrices_lib.index_of(ids, head.config.vocab_size))
-  return matrices_lib.FewOutputs(outputs=lm_head, index=index)
-
-
-def _check_widths(head: Stored, **matrices: Any) -> None:
-  """Raises ValueError if the target's matrices do not fit a head."""
-  for what, matrix in matrices.items():
-    if matrix.shape[1] != head.config.width:
-      raise ValueError(
-        f'{head.path}: has no {what} of its own, and the head has the width'
-        f' {head.config.width}, but the target {matrix.shape[1]}'
-      )
+  embedding = target.params[config.embedding]['embedding']
+  output = embedding if config.tie_embeddings else target.params['lm_head']
+  if embedding.shape[0] != config.vocab_size:  # On a GPU it has more rows.
+    embedding = embedding[: config.vocab_size]
+  if output.shape[0] != config.vocab_size:
+    output = output[: config.vocab_size]
+  return embedding, output
 
 
 def save(
@@ -383,7 +345,7 @@ def save(
   }
   if lm_head is not None:  # Without it SGLang takes the target's matrix.
     keys['draft_vocab_size'] = len(lm_head)
-  head_files.write(
+  head_tensors.write(
     module,
     folder,
     keys,

@@ -21,15 +21,11 @@ from typing import Any
 from specdec import cache as cache_lib
 from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import families
-from specdec.models.checkpoints import gguf
-from specdec.models.checkpoints import hub
-from specdec.models.checkpoints.gguf_parts import gguf_header
+from specdec.models.checkpoints.gguf_parts import gguf_file
 from specdec.models.checkpoints.gguf_parts import gguf_keys
-from specdec.models.checkpoints.gguf_parts import gguf_tensor
 from specdec.models.checkpoints.heads import head_tensors
 from specdec.models.checkpoints.keys import tensor_parts
-from specdec.models.checkpoints.model_types import architecture
-from specdec.models.checkpoints.model_types import registry
+from specdec.models.checkpoints.model_types import model_type
 from specdec.models.nn import delta as delta_lib
 from specdec.models.nn import eagle
 from specdec.models.nn import llama as nn_llama
@@ -60,13 +56,9 @@ class _Folder(head_tensors.HeadFolder):
   """The MTP layers in a folder."""
 
   def named(self) -> Iterator[tuple[str, Any]]:
-    """Yields canonical names and tensors; none if weights are missing.
-
-    The reader of the rest of the folder raises the error.
-    """
     try:
       self._weights()
-    except ValueError:
+    except ValueError:  # The reader of the rest of the folder raises it.
       return
     for tensor in self.stored():
       if not (match := _STORED.fullmatch(tensor.name)):
@@ -81,29 +73,28 @@ class _File(head_tensors.HeadFile):
   """The MTP layers in a GGUF file."""
 
   def named(self) -> Iterator[tuple[str, Any]]:
-    """Yields canonical names and tensors; see `HeadTensors`."""
-    header = gguf_header.read_header(self.path)
+    header = gguf_file.read_header(self.path)
     name = str(header.metadata.get('general.architecture'))
-    if name not in registry.ARCHITECTURES:
+    if name not in families.ARCHITECTURES:
       return
-    _, files = registry.ARCHITECTURES[name]
+    _, files = families.ARCHITECTURES[name]
     mtp_tensors = gguf_keys.of_further_tokens(header, name)
     names = {**files.names, **_NAMES_IN_FILES}
     first = gguf_keys.num_layers(header, name)
     if mtp_tensors and files.swaps_rows:
       raise ValueError(f'MTP layers of a {name} are not supported')
-    tensors = dict[str, gguf_tensor.Tensor]()
+    tensors = dict[str, gguf_file.Tensor]()
     for stored in sorted(mtp_tensors):
-      canonical = architecture.canonical_name(stored, names, files.layers)
+      canonical = model_type.canonical_of_gguf(stored, names, files.layers)
       if canonical is None:
         raise ValueError(f'tensor {stored} is not part of an MTP layer')
       _, layer, rest = canonical.split('.', 2)
       if rest.rpartition('.')[0] not in _NAMES_IN_FILES.values():
         rest = f'layers.{int(layer) - first}.{rest}'
-      tensors[rest] = gguf_tensor.Tensor(header.tensors[stored])
+      tensors[rest] = gguf_file.Tensor(header.tensors[stored])
     if tensors and 'norm.weight' not in tensors:  # It has the target's.
       norm = header.tensors['output_norm.weight']
-      tensors['norm.weight'] = gguf_tensor.Tensor(norm)
+      tensors['norm.weight'] = gguf_file.Tensor(norm)
     yield from tensors.items()
 
 
@@ -115,15 +106,9 @@ class StoredMTP(head_tensors.Drafter):
   module = staticmethod(
     lambda config, num_outputs, **options: eagle.Head(config, **options)
   )
-
-  @functools.cached_property
-  def stored(self) -> head_tensors.HeadFolder | head_tensors.HeadFile:
-    """The tensors; none if the model has no MTP layer."""
-    is_file = gguf.GGUFFile.holds(self.path)
-    return _File(self.path) if is_file else _Folder(self.path)
+  containers = _Folder, _File
 
   def tensors(self) -> Iterator[tuple[str, Any]]:
-    """Yields canonical names and tensors, converted as the target's."""
     convert = families.family_of(self.target).convert
     for name, tensor in self.stored.all.items():
       if isinstance(tensor, tensor_parts.Tensor):
@@ -158,19 +143,6 @@ class StoredMTP(head_tensors.Drafter):
       state_first=is_mimo,
       gated_attention=isinstance(target, delta_lib.DeltaConfig),
     )
-
-
-class DrawnMTP(StoredMTP):
-  """An MTP layer of random weights, for a target without weights."""
-
-  @functools.cached_property
-  def stored(self) -> head_tensors.HeadFolder:
-    """No tensors."""
-    return head_tensors.NoTensors(self.path)
-
-  def tensors(self) -> Iterator[tuple[str, Any]]:
-    """Yields canonical names and random tensors; see `hub.DrawnFolder`."""
-    return hub.drawn_tensors(self)
 
 
 def find(path: pathlib.Path, target: Any) -> StoredMTP | None:

@@ -100,10 +100,7 @@ def select(
 ) -> dict[str, Any]:
   """The keys of a configuration that a class of transformers is to read.
 
-  Args:
-    config: the class.
-    keys: of the configuration.
-    read: the keys that are read; they may have a second name in the class.
+  Keys among `read` may have a second name in the class.
 
   Raises:
     ValueError: two names of the same key contradict each other.

@@ -35,10 +35,7 @@ def flat(
 ) -> dict[str, Any]:
   """The keys of all objects of a config.json as one.
 
-  Args:
-    raw: the keys.
-    nested_name: the object of a drafter next to the keys of its layers.
-    types: the types of keys.
+  `nested_name` is the object of a drafter next to the keys of its layers.
 
   Raises:
     ValueError: a key has another type, or two of them contradict each other.
@@ -89,11 +86,7 @@ def of_layers(
 ) -> dict[str, Any]:
   """The keys of a model of the layers of a head; see `families`.
 
-  Args:
-    keys: see `merged`.
-    facts: see `check_claims`.
-    num_layers: of the head. Configs are often copied from a target, with the
-      number of the target's layers.
+  Configs are often copied from a target, with its number of layers.
   """
   idle = {*facts, *_TYPES} - {'hidden_size', 'intermediate_size', 'head_dim'}
   layers = {key: keys[key] for key in keys if key not in idle}

@@ -66,10 +66,8 @@ def _normalized(rope: Mapping[str, Any], context: Any) -> dict[str, Any]:
 def normalized(keys: Mapping[str, Any], ropes: str) -> dict[str, Any]:
   """The keys of a configuration as transformers can read them.
 
-  Args:
-    keys: of the configuration.
-    ropes: see `models/checkpoints/model_types`; `rope_parameters` of
-      `kinds` has an object for each kind of layer.
+  For `ropes` see `ModelType`; `rope_parameters` of `kinds` has an object for
+  each kind of layer.
 
   Raises:
     ValueError: a key of a rotation is not known, has another type, or
@@ -138,7 +136,6 @@ def _attention_factor(
 def _read(
   raw: Mapping[str, Any], context: int, ropes: str, *, is_partial: bool
 ) -> rope_lib.Rope:
-  """The rotation of transformers' `rope_parameters`."""
   fraction = raw.get('partial_rotary_factor', 1.0)
   rope_type, theta = raw.get('rope_type', 'default'), raw['rope_theta']
   of_pairs = rope_type == rope_lib.ProportionalScaling.rope_type
@@ -185,10 +182,7 @@ def read_all(
 ) -> tuple[rope_lib.Rope | None, ...]:
   """The rotation of each layer, None for a layer without one.
 
-  Args:
-    config: of transformers.
-    ropes: see `models/checkpoints/model_types`.
-    is_partial: whether a part of a head may be rotated.
+  For `ropes` and `is_partial` see `ModelType`.
   """
   num_layers, raw = config.num_hidden_layers, config.rope_parameters
   read = functools.partial(

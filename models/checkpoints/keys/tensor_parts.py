@@ -43,14 +43,6 @@ class Part(NamedTuple):
   expert: int | None = None
   experts: int | None = None
 
-  def of(self, name: str) -> str:
-    """The name of the stored tensor, with the rows that are meant."""
-    start, stop, step = self.rows.start or 0, self.rows.stop, self.rows.step
-    if (start, stop, step or 1) == (0, None, 1):
-      return name
-    by = '' if step is None else f':{step}'
-    return f'{name}[{start}:{"" if stop is None else stop}{by}]'
-
   def check(self, stored: tuple[int, ...]) -> None:
     """Raises ValueError if the stored shape has another number of experts."""
     if self.expert is not None and stored[0] != self.experts:
@@ -64,10 +56,8 @@ def by_rows(
 ) -> Iterator[blocks_lib.Rows]:
   """Yields indices of n rows of a tensor, and these.
 
-  Args:
-    shape: of the tensor.
-    num_heads: see `rope.order_of_rows`.
-    read: makes the rows as they are stored, from a start to an end.
+  `read` returns rows as they are stored, from a start to an end. For
+  `num_heads` see `rope.order_of_rows`.
   """
   order = rope_lib.order_of_rows(shape[0], num_heads)
   step = max(1, _BLOCK_BYTES // (4 * max(1, math.prod(shape[1:]))))
@@ -103,7 +93,7 @@ class Tensor:
 
   @property
   def name(self) -> str:
-    return self.part.of(self.key)
+    return self.key
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -112,7 +102,6 @@ class Tensor:
     return (len(range(outputs)[self.part.rows]), *rest)
 
   def blocks(self) -> Iterator[blocks_lib.Rows]:
-    """Yields indices of n rows and their values, `[n, in]` or `[n]`."""
     if self.dtype not in FLOATS:
       raise ValueError(
         f'it has dtype {self.dtype}, expected one of {sorted(FLOATS)}'
@@ -169,7 +158,6 @@ class Packed:
     raise NotImplementedError
 
   def blocks(self) -> Iterator[blocks_lib.Rows]:
-    """Yields indices of n rows and their values, `[n, in]`."""
     matrix = self.in_blocks()
     for start in range(0, len(matrix.words), _ROWS):
       rows = slice(start, start + _ROWS)

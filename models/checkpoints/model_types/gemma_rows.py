@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import transformers
 
-from specdec.models.checkpoints.model_types import architecture
 from specdec.models.checkpoints.model_types import model_type
 from specdec.models.nn import gemma as gemma_lib
 
-_Keys = architecture.Keys
+_Keys = model_type.Keys
 _SHARED = 'num_kv_shared_layers'
 _GEMMA4_FIXED = {
   'post_norm': True,
@@ -26,9 +25,7 @@ _GEMMA4_EXTRA = {
   'use_double_wide_mlp': bool,
   'vocab_size_per_layer_input': int,
 }
-_NAMES = architecture.POST_NORM_NAMES | {
-  'ffn_norm': 'pre_feedforward_layernorm'
-}
+_NAMES = model_type.POST_NORM_NAMES | {'ffn_norm': 'pre_feedforward_layernorm'}
 _GEMMA4_NAMES = _NAMES | {
   'per_layer_token_embd': 'embed_tokens_per_layer',
   'per_layer_model_proj': 'per_layer_model_projection',
@@ -38,7 +35,7 @@ _GEMMA4_NAMES = _NAMES | {
   'post_norm': 'post_per_layer_input_norm',
   'layer_output_scale.weight': 'layer_scalar',
 }
-_GEMMA4_KEYS = architecture.KEYS | {
+_GEMMA4_KEYS = model_type.KEYS | {
   'attention.key_length': 'global_head_dim',
   'attention.key_length_swa': 'head_dim',
   'attention.shared_kv_layers': _SHARED,
@@ -62,11 +59,7 @@ def _reads_another(name: str, shape: gemma_lib.Gemma4Config) -> bool:
 
 
 def _of_layers(config: Any) -> dict[str, Any]:
-  """Fields of single layers of a Gemma 4.
-
-  Raises:
-    ValueError: the keys contradict one another.
-  """
+  """Fields of single layers of a Gemma 4."""
   overrides = config.to_dict().get('per_layer_config') or {}
   if others := {*itertools.chain(*overrides.values())} - {'head_dim'}:
     raise ValueError(
@@ -104,15 +97,10 @@ def _of_layers(config: Any) -> dict[str, Any]:
 
 
 def _gemma4_layers(keys: _Keys, _: _Keys) -> dict[str, Any]:
-  """The fields that differ between the layers of a Gemma 4.
-
-  Raises:
-    ValueError: a Gemma 4 has no layers of these sizes, or the rotation is
-      missing.
-  """
+  """The fields that differ between the layers of a Gemma 4."""
   rope = keys['rope_parameters'].get(model_type.FULL, {})
   if rope.get('rope_type') != 'proportional':
-    raise ValueError(f'lacks the tensor {architecture.ROPE_FACTORS}')
+    raise ValueError(f'lacks the tensor {model_type.ROPE_FACTORS}')
   sizes, shared = keys['intermediate_size'], keys[_SHARED]
   words = {'vocab_size_per_layer_input': keys['vocab_size']}
   if not isinstance(sizes, list):
@@ -120,7 +108,7 @@ def _gemma4_layers(keys: _Keys, _: _Keys) -> dict[str, Any]:
   first = len(sizes) - shared
   if sizes != [sizes[0]] * first + [2 * sizes[0]] * shared:
     raise ValueError(
-      f'gemma4.{architecture.INNER}={sizes!r:.60} is not supported,'
+      f'gemma4.{model_type.INNER}={sizes!r:.60} is not supported,'
       f' only one size, and twice that in the last {shared} layers'
     )
   return words | {'intermediate_size': sizes[0], 'use_double_wide_mlp': True}
@@ -132,7 +120,7 @@ ROWS = (
     transformers.GemmaConfig,
     shape=gemma_lib.GemmaConfig,
     convert=shift_norms,
-    gguf=architecture.Architecture('gemma'),
+    gguf=model_type.Architecture('gemma'),
   ),
   model_type.ModelType(
     'gemma2',
@@ -140,7 +128,7 @@ ROWS = (
     shape=gemma_lib.GemmaConfig,
     fixed={'post_norm': True},
     convert=shift_norms,
-    gguf=architecture.Architecture(
+    gguf=model_type.Architecture(
       'gemma2', names=_NAMES, pattern=2, head_from_width=46
     ),
   ),
@@ -156,7 +144,7 @@ ROWS = (
       'rope_local_base_freq': float | None,
     },
     convert=shift_norms,
-    gguf=architecture.Architecture(
+    gguf=model_type.Architecture(
       'gemma3',
       names=_NAMES,
       pattern=6,
@@ -176,12 +164,12 @@ ROWS = (
     constants={'enable_moe_block': False, 'attention_k_eq_v': False},
     read=_of_layers,
     is_unused=_reads_another,
-    gguf=architecture.Architecture(
+    gguf=model_type.Architecture(
       'gemma4',
       keys=_GEMMA4_KEYS,
       names=_GEMMA4_NAMES,
       local_base=10000.0,
-      lists={architecture.INNER},
+      lists={model_type.INNER},
       finish=_gemma4_layers,
     ),
   ),

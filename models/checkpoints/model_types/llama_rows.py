@@ -6,12 +6,11 @@ from typing import Any
 
 import transformers
 
-from specdec.models.checkpoints.model_types import architecture
 from specdec.models.checkpoints.model_types import model_type
 from specdec.models.nn import gpt2 as nn_gpt2
 from specdec.text import text_files
 
-_Keys = architecture.Keys
+_Keys = model_type.Keys
 _POST_NORM = {
   'pre_norm': False,
   'post_norm': True,
@@ -23,7 +22,7 @@ _CONV1D = re.compile(r'h\.\d+\.(attn|mlp)\.\w+\.weight')
 # The multipliers of a MiniCPM (arXiv 2404.06395), which computes as a Granite.
 _MINICPM = ('scale_emb', 'scale_depth', 'dim_model_base')
 
-_GPT2_FILES = architecture.Architecture(
+_GPT2_FILES = model_type.Architecture(
   'gpt2',
   keys={
     'context_length': 'n_positions',
@@ -123,7 +122,7 @@ ROWS = (
   model_type.ModelType(
     'llama',
     transformers.LlamaConfig,
-    gguf=architecture.Architecture(
+    gguf=model_type.Architecture(
       'llama',
       experts='mixtral',
       swaps_rows=True,
@@ -138,7 +137,7 @@ ROWS = (
     transformers.Ministral3Config,
     whole='mistral3',
     ropes='growing',
-    gguf=architecture.Architecture(
+    gguf=model_type.Architecture(
       'mistral3', swaps_rows=True, pattern=0, finish=_mistral_growth
     ),
   ),
@@ -147,7 +146,7 @@ ROWS = (
     transformers.Qwen2Config,
     fixed={'qkv_bias': True},
     idle=('attention_bias', 'qkv_bias'),
-    gguf=architecture.Architecture('qwen2'),
+    gguf=model_type.Architecture('qwen2'),
   ),
   model_type.ModelType(
     'mimo',
@@ -159,15 +158,15 @@ ROWS = (
     'qwen3',
     transformers.Qwen3Config,
     fixed={'qk_norm': True},
-    gguf=architecture.Architecture('qwen3'),
+    gguf=model_type.Architecture('qwen3'),
   ),
   model_type.ModelType(
     'phi3',
     transformers.Phi3Config,
     is_partial=True,
-    gguf=architecture.Architecture(
+    gguf=model_type.Architecture(
       'phi3',
-      names=architecture.NAMES
+      names=model_type.NAMES
       | {'attn_qkv': 'self_attn.qkv_proj', 'ffn_up': 'mlp.gate_up_proj'},
       pattern=0,
     ),
@@ -176,8 +175,8 @@ ROWS = (
     'olmo2',
     transformers.Olmo2Config,
     fixed=_POST_NORM,
-    gguf=architecture.Architecture(
-      'olmo2', windowed='olmo3', names=architecture.POST_NORM_NAMES
+    gguf=model_type.Architecture(
+      'olmo2', windowed='olmo3', names=model_type.POST_NORM_NAMES
     ),
   ),
   model_type.ModelType(
@@ -186,9 +185,9 @@ ROWS = (
   model_type.ModelType(
     'granite',
     transformers.GraniteConfig,
-    gguf=architecture.Architecture(
+    gguf=model_type.Architecture(
       'granite',
-      keys=architecture.GRANITE_KEYS,
+      keys=model_type.GRANITE_KEYS,
       swaps_rows=True,
       finish=granite_rotation,
     ),
@@ -198,10 +197,10 @@ ROWS = (
     transformers.GraniteConfig,
     translate=_as_granite,
     # llama.cpp takes missing factors of one of its models.
-    gguf=architecture.Architecture(
+    gguf=model_type.Architecture(
       'minicpm',
-      keys=architecture.MULTIPLIER_KEYS,
-      needed=architecture.MULTIPLIER_KEYS.keys() - architecture.KEYS.keys(),
+      keys=model_type.MULTIPLIER_KEYS,
+      needed=model_type.MULTIPLIER_KEYS.keys() - model_type.KEYS.keys(),
       swaps_rows=True,
       fixed={'model_type': 'granite'},
     ),
@@ -209,6 +208,6 @@ ROWS = (
   model_type.ModelType(
     'smollm3',
     transformers.SmolLM3Config,
-    gguf=architecture.Architecture('smollm3', swaps_rows=True),
+    gguf=model_type.Architecture('smollm3', swaps_rows=True),
   ),
 )

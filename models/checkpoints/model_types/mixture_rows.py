@@ -7,12 +7,11 @@ from typing import Any
 import transformers
 
 from specdec.models.checkpoints.keys import tensor_parts
-from specdec.models.checkpoints.model_types import architecture
 from specdec.models.checkpoints.model_types import llama_rows
 from specdec.models.checkpoints.model_types import model_type
 from specdec.models.nn import mixtral as mixtral_lib
 
-_Keys = architecture.Keys
+_Keys = model_type.Keys
 _Mixture = functools.partial(
   model_type.ModelType,
   shape=mixtral_lib.MixtralConfig,
@@ -97,10 +96,10 @@ ROWS = (
     spelling=_gpt_oss_spelling,
     interleaved=True,
     is_transposed=lambda name: '.experts.' in name and name.endswith('.weight'),
-    gguf=architecture.Architecture(
+    gguf=model_type.Architecture(
       'gpt-oss',
       experts='gpt_oss',
-      names=architecture.POST_NORM_NAMES
+      names=model_type.POST_NORM_NAMES
       | {'attn_sinks.weight': 'self_attn.sinks'},
       pattern=2,
       finish=_exact_pairs,
@@ -110,7 +109,7 @@ ROWS = (
     'qwen3_moe',
     transformers.Qwen3MoeConfig,
     fixed={'qk_norm': True},
-    gguf=architecture.Architecture('qwen3moe', experts='qwen3_moe'),
+    gguf=model_type.Architecture('qwen3moe', experts='qwen3_moe'),
   ),
   _QwenMixture('qwen2_moe', transformers.Qwen2MoeConfig),
   # A Granite 4; its layers of experts are optional.
@@ -139,10 +138,10 @@ ROWS = (
         'shared_mlp.output_linear': 'mlp.shared_expert.down_proj',
       },
     ),
-    gguf=architecture.Architecture(
+    gguf=model_type.Architecture(
       'granitemoe',
       experts='granitemoehybrid',
-      keys=architecture.GRANITE_KEYS
+      keys=model_type.GRANITE_KEYS
       | {'expert_shared_feed_forward_length': 'shared_intermediate_size'},
       swaps_rows=True,
       finish=llama_rows.granite_rotation,

@@ -5,13 +5,12 @@ from typing import Any
 import numpy as np
 import transformers
 
-from specdec.models.checkpoints.model_types import architecture
 from specdec.models.checkpoints.model_types import gemma_rows
 from specdec.models.checkpoints.model_types import model_type
 from specdec.models.nn import delta as delta_lib
 from specdec.models.nn import lfm2 as lfm2_lib
 
-_Keys = architecture.Keys
+_Keys = model_type.Keys
 
 
 def _lfm2_layers(config: Any) -> dict[str, Any]:
@@ -39,7 +38,7 @@ def _lfm2_convolutions(keys: _Keys, _: _Keys) -> dict[str, Any]:
   heads = keys['num_key_value_heads']
   if not isinstance(heads, list):
     raise ValueError(
-      f'lfm2.{architecture.KV_HEADS} must say for each layer how many heads it'
+      f'lfm2.{model_type.KV_HEADS} must say for each layer how many heads it'
       f' has, got {heads!r}'
     )
   types = [model_type.FULL if count else 'conv' for count in heads]
@@ -97,21 +96,21 @@ ROWS = (
       'w3': 'up_proj',
       'w2': 'down_proj',
     },
-    gguf=architecture.Architecture(
+    gguf=model_type.Architecture(
       'lfm2',
-      keys=architecture.KEYS
+      keys=model_type.KEYS
       | {
         'attention.layer_norm_rms_epsilon': 'norm_eps',
         'shortconv.l_cache': 'conv_L_cache',
       },
-      names=architecture.NAMES
+      names=model_type.NAMES
       | {
         'token_embd_norm': 'norm',
         'shortconv.conv': 'conv.conv',
         'shortconv.in_proj': 'conv.in_proj',
         'shortconv.out_proj': 'conv.o_proj',
       },
-      lists={architecture.KV_HEADS},
+      lists={model_type.KV_HEADS},
       fixed={'block_auto_adjust_ff_dim': False},
       finish=_lfm2_convolutions,
     ),
@@ -143,9 +142,9 @@ ROWS = (
       'linear_attn.A_log': 'linear_attn.rate',
     },
     convert=_delta_values,
-    gguf=architecture.Architecture(
+    gguf=model_type.Architecture(
       'qwen35',
-      keys=architecture.KEYS
+      keys=model_type.KEYS
       | {
         'full_attention_interval': 'full_attention_interval',
         'ssm.conv_kernel': 'linear_conv_kernel_dim',
@@ -153,7 +152,7 @@ ROWS = (
         'ssm.group_count': 'linear_num_key_heads',
         'ssm.time_step_rank': 'linear_num_value_heads',
       },
-      names=architecture.POST_NORM_NAMES
+      names=model_type.POST_NORM_NAMES
       | {
         'attn_qkv': 'linear_attn.in_proj_qkv',
         'attn_gate': 'linear_attn.in_proj_z',

@@ -25,7 +25,6 @@ from specdec import cache as cache_lib
 from specdec import model as model_lib
 from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import hub
-from specdec.models.checkpoints import placement as placement_lib
 from specdec.models.checkpoints.heads import heads
 from specdec.models.lab.training import kept
 from specdec.models.lab.training import trainer
@@ -366,7 +365,7 @@ class TargetTraining(trainer.Training):
     config = self.config(checkpoint.config)
     form = checkpoint_lib.resolve_dtype(self.target_dtype, checkpoint)
     module, _ = hub.load_network(
-      checkpoint, placement_lib.Placement(form, build.is_available())
+      checkpoint, checkpoint_lib.Placement(form, build.is_available())
     )
     hidden = (*config.reads, cache_lib.AFTER_NORM)
     target = adapter.as_model(module, hidden=hidden)

@@ -12,7 +12,6 @@ from specdec.models.lab import task as task_lib
 from specdec.models.lab.bench import record
 from specdec.models.lab.tune import planner
 from specdec.models.text import chat_template
-from specdec.models.text import draft_vocabulary
 from specdec.models.text import pair as pair_lib
 from specdec.models.text import plan as plan_lib
 from specdec.models.text import settings as settings_lib
@@ -44,7 +43,7 @@ def context_of(task: task_lib.Task) -> plan_lib.Context:
     machine=record.describe_machine(),
     dtype=sources.placement.form.name,
     draft_dtype=sources.draft_placement.form.name,
-    draft_vocab=draft_vocabulary.size_of(choice.draft_vocab),
+    draft_vocab=choice.draft_vocab_size,
     cpu_kernels=sources.placement.packed,
     mesh=f'{dict(mesh.shape)}, {choice.draft_mesh}' if mesh else '',
     batch_size=task.batch_size,

@@ -60,7 +60,7 @@ _VALUES += [0, 1, 2, 3, 4, 6, 8, 32, 0.25, 0.5, 7.5]
 
 
 def _read(config):
-  return families.config_from_keys(config, _PATH)
+  return families.read(config, _PATH)[1]
 
 
 def _keys(kind):

@@ -21,9 +21,8 @@ import variants
 
 from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import hub
-from specdec.models.checkpoints.gguf_parts import gguf_header
-from specdec.models.checkpoints.gguf_parts import gguf_rope
-from specdec.models.checkpoints.gguf_parts import gguf_tensor
+from specdec.models.checkpoints.gguf_parts import gguf_file
+from specdec.models.checkpoints.gguf_parts import gguf_keys
 from specdec.models.checkpoints.heads import heads
 from specdec.models.lab.training import tokenizer as tokenizer_lib
 from specdec.models.nn import blocks as blocks_lib
@@ -386,7 +385,7 @@ def test_keys_that_say_something_else(name, keys, message, path):
 def test_so_many_pairs_are_rotated_as_a_file_says():
   for whole in range(1, 129):
     for count in range(1, whole + 1):
-      part = gguf_rope.part_of(count, whole)
+      part = gguf_keys.part_of(count, whole)
       assert int(part * whole) == int(part * 2 * whole // 2) == count
       assert part == pytest.approx(count / whole)
 
@@ -407,9 +406,9 @@ def test_tensors_lie_by_the_alignment_that_a_file_says(path):
   for name, array in arrays.items():
     writer.add_tensor(name, array)
   tiny_blocks.finish(writer)
-  tensors = gguf_header.read_header(path).tensors
+  tensors = gguf_file.read_header(path).tensors
   for name, array in arrays.items():
-    [(_, stored)] = gguf_tensor.Tensor(tensors[name]).blocks()
+    [(_, stored)] = gguf_file.Tensor(tensors[name]).blocks()
     np.testing.assert_array_equal(stored, array)
 
 

@@ -223,7 +223,7 @@ _ones = lambda *shape: lambda _: np.ones(shape, np.float32)
       'h.1.mlp.c_fc.weight: it has dtype I8, expected one of',
     ),
     ('gpt2', 'lm_head.weight', _ones(40, 16), _TIED),
-    ('phi3', _QKV, _ones(99, 16), rf'{_QKV}\[24:\] has shape .*, expected'),
+    ('phi3', _QKV, _ones(99, 16), rf'{_QKV} has shape .*, expected'),
   ],
 )
 def test_bad_tensor(variant, name, edit, message, tmp_path):
@@ -314,12 +314,7 @@ def test_the_index_decides_which_of_two_tensors_counts(tmp_path):
   assert any(np.all(np.asarray(array) == 0) for array in params.values())
   lacks = {0, 1, 2, 3} - {number, *others}
   _with_shards(folder, {name: f'model-0000{lacks.pop()}.safetensors'})
-  message = f'says that model-.* has the tensor {name}, but .* has it'
-  with pytest.raises(ValueError, match=message):
-    hub.load_module(folder)
-  both = {shard: {'extra': stored} for shard in ('_0', '_1')}
-  _with_shards(folder, {name: other}, **both)
-  with pytest.raises(ValueError, match='both have the tensor extra, and'):
+  with pytest.raises(ValueError, match='lacks 1 tensors, the first is h'):
     hub.load_module(folder)
 
 

@@ -15,7 +15,6 @@ from specdec.models.nn.cpu import build
 from specdec.models.text import choice as choice_lib
 from specdec.models.text import pair as pair_lib
 from specdec.models.text import sources as sources_lib
-from specdec.models.text import vocabulary as vocabulary_lib
 
 _TEXT = 'def add(first, second):\n  return first + second\n' * 20
 
@@ -116,9 +115,8 @@ def test_formats_and_tokens_are_known_before_weights_are_read(
     assert tuple(placed.form.name for placed in placements) == expected
     assert all(placed.packed == kernels for placed in placements)
     assert sources.is_exact == (kernels or is_exact)
-    vocabulary = vocabulary_lib.read_vocabulary(sources)
-    assert vocabulary.tokenizer is sources.target.tokenizer
-    assert (vocabulary.shared, vocabulary.draft_outputs) == (None, None)
+    assert sources.tokenizer is sources.target.tokenizer
+    assert (sources.shared, sources.draft_outputs) == (None, None)
 
 
 def test_demo_as_draft_is_the_embedded_draft(caplog):

@@ -16,7 +16,7 @@ from specdec.models.checkpoints import hub
 from specdec.models.lab.training import tokenizer as tokenizer_lib
 from specdec.models.nn import adapter
 from specdec.models.nn import other_tokens
-from specdec.models.text import shared_tokens
+from specdec.models.text import vocabulary
 
 # A model that reads every token as one to three of its own, in any order, and
 # has a logit of its own for each: what it says shows what it has read.
@@ -123,7 +123,7 @@ def test_tokens_are_mapped_by_their_bytes():
   special = ('<x>', '<y>', '<end>')
   target = byte_level.tokenizer([*ours, 'Ġ', 'Ã'], *special, merges=merges)
   size, end = 13, 11  # one is padding
-  find = functools.partial(shared_tokens.find, target)
+  find = functools.partial(vocabulary.find, target)
   draft = byte_level.tokenizer(
     ['b', 'a', 'ba', 'd'], '<x>', '</s>', merges=[('b', 'a')]
   )
@@ -193,7 +193,7 @@ def test_tokens_of_the_draft_alone_are_drafted(
     assert result.tokens == plain.generate(texts, **_DECODE).tokens
   same = np.arange(280)
   if draft == 'draft':
-    shared = shared_tokens.of_checkpoints(*map(hub.locate, paths))
+    shared = vocabulary.of_checkpoints(*map(hub.locate, paths))
     same = shared.same
     (line,) = lines
     assert all(str(path) in line for path in paths)

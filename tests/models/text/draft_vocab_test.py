@@ -9,7 +9,8 @@ from specdec.models.checkpoints import hub
 from specdec.models.lab.training import tokenizer as tokenizer_lib
 from specdec.models.nn import adapter
 from specdec.models.nn.cpu import build
-from specdec.models.text import draft_vocabulary
+from specdec.models.text import choice
+from specdec.models.text import vocabulary
 
 _TEXT = 'def add(first, second):\n  return first + second\n' * 20
 _V, _N = 280, 60
@@ -59,22 +60,22 @@ def test_logits_are_those_of_the_whole_head(folder, name, packed, dtype):
 def test_special_tokens_and_the_first_ones(folder, tmp_path):
   tokenizer = hub.locate(folder / 'tied').tokenizer
   tokenizer.add_tokens(['<end>'], special_tokens=True)
-  ids = draft_vocabulary.tokens_of(_N, tokenizer, _V + 9)
+  ids = vocabulary.tokens_of(_N, tokenizer, _V + 9)
   assert len(ids) == _N
   assert {*ids.tolist()} == {_V, *range(_N - 1)}
   sizes = (None, _V + 9, 10**6)
-  assert [
-    draft_vocabulary.tokens_of(size, tokenizer, _V + 9) for size in sizes
-  ] == [None] * 3
-  given = draft_vocabulary.tokens_of([7, 3, 7], tokenizer, _V)
+  assert [vocabulary.tokens_of(size, tokenizer, _V + 9) for size in sizes] == [
+    None
+  ] * 3
+  given = vocabulary.tokens_of([7, 3, 7], tokenizer, _V)
   assert given.tolist() == [3, 7]
   for wrong, message in ((1, 'more than the 1 special'), ([_V], 'outside')):
     with pytest.raises(ValueError, match=f'draft_vocab.*{message}'):
-      draft_vocabulary.tokens_of(wrong, tokenizer, _V)
+      vocabulary.tokens_of(wrong, tokenizer, _V)
   path = tmp_path / 'counts.npy'
   np.save(path, [5, 0, 9, 5, 5])
-  assert draft_vocabulary.most_frequent(path, 3) == [0, 2, 3]
+  assert choice.most_frequent(path, 3) == [0, 2, 3]
   np.save(path, np.ones((2, 2)))
   for wrong, message in ((path, 'no array'), ('nowhere.npy', 'cannot be read')):
     with pytest.raises(ValueError, match=message):
-      draft_vocabulary.most_frequent(wrong, 3)
+      choice.most_frequent(wrong, 3)

@@ -25,7 +25,8 @@ def _indexed(index):
 def test_stores_of_one_folder(tmp_path):
   """Each sees what the other adds; a text that comes again is kept once."""
   store, other = (
-    text_store.TextStore(tmp_path / 'new' / 'store', 'digest') for _ in '12'
+    text_store.TextStore(tmp_path / 'new' / 'store', 'digest', 2000)
+    for _ in '12'
   )
   assert not _texts(store)
   store.add([[1, 2, 3], [4]])
@@ -35,7 +36,9 @@ def test_stores_of_one_folder(tmp_path):
 
 def test_the_index_follows(tmp_path):
   """It has what both stores add, once it is worth the sorting."""
-  store, other = (text_store.TextStore(tmp_path, 'digest') for _ in '12')
+  store, other = (
+    text_store.TextStore(tmp_path, 'digest', 2000) for _ in '12'
+  )
   other.add([[1, 2, 3] * 4])
   store.add([[7, 8]])
   assert _indexed(store.index()) == {'1 2 3 1 2 3 1 2 3 1 2 3', '7 8'}
@@ -49,7 +52,7 @@ def test_the_index_follows(tmp_path):
 
 
 def test_many_files_become_one_and_the_oldest_texts_go(tmp_path):
-  store = text_store.TextStore(tmp_path, 'digest', most_tokens=100)
+  store = text_store.TextStore(tmp_path, 'digest', 2000, most_tokens=100)
   for number in range(70):
     store.add([[number, number, number]])
   assert len(list(tmp_path.iterdir())) < 10
@@ -59,20 +62,56 @@ def test_many_files_become_one_and_the_oldest_texts_go(tmp_path):
   assert _texts(store) == [[*range(900, 1000)]]
 
 
+def test_what_is_added_last_is_the_newest(tmp_path):
+  """Even if another machine's clock was ahead, or a file came meanwhile."""
+  store = text_store.TextStore(tmp_path, 'digest', 2000, most_tokens=6)
+  store.add([[1, 1, 1]])
+  (file,) = tmp_path.iterdir()
+  file.rename(tmp_path / f'texts_{2**63:020d}_7.safetensors')
+  store.add([[2, 2, 2]])
+  store.add([[3, 3, 3]])
+  assert _texts(store) == [[2, 2, 2], [3, 3, 3]]
+
+
+def test_a_file_that_comes_during_a_join_is_newer(tmp_path, monkeypatch):
+  store, other = (
+    text_store.TextStore(tmp_path, 'digest', 2000, most_tokens=6) for _ in '12'
+  )
+  for token in (1, 2, 3):
+    store.add([[token] * 6])
+  newest, added = store.newest, []
+
+  def meanwhile():
+    texts = newest()
+    added.append(other.add([[9, 9, 9]]))
+    return texts
+
+  monkeypatch.setattr(store, 'newest', meanwhile)
+  store.add([[4] * 6])
+  assert len(added) == 1
+  assert _texts(other) == [[4, 4, 4], [9, 9, 9]]
+
+
+def test_ids_outside_the_vocabulary(tmp_path):
+  text_store.TextStore(tmp_path, 'digest', 2000).add([[1, 1999]])
+  with pytest.raises(ValueError, match='the token 1999, and the target has 10'):
+    text_store.TextStore(tmp_path, 'digest', 10)
+
+
 def test_what_is_refused(tmp_path):
-  text_store.TextStore(tmp_path, 'digest').add([[1, 2]])
+  text_store.TextStore(tmp_path, 'digest', 2000).add([[1, 2]])
   with pytest.raises(ValueError, match='another tokenizer; remove it, or give'):
-    text_store.TextStore(tmp_path, 'another')
+    text_store.TextStore(tmp_path, 'another', 2000)
   (file,) = tmp_path.iterdir()
   with pytest.raises(ValueError, match='is a file; give a folder'):
-    text_store.TextStore(file, 'digest')
+    text_store.TextStore(file, 'digest', 2000)
   content = file.read_bytes()
   file.write_bytes(content[:-3])
   with pytest.raises(ValueError, match=f'{file.name} cannot be read'):
-    text_store.TextStore(tmp_path, 'digest')
+    text_store.TextStore(tmp_path, 'digest', 2000)
   file.write_bytes(content.replace(b'texts 1', b'texts 9'))
   with pytest.raises(ValueError, match='no texts of this version'):
-    text_store.TextStore(tmp_path, 'digest')
+    text_store.TextStore(tmp_path, 'digest', 2000)
 
 
 _tiny_pair = tiny_demo.in_this_file
@@ -100,8 +139,13 @@ def test_decoding_fills_it_and_drafts_from_it(tmp_path):
   assert first.text == again.text == plain.text
   assert 2 * again.stats.target_forwards < first.stats.target_forwards
   assert again.stats.origins['store'] > 6
-  # Another process reads it; a stream adds what it decoded only once.
-  lm = _load(tmp_path)
+  # Another process reads it, once; a stream adds what it decoded only once.
+  reads, read = [], text_store.TextStore._texts_of
+  with pytest.MonkeyPatch.context() as patch:
+    count = lambda store, path: reads.append(path) or read(store, path)
+    patch.setattr(text_store.TextStore, '_texts_of', count)
+    lm = _load(tmp_path)
+  assert len(reads) == len({*reads}) > 0
   stream = lm.stream('def ', **options)
   assert len(_texts(lm.store)) == 1
   assert ''.join(new for (new,) in stream) == stream.result().text[0]

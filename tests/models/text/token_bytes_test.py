@@ -24,6 +24,10 @@ from specdec.models.text import token_bytes as token_bytes_lib
 from specdec.text import stop_strings
 
 
+def _text_of(table, ids, stops=()):
+  return token_bytes_lib.TextStream(table, stops).finish(ids).text
+
+
 @pytest.fixture(scope='module')
 def pair():
   return pair_lib.load_pair(choice_lib.ModelChoice('demo', None))
@@ -93,7 +97,7 @@ def test_text_and_streams_are_what_the_pair_decodes(
   for part in parts:
     ids += [part % len(table)] if isinstance(part, int) else spelt(part)
   text = pair.decode(ids)
-  assert token_bytes_lib.text_of(table, ids) == text
+  assert _text_of(table, ids) == text
   # Pieces of the text itself, and characters that are begun but not there.
   stops = [text[at : at + size] for at, size in cuts if at < len(text)]
   stops = [stop for stop in stops if '\ufffd' not in stop] + ['\u20ac', 'é!']
@@ -102,7 +106,7 @@ def test_text_and_streams_are_what_the_pair_decodes(
   assert _cut(text, stops).startswith(streamed)
   assert stream.stopped == any(stop in text for stop in stops)
   assert streamed + stream.flush().text == _cut(text, stops)
-  assert token_bytes_lib.text_of(table, ids, stops) == _cut(text, stops)
+  assert _text_of(table, ids, stops) == _cut(text, stops)
   # Without stop strings all is shown at once but half a character.
   shown = _streamed(token_bytes_lib.TextStream(table), ids, sizes)
   assert shown.rstrip('\ufffd') == text.rstrip('\ufffd')
@@ -131,10 +135,10 @@ def test_added_tokens_of_a_byte_level_tokenizer():
   assert [table[token] for token in ids] == plain
   pair = _pair_of(tokenizer)
   for text_ids in (ids, [0, *ids, 0, *ids[:2]]):
-    assert token_bytes_lib.text_of(table, text_ids) == pair.decode(text_ids)
+    assert _text_of(table, text_ids) == pair.decode(text_ids)
   text = 'a b čaj né c'
   assert pair.decode(pair.encode(text)) == text
-  assert token_bytes_lib.text_of(table, pair.encode(text), ['čaj']) == 'a b '
+  assert _text_of(table, pair.encode(text), ['čaj']) == 'a b '
 
 
 _PIECES = ['▁the', '▁', '▁▁▁', 'cat', 's▁t', 'é', '▁né', '.']
@@ -188,7 +192,7 @@ def test_sentencepiece_text_is_what_the_pair_decodes(decoder):
   def check(parts, sizes):
     # A word goes first: the space that begins a text is left out of it.
     ids = sum(parts, start=tokenizer.convert_tokens_to_ids(['cat']))
-    assert token_bytes_lib.text_of(table, ids) == pair.decode(ids)
+    assert _text_of(table, ids) == pair.decode(ids)
     stream = token_bytes_lib.TextStream(table)
     shown = _streamed(stream, ids, sizes) + stream.flush().text
     assert shown == pair.decode(ids)
@@ -201,7 +205,7 @@ def test_the_space_that_begins_what_is_decoded_is_kept():
   tokenizer = _sentencepiece(_LLAMA)
   table = token_bytes_lib.token_bytes(tokenizer, len(tokenizer))
   ids = tokenizer.convert_tokens_to_ids(['▁the', 'cat'])
-  assert token_bytes_lib.text_of(table, ids) == ' thecat'
+  assert _text_of(table, ids) == ' thecat'
   pair = _pair_of(tokenizer)
   assert pair.decode(ids) == 'thecat'
   pieces = pair.pieces([*ids, *_spell('é'), ids[0], _spell('é')[0]])

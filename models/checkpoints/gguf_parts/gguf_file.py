@@ -1,11 +1,13 @@
-"""Reads the header of a GGUF file: metadata, and where each tensor is stored.
+"""Reads GGUF files: their metadata, and their tensors.
 
 llama.cpp defines the format (github.com/ggml-org/ggml, docs/gguf.md). The
 `gguf` package has a reader, too, but it makes several numpy arrays per string:
 it took 37.6 s for a vocabulary of 152k tokens (Qwen2.5) where this one took
-0.9 s, measured in turn on a busy machine.
+0.9 s, measured in turn on a busy machine. Matrices are stored `[out, in]`, in
+blocks of numbers of few bits along the last axis.
 """
 
+from collections.abc import Iterator
 import dataclasses
 import functools
 import math
@@ -13,8 +15,14 @@ import mmap
 import os
 import pathlib
 import struct
+import types
 from typing import Any
 
+import numpy as np
+
+from specdec.models.checkpoints.keys import tensor_parts
+from specdec.models.nn import blocks as blocks_lib
+from specdec.models.nn import rope as rope_lib
 from specdec.text import text_files
 
 _MAGIC = b'GGUF'
@@ -50,8 +58,6 @@ class Header:
 
 
 class _Reader:
-  """Reads values from a buffer, one after the other."""
-
   def __init__(self, buffer: mmap.mmap):
     self.buffer = buffer
     self.offset = 0
@@ -167,3 +173,114 @@ def read_header(path: pathlib.Path) -> Header:
     return _read(path, status.st_size, status.st_mtime_ns)
   except OSError as error:
     raise ValueError(f'{path} cannot be read: {error}') from error
+
+
+def quants() -> types.ModuleType:
+  """The optional `gguf` package, which knows how numbers are stored."""
+  try:
+    import gguf
+  except ImportError as error:
+    raise ValueError(
+      "a GGUF file needs the package gguf: pip install 'specdec-jax[gguf]'"
+    ) from error
+  return gguf
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+  """A tensor of a file, or one expert's tensor in a stack of all experts."""
+
+  info: TensorInfo
+  part: tensor_parts.Part = tensor_parts.Part()
+  num_heads: int | None = None  # See `rope.order_of_rows`.
+  transposed: bool = False  # A convolution `[size, 1, width]`; its axes.
+
+  @property
+  def name(self) -> str:
+    return self.info.name
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    outputs, *rest = self.info.shape[self.part.expert is not None :]
+    if self.transposed:
+      return (*rest, 1, outputs)
+    return (len(range(outputs)[self.part.rows]), *rest)
+
+  @property
+  def _kind(self) -> Any:
+    try:
+      return quants().GGMLQuantizationType(self.info.kind)
+    except ValueError as error:
+      raise ValueError(
+        f'it is of type {self.info.kind}, which gguf does not know'
+      ) from error
+
+  @property
+  def _row_bytes(self) -> int:
+    """Bytes along the last axis; ValueError if the file does not have all."""
+    per_block, block_bytes = quants().GGML_QUANT_SIZES[self._kind]
+    blocks, rest = divmod(self.info.shape[-1], per_block)
+    if rest:
+      raise ValueError(
+        f'it is of type {self._kind.name}, in blocks of {per_block} numbers,'
+        f' which do not divide {self.info.shape[-1]}'
+      )
+    row_bytes = blocks * block_bytes
+    end = self.info.offset + row_bytes * math.prod(self.info.shape[:-1])
+    if (size := self.info.file.stat().st_size) < end:
+      raise ValueError(
+        f'it would end at byte {end}, but the file has {size}; was it'
+        ' downloaded completely?'
+      )
+    return row_bytes
+
+  def _raw(self, start: int, end: int) -> np.ndarray:
+    """Some rows as they are stored, `[rows, bytes]`; a vector is a row."""
+    self.part.check(self.info.shape)
+    count = end - start
+    whole = self.info.shape[self.part.expert is not None :]
+    size = self._row_bytes * math.prod(whole[1:-1])
+    start += (self.part.rows.start or 0) if len(whole) > 1 else 0
+    before = (self.part.expert or 0) * self._row_bytes * math.prod(whole[:-1])
+    raw = np.fromfile(
+      self.info.file,
+      np.uint8,
+      count * size,
+      offset=self.info.offset + before + start * size,
+    )
+    return raw.reshape(count, size)
+
+  def _floats(self, start: int, end: int) -> np.ndarray:
+    """Rows as float32, with their inner axes flattened."""
+    raw = self._raw(start, end)
+    try:
+      return quants().dequantize(raw, self._kind)
+    except (AttributeError, NotImplementedError) as error:
+      raise ValueError(
+        f'it is of type {self._kind.name}, which gguf cannot read'
+      ) from error
+
+  def blocks(self) -> Iterator[blocks_lib.Rows]:
+    per_block, _ = quants().GGML_QUANT_SIZES[self._kind]
+    expanded: Iterator[blocks_lib.Rows]
+    if self.transposed:
+      matrix = self._floats(0, self.info.shape[0]).T[:, None]
+      expanded = iter([(slice(None), matrix)])
+    elif len(self.shape) == 1:
+      order = rope_lib.order_of_rows(self.shape[0], self.num_heads)
+      expanded = iter([(order, self._floats(0, 1)[0, self.part.rows])])
+    else:
+      expanded = tensor_parts.by_rows(self.shape, self.num_heads, self._floats)
+    for index, rows in expanded:
+      if per_block > 1 and not np.isfinite(rows).all():
+        raise ValueError(
+          'a block has a scale that is not finite; the file is damaged'
+        )
+      yield index, rows.reshape(-1, *self.shape[1:])
+
+  def in_blocks(self) -> blocks_lib.BlockMatrix | None:
+    kind = self._kind.name
+    if kind not in blocks_lib.KINDS:
+      return None
+    rows = tensor_parts.by_rows(self.shape, self.num_heads, self._raw)
+    return blocks_lib.from_raw(rows, self.shape, kind)
