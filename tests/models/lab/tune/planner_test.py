@@ -87,7 +87,7 @@ def make(monkeypatch):
   return make_plan
 
 
-_BASE = settings_lib.DraftSettings()
+_BASE = settings_lib.DraftSettings(store='texts')
 
 
 def _two_lengths():
@@ -156,7 +156,8 @@ def test_a_machine_that_slows_down_does_not_change_the_order(make):
 
 def test_plain_decoding_alone_is_a_plan(make):
   plan, _ = make(_Machine({}, {}, {}))
-  assert [way.name for way in plan.ways] == ['plain']
+  (way,) = plan.ways
+  assert (way.name, way.drafting) == ('plain', _BASE)  # With its store.
   assert plan_lib.choose(plan, 5000).name == 'plain'
 
 
