@@ -123,15 +123,7 @@ def _define(
   if name in settings_lib.ON_CPU:
     text += f'; on CPU {settings_lib.ON_CPU[name]}'
   default = option.text_of(option.read(defaults))
-  if option.repeats:
-    return flags.DEFINE_multi_string(name, default, text)
-  if option.choices:
-    return flags.DEFINE_enum(name, default, [*option.choices], text)
-  define: dict[Any, Any] = {
-    int: flags.DEFINE_integer,
-    float: flags.DEFINE_float,
-  }
-  return define.get(option.parser, flags.DEFINE_string)(name, default, text)
+  return command_line.define_option(name, option, default, text)
 
 
 MODELS = {

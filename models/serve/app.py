@@ -1,4 +1,4 @@
-"""OpenAI's interface over an `Engine`, as a Starlette application."""
+"""OpenAI's interface over an `Engine`, and the server that has it."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,6 +9,7 @@ import functools
 import hmac
 import json
 import pathlib
+import sys
 import time
 from typing import Any
 
@@ -18,6 +19,7 @@ import starlette.exceptions
 import starlette.requests
 import starlette.responses
 import starlette.routing
+import uvicorn
 
 from specdec.models.serve import answers as answers_lib
 from specdec.models.serve import asked as asked_lib
@@ -229,10 +231,9 @@ class _Handlers:
     return starlette.responses.HTMLResponse(_PAGE.read_text('utf-8'))
 
 
-def make_app(
-  reader: asked_lib.Reader, api_key: str | None = None
+def _make_app(
+  reader: asked_lib.Reader, api_key: str | None
 ) -> starlette.applications.Starlette:
-  """The application; `api_key` None lets everybody ask."""
   handlers = _Handlers(reader, api_key)
   chat = functools.partial(handlers.complete, is_chat=True)
   text = functools.partial(handlers.complete, is_chat=False)
@@ -251,3 +252,49 @@ def make_app(
       (Exception, _ApiError, http_error), _refuse
     ),
   )
+
+
+class Server(uvicorn.Server):
+  """Ends open streams on Ctrl-C, and says where it listens.
+
+  Args:
+    reader: reads the requests, and has the engine.
+    host: the address to listen at.
+    port: 0 takes a free one.
+    api_key: that clients must send; None: none.
+  """
+
+  def __init__(
+    self,
+    reader: asked_lib.Reader,
+    *,
+    host: str = '127.0.0.1',
+    port: int = 0,
+    api_key: str | None = None,
+  ):
+    self.reader, self.engine, self.address = reader, reader.engine, ''
+    super().__init__(
+      uvicorn.Config(
+        _make_app(reader, api_key),
+        host,
+        port,
+        log_config=None,
+        log_level='error',
+        lifespan='off',
+        timeout_graceful_shutdown=5,
+      )
+    )
+
+  def handle_exit(self, sig: int, frame: Any) -> None:
+    """Called on Ctrl-C."""
+    self.engine.stop()
+    super().handle_exit(sig, frame)
+
+  async def startup(self, sockets: Any = None) -> None:
+    """Called before the first request."""
+    await super().startup(sockets)
+    for server in self.servers:
+      host, port, *_ = server.sockets[0].getsockname()
+      host = f'[{host}]' if ':' in host else host
+      self.address = f'http://{host}:{port}'
+      print(f'listening at {self.address}', file=sys.stderr, flush=True)

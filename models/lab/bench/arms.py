@@ -10,7 +10,6 @@ import re
 
 from specdec import generation as generation_lib
 from specdec import statistics as statistics_lib
-from specdec.models.lab.bench import timing
 from specdec.models.nn import matrices as matrices_lib
 from specdec.models.text import settings as settings_lib
 
@@ -37,22 +36,6 @@ class ArmSpec:
       return self.method
     listed = ','.join(f'{name}={value}' for name, value in self.options)
     return f'{self.method}{f"({listed})" if listed else ""}:{self.dtype}'
-
-
-@dataclasses.dataclass(frozen=True)
-class ReadyArm:
-  """An arm with its models loaded.
-
-  Attributes:
-    decode: decodes a batch of prompts.
-    weight_bytes: of all weights and tables in memory; None for a peer, which
-      tells no more than tokens, times and forwards.
-    first_seconds: of a peer, until each prompt had its first token.
-  """
-
-  decode: timing.Arm
-  weight_bytes: int | None = None
-  first_seconds: Sequence[float] = ()
 
 
 def _until_eos(

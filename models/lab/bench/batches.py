@@ -6,6 +6,7 @@ import sys
 
 import tqdm
 
+from specdec.models.lab import task as task_lib
 from specdec.models.lab.bench import questions as questions_lib
 from specdec.models.lab.bench import timing
 from specdec.models.text import chat_template
@@ -35,17 +36,16 @@ def turns_of(
   questions: Sequence[questions_lib.Question],
   pair: pair_lib.Pair,
   answer: timing.Arm,
+  task: task_lib.Task,
   *,
-  batch_size: int,
   bucket: int | None,
-  max_new_tokens: int,
   context: int,
 ) -> list[Turn]:
   """Every turn of the questions as a prompt, with the conversation before it.
 
-  `answer` gives the answers in the conversations; it decodes batches of
-  `batch_size` rows. The last turns are not decoded here. A conversation of
-  more than `bucket` tokens does not go on.
+  `answer` gives the answers in the conversations; it decodes batches. The last
+  turns are not decoded here. A conversation of more than `bucket` tokens does
+  not go on.
 
   Raises:
     ValueError: there is no chat template, or a conversation exceeds the
@@ -60,14 +60,14 @@ def turns_of(
     if len(prompts[index]) < len(question.turns)
     and (bucket is None or len(prompts[index][-1]) <= bucket)
   ]:
-    starts = range(0, len(going_on), batch_size)
+    starts = range(0, len(going_on), task.batch_size)
     for start in tqdm.tqdm(starts, unit='batch of answers', file=sys.stderr):
-      chunk = going_on[start : start + batch_size]
+      chunk = going_on[start : start + task.batch_size]
       rows = [prompts[index][-1] for index in chunk]
-      check_context(rows, max_new_tokens, context)
+      check_context(rows, task.max_new_tokens, context)
       # A full batch shares its programs with those that are timed.
-      rows += rows[-1:] * (batch_size - len(rows))
-      tokens = answer(rows, max_new_tokens).tokens[: len(chunk)]
+      rows += rows[-1:] * (task.batch_size - len(rows))
+      tokens = answer(rows, task.max_new_tokens).tokens[: len(chunk)]
       for index, answer_ids in zip(chunk, tokens, strict=True):
         messages = questions[index].messages(answers[index])
         said = pair.said(answer_ids, section=pair.section_after(messages))

@@ -214,7 +214,8 @@ PAPER_COSTS = {
 
 def _own_arm(
   spec: arms_lib.ArmSpec, pair: pair_lib.Pair, task: task_lib.Task
-) -> arms_lib.ReadyArm:
+) -> tuple[timing.Arm, int]:
+  """An arm of this library, and the bytes of its weights and tables."""
   try:
     drafting = settings_lib.with_options(task.drafting, dict(spec.options))
     if spec.method == settings_lib.PLANNED:
@@ -248,27 +249,7 @@ def _own_arm(
     )
 
   arrays = {id(leaf): leaf for leaf in jax.tree.leaves((pair.target, used))}
-  weight_bytes = sum(leaf.nbytes for leaf in arrays.values())
-  return arms_lib.ReadyArm(decode, weight_bytes)
-
-
-def _batches(
-  questions: Sequence[questions_lib.Question],
-  pairs: Mapping[str, pair_lib.Pair],
-  answer: timing.Arm,
-  task: task_lib.Task,
-  bucket: int | None,
-) -> list[batches_lib.Batch]:
-  """All turns in batches; ValueError if they exceed the context."""
-  context = min(pair.target.spec.max_positions for pair in pairs.values())
-  limits = {'max_new_tokens': task.max_new_tokens, 'context': context}
-  sizes: dict[str, Any] = {'batch_size': task.batch_size, 'bucket': bucket}
-  pair = next(iter(pairs.values()))
-  turns = batches_lib.turns_of(questions, pair, answer, **sizes, **limits)
-  batches = batches_lib.make_batches(turns, **sizes)
-  rows = [row for _, batch in batches for row in batch]
-  batches_lib.check_context(rows, **limits)
-  return batches
+  return decode, sum(leaf.nbytes for leaf in arrays.values())
 
 
 def _by_category(
@@ -341,25 +322,34 @@ def _find_flips(
 
 def _load(
   specs: Sequence[arms_lib.ArmSpec], task: task_lib.Task
-) -> tuple[dict[str, pair_lib.Pair], dict[str, arms_lib.ReadyArm]]:
-  """The pairs by dtype, and all arms by name in the order of `specs`."""
+) -> tuple[
+  dict[str, pair_lib.Pair],
+  dict[str, tuple[timing.Arm, int]],
+  dict[str, endpoint_lib.EndpointArm],
+]:
+  """The pairs by dtype; by name the arms of this library, and the peers."""
   own_specs = [spec for spec in specs if not spec.is_peer]
   if not own_specs:
     raise ValueError('--arms needs an arm of this library, e.g. plain')
   # Before loading, so that one that does not answer is told at once.
   servers = {
-    spec: endpoint_lib.Endpoint(spec.method) for spec in specs if spec.is_peer
+    str(spec): endpoint_lib.Endpoint(spec.method)
+    for spec in specs
+    if spec.is_peer
   }
   pairs = {
     dtype: pair_lib.load_pair(dataclasses.replace(task.models, dtype=dtype))
     for dtype in sorted({spec.dtype for spec in own_specs})
   }
-  arms = {spec: _own_arm(spec, pairs[spec.dtype], task) for spec in own_specs}
+  own = {
+    str(spec): _own_arm(spec, pairs[spec.dtype], task) for spec in own_specs
+  }
   pair = next(iter(pairs.values()))
-  for spec, server in servers.items():
-    arm = endpoint_lib.EndpointArm(server, task, pair.eos_ids, pair.tokenizer)
-    arms[spec] = arms_lib.ReadyArm(arm, first_seconds=arm.first_seconds)
-  return pairs, {str(spec): arms[spec] for spec in specs}
+  peers = {
+    name: endpoint_lib.EndpointArm(server, task, pair.eos_ids, pair.tokenizer)
+    for name, server in servers.items()
+  }
+  return pairs, own, peers
 
 
 def _reading(
@@ -411,11 +401,27 @@ def run(
   limit, baseline = task.max_new_tokens, str(arms[0])
   if limit < 1:
     raise ValueError(f'--max_new_tokens must be at least 1, got {limit}')
-  pairs, ready = _load(arms, task)
-  made = _batches(questions, pairs, ready[baseline].decode, task, prompt_bucket)
+  pairs, own, peers = _load(arms, task)
+  decoders = {
+    name: own[name][0] if name in own else peers[name]
+    for name in map(str, arms)
+  }
+  context = min(pair.target.spec.max_positions for pair in pairs.values())
+  turns = batches_lib.turns_of(
+    questions,
+    next(iter(pairs.values())),
+    decoders[baseline],
+    task,
+    bucket=prompt_bucket,
+    context=context,
+  )
+  made = batches_lib.make_batches(
+    turns, batch_size=task.batch_size, bucket=prompt_bucket
+  )
   batches = [rows for _, rows in made]
+  rows = [row for batch in batches for row in batch]
+  batches_lib.check_context(rows, limit, context)
   bandwidth = times.Bandwidth()
-  decoders = {name: arm.decode for name, arm in ready.items()}
   timing.warm_up(decoders, batches, max_new_tokens=limit)
   results = timing.time_arms(
     decoders,
@@ -428,16 +434,16 @@ def run(
   limits = bandwidth.summary()
   for spec in arms:
     name = str(spec)
-    measured, weight_bytes = figures[name], ready[name].weight_bytes
+    measured = figures[name]
     measured['flips'] = _find_flips(spec, results, batches, pairs, task)
-    if weight_bytes is None:
+    if name in peers:
       for unknown in arms_lib.UNKNOWN:
         del measured[unknown]
-      first = np.median(ready[name].first_seconds)
+      first = np.median(peers[name].first_seconds)
       measured['first_token_seconds'] = first.item()
     else:
       costs = timing.costs_of(results[name])
-      measured |= {'weight_bytes': weight_bytes}
+      measured['weight_bytes'] = own[name][1]
       measured |= _reading(measured, costs, limits)
   of_run = {
     'arms': [str(spec) for spec in arms],

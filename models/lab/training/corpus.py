@@ -12,6 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from specdec.models.lab.training import kept
+from specdec.models.text import fields
 from specdec.text import text_files
 
 _SKIPPED_FOLDERS = frozenset({'site-packages', '__pycache__', '.git'})
@@ -21,21 +22,17 @@ _SKIPPED_FOLDERS = frozenset({'site-packages', '__pycache__', '.git'})
 class Corpus:
   """A set of text files, split into training and held-out files.
 
-  The folder is searched recursively; empty means the standard library of the
-  running interpreter. Held-out files are chosen by a hash of their relative
-  path, so that other files do not change the split.
+  The folder is searched recursively. Held-out files are chosen by a hash of
+  their relative path, so that other files do not change the split.
   """
 
-  folder: str = ''
-  pattern: str = '*.py'
+  folder: str = fields.described(
+    '', 'folder of text; empty: the standard library', flag='corpus'
+  )
+  pattern: str = fields.described('*.py', 'pattern of file names to read')
   held_out_percent: int = 2
 
   def __post_init__(self):
-    if not 0 < self.held_out_percent < 100:
-      raise ValueError(
-        'held_out_percent must lie between 1 and 99, got'
-        f' {self.held_out_percent}'
-      )
     if not self.root.is_dir():
       raise ValueError(f'--corpus={self.folder} is not a folder')
 

@@ -15,17 +15,6 @@ from specdec.text import text_files
 from specdec.text import whole_files
 
 
-def _write(path: pathlib.Path, write: Callable[[], Any]) -> None:
-  """Calls `write`; turns its errors into an OSError that names the path."""
-  try:
-    write()
-  except Exception as error:  # Every library has its own for a full disk.
-    raise OSError(
-      f'{path} cannot be written: {error}; if the disk is full, make room and'
-      ' run again: what was written before is kept'
-    ) from error
-
-
 def save(path: pathlib.Path, write: Callable[[pathlib.Path], Any]) -> None:
   """Writes a file or folder.
 
@@ -37,25 +26,13 @@ def save(path: pathlib.Path, write: Callable[[pathlib.Path], Any]) -> None:
   """
   for left in path.parent.glob('partial_*'):
     shutil.rmtree(left) if left.is_dir() else left.unlink()
-  _write(path, lambda: whole_files.write(path, write))
-
-
-def fill(folder: pathlib.Path, write: Callable[[pathlib.Path], Any]) -> None:
-  """Writes files into a folder, which may have others: all of them or none.
-
-  `write` is called with an empty folder. Raises OSError as `save` does.
-  """
-  made = folder / 'made'
-  shutil.rmtree(made, ignore_errors=True)  # A killed run has left it.
-
-  def write_folder(partial: pathlib.Path) -> None:
-    partial.mkdir()
-    write(partial)
-
-  save(made, write_folder)
-  for file in sorted(made.iterdir()):
-    file.replace(folder / file.name)
-  made.rmdir()
+  try:
+    whole_files.write(path, write)
+  except Exception as error:  # Every library has its own for a full disk.
+    raise OSError(
+      f'{path} cannot be written: {error}; if the disk is full, make room and'
+      ' run again: what was written before is kept'
+    ) from error
 
 
 def save_json(path: pathlib.Path, record: Any) -> None:

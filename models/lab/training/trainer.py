@@ -1,7 +1,8 @@
 """The training loop, for all kinds of training; a killed run is resumed.
 
-A kind of training is a subclass of `Training`: its fields are the settings, and
-`prepare` makes what is trained.
+A kind of training is a subclass of `Training`: its fields are the settings,
+`scripts/train.py` has a flag for each that is described, and `prepare` makes
+what is trained.
 """
 
 import abc
@@ -12,6 +13,7 @@ import functools
 import pathlib
 import time
 from typing import Any
+from typing import Literal
 
 import jax
 import numpy as np
@@ -21,6 +23,7 @@ from optax import contrib
 from specdec.models.lab.training import corpus as corpus_lib
 from specdec.models.lab.training import kept
 from specdec.models.lab.training import run_checkpoints
+from specdec.models.text import fields
 
 Report = Callable[[Any], None]
 Claim = Callable[..., pathlib.Path]
@@ -87,15 +90,25 @@ class Training(abc.ABC):
   held-out loss a checkpoint is saved.
   """
 
-  corpus: corpus_lib.Corpus = corpus_lib.Corpus()
-  num_steps: int = 2400
-  batch_tokens: int = 4096  # Tokens per step, at most.
-  learning_rate: float = 5e-3  # Peak, reached after `warmup_steps`.
+  corpus: corpus_lib.Corpus = fields.record(corpus_lib.Corpus(), '')
+  num_steps: int = fields.described(
+    2400, 'number of optimizer steps', flag='steps'
+  )
+  batch_tokens: int = fields.described(4096, 'tokens per step, at most')
+  learning_rate: float = fields.described(
+    5e-3, 'peak learning rate; decays to zero'
+  )
   warmup_steps: int = 50  # At most a tenth of the steps.
-  optimizer: str = 'muon'  # See `make_optimizer`.
+  optimizer: Literal['muon', 'adamw'] = fields.described(
+    'muon',
+    'muon: for the matrices of layers, AdamW for the rest; its work does not'
+    ' depend on batch_tokens, so with few of them adamw makes faster steps',
+  )
   eval_every: int = 100  # Steps between held-out losses.
-  seed: int = 0  # Draws weights and batches.
-  dtype: str = 'bfloat16'  # Matrix products; the rest: float32.
+  seed: int = fields.described(0, 'seed of weights and batches')
+  dtype: Literal['float32', 'bfloat16'] = fields.described(
+    'bfloat16', 'of the matrix products; the rest is float32'
+  )
 
   @abc.abstractmethod
   def window_length(self, step: int) -> int:
@@ -289,10 +302,6 @@ def run(
 
   trainee = training.prepare(claim, report)
   params, curve = fit(training, trainee, workdir, report)
-
-  def write(folder: pathlib.Path) -> None:
-    trainee.save(params, folder, output_dtype)
-    kept.save_json(folder / 'loss_curve.json', curve)
-
-  kept.fill(output, write)
+  trainee.save(params, output, output_dtype)
+  kept.save_json(output / 'loss_curve.json', curve)
   report(f'wrote {output}')

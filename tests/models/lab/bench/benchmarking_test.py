@@ -110,7 +110,7 @@ def test_an_arm_that_plans_decodes_each_batch_in_its_own_way():
   results = {}
   for method in ('plain', 'plan'):
     spec = arms_lib.ArmSpec(method, 'float32')
-    arm = benchmark._own_arm(spec, pair, task).decode
+    arm, _ = benchmark._own_arm(spec, pair, task)
     # Where prompts are read only, they are read in the same way.
     assert [arm(rows, 0).labels for rows in batches] == [
       arm(rows, 8).labels for rows in batches

@@ -179,14 +179,12 @@ _BATCH = {'tokens': [1, 2], 'step': 0, 'seed': 0, 'batch_size': 1, 'length': 9}
 @pytest.mark.parametrize(
   ('message', 'make', 'values'),
   [
-    ('positive fraction', _MODEL, {'phases': ((0, 8),)}),
     ('--heads=3 must divide --width=320', _MODEL, {'num_heads': 3}),
     ('--kv_heads=1 must equal --heads', _MODEL, {'num_kv_heads': 1}),
     ('=3 must divide --h', _MODEL, {'num_kv_heads': 3, 'family': 'llama'}),
     ('of even width', _MODEL, {'family': 'llama', 'width': 5}),
     ('less than a window, --context', _HEAD, {'batch_tokens': 8}),
     ('--corpus=/no is not a folder', _texts, {'folder': '/no'}),
-    ('percent must lie', _texts, {'folder': '/', 'percent': 0}),
     (
       'there are no files that match .*c under',
       _texts,
