@@ -128,9 +128,8 @@ def _sample(
     workdir / f'samples-{shard:06d}.npy' for shard in range(samples.num_shards)
   ]
   for shard, path in enumerate(tqdm.tqdm(paths, 'sampling', unit='shard')):
-    if not path.exists():
-      tokens = _sample_shard(pair, samples, start, shard)
-      kept.save(path, functools.partial(np.save, arr=tokens))
+    make = functools.partial(_sample_shard, pair, samples, start, shard)
+    kept.array(path, make)
   return paths
 
 
@@ -182,7 +181,9 @@ def build(
     record = dataclasses.asdict(corpus)
     kept.write_once(workdir / 'corpus.json', record | {'tokenizer': vocabulary})
     path = workdir / 'corpus.npy'
-    tokens = corpus.kept_tokens(path, tokenizer, held_out=False)
+    tokens = kept.array(
+      path, functools.partial(corpus.tokens, tokenizer, held_out=False)
+    )
     shards.append(path)
     sources['corpus'] = record | {'tokens': len(tokens)}
   if samples.num_tokens:

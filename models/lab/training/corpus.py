@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import dataclasses
+import functools
 import hashlib
 import math
 import os
@@ -94,19 +95,6 @@ class Corpus:
       tokens.append(np.array([*ids, tokenizer.eos_token_id], np.int32))
     return np.concatenate(tokens)
 
-  def kept_tokens(
-    self,
-    path: pathlib.Path,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    held_out: bool,
-  ) -> np.ndarray:
-    """The tokens of one split, kept in a `.npy` file for the next resume."""
-    if not path.exists():
-      tokens = self.tokens(tokenizer, held_out=held_out)
-      kept.save(path, lambda partial: np.save(partial, tokens))
-    return np.load(path, mmap_mode='r')
-
   def splits(
     self, workdir: pathlib.Path, tokenizer: PreTrainedTokenizerBase
   ) -> tuple[np.ndarray, np.ndarray]:
@@ -116,8 +104,9 @@ class Corpus:
       ValueError: they had to be made again, and the files are others now.
     """
     tokens_of = {
-      split: self.kept_tokens(
-        workdir / f'{split}_tokens.npy', tokenizer, held_out=split != 'train'
+      split: kept.array(
+        workdir / f'{split}_tokens.npy',
+        functools.partial(self.tokens, tokenizer, held_out=split != 'train'),
       )
       for split in ('train', 'held_out')
     }

@@ -10,6 +10,8 @@ import pathlib
 import shutil
 from typing import Any
 
+import numpy as np
+
 from specdec.models import locks
 from specdec.text import text_files
 from specdec.text import whole_files
@@ -33,6 +35,14 @@ def save(path: pathlib.Path, write: Callable[[pathlib.Path], Any]) -> None:
       f'{path} cannot be written: {error}; if the disk is full, make room and'
       ' run again: what was written before is kept'
     ) from error
+
+
+def array(path: pathlib.Path, make: Callable[[], np.ndarray]) -> np.ndarray:
+  """The array of a `.npy` file, mapped into memory; made if it is missing."""
+  if not path.exists():
+    made = make()
+    save(path, lambda partial: np.save(partial, made))
+  return np.load(path, mmap_mode='r')
 
 
 def save_json(path: pathlib.Path, record: Any) -> None:

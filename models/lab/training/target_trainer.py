@@ -229,11 +229,10 @@ def _in_files(
   files = []
   what = f'{folder.parent.name} for {folder.name}'
   for first in tqdm.tqdm(range(0, len(tokens), _WINDOWS), what):
-    files.append(folder / f'windows_{first // _WINDOWS:05d}.npy')
-    if not files[-1].exists():
-      made = make(tokens[first : first + _WINDOWS])
-      kept.save(files[-1], functools.partial(np.save, arr=made))
-  return [np.load(file, mmap_mode='r') for file in files]
+    path = folder / f'windows_{first // _WINDOWS:05d}.npy'
+    some = tokens[first : first + _WINDOWS]
+    files.append(kept.array(path, functools.partial(make, some)))
+  return files
 
 
 def _joined(slots: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
