@@ -22,7 +22,6 @@ import pathlib
 from absl import flags
 import command_line
 import options
-import prompt_flags
 
 from specdec.models.lab.bench import questions as questions_lib
 from specdec.models.text import settings as settings_lib
@@ -43,7 +42,7 @@ _PEER = flags.DEFINE_multi_string(
   ' such as http://127.0.0.1:8080 of vLLM or llama.cpp; decodes, too; may be'
   ' repeated',
 )
-prompt_flags.define_num_prompts(
+options.define_num_prompts(
   'default: all; of questions at most this number of each category'
 )
 _CATEGORIES = flags.DEFINE_list(
@@ -104,9 +103,9 @@ def main() -> None:
   output = _OUTPUT.value
   path = pathlib.Path(output or 'benchmark.json')
   paths = {_BATCH_SIZE.value: path}
-  questions = prompt_flags.file_questions(_CATEGORIES.value)
+  questions = options.file_questions(_CATEGORIES.value)
   if _BATCH_SIZES.value:
-    sizes = prompt_flags.batch_sizes(_BATCH_SIZES.value, len(questions))
+    sizes = options.batch_sizes(_BATCH_SIZES.value, len(questions))
     paths = {n: path.with_stem(f'{path.stem}_b{n}') for n in sizes}
   for file in paths.values() if output else ():
     record.prepare_output(str(file))

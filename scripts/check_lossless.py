@@ -20,13 +20,12 @@ import sys
 from absl import flags
 import command_line
 import options
-import prompt_flags
 
 from specdec.models.text import settings as settings_lib
 
 options.define_method(methods=[*settings_lib.METHODS])
 options.define_constraint()
-prompt_flags.define_num_prompts()
+options.define_num_prompts()
 _BATCH_SIZES = flags.DEFINE_list('batch_sizes', ['1', '4'], 'to be checked')
 _MAX_MARGIN = flags.DEFINE_float(
   'max_margin',
@@ -79,8 +78,8 @@ def main() -> None:
   from specdec.models.lab.bench import lossless
   from specdec.models.lab.bench import record
 
-  prompts = prompt_flags.file_prompts()
-  sizes = prompt_flags.batch_sizes(_BATCH_SIZES.value)
+  prompts = options.file_prompts()
+  sizes = options.batch_sizes(_BATCH_SIZES.value)
   constraint = options.constraint()
   if not options.keeps_tokens() and options.sampling().temperature > 0:
     raise ValueError(

@@ -15,7 +15,6 @@ from specdec import randomness as randomness_lib
 from specdec import statistics as statistics_lib
 from specdec.models.lab import task as task_lib
 from specdec.models.lab.bench import arms as arms_lib
-from specdec.models.lab.bench import batches as batches_lib
 from specdec.models.lab.bench import benchmark
 from specdec.models.lab.bench import exactness
 from specdec.models.lab.bench import questions as questions_lib
@@ -185,7 +184,7 @@ def test_batches_have_one_category_and_categories_take_turns():
   turns = [(name, [size] * size) for size, name in enumerate('aabab', 1)]
   make = lambda batch_size, bucket=None: [
     (name, [*map(len, rows)])
-    for name, rows in batches_lib.make_batches(
+    for name, rows in benchmark.make_batches(
       turns, batch_size=batch_size, bucket=bucket
     )
   ]
