@@ -88,29 +88,32 @@ LOOKUP_CONFIDENCE = flags.DEFINE_list(
 )
 
 
-_SAMPLING_HELP = {
-  'logit_bias': 'token:number, added to the logits; token:-inf bans it',
-  'repetition_penalty': 'above 1, repeating a token is less likely',
-  'temperature': '0 is greedy',
-  'top_k': 'keep the k most likely tokens',
-  'top_p': 'keep the most likely tokens up to this probability',
-  'min_p': 'keep tokens this likely relative to the most likely one',
-}
-
-
-def _define_sampling(name: str, default: Any) -> flags.FlagHolder:
-  """The flag of a field of `specdec.Sampling`."""
-  text = _SAMPLING_HELP[name]
-  if name == 'logit_bias':
-    return flags.DEFINE_list(name, [], text)
-  if name == 'top_k':
-    return flags.DEFINE_integer(name, default, text, lower_bound=1)
-  return flags.DEFINE_float(name, default, text)
-
-
 _SAMPLING = {
-  field.name: _define_sampling(field.name, field.default)
-  for field in dataclasses.fields(specdec.Sampling)
+  flag.name: flag
+  for flag in (
+    flags.DEFINE_list(
+      'logit_bias',
+      [],
+      'token:number, added to the logits; token:-inf bans it',
+    ),
+    flags.DEFINE_float(
+      'repetition_penalty',
+      None,
+      'above 1, repeating a token is less likely',
+    ),
+    flags.DEFINE_float('temperature', 0.0, '0 is greedy'),
+    flags.DEFINE_integer('top_k', None, 'keep the k most likely tokens', 1),
+    flags.DEFINE_float(
+      'top_p',
+      None,
+      'keep the most likely tokens up to this probability',
+    ),
+    flags.DEFINE_float(
+      'min_p',
+      None,
+      'keep tokens this likely relative to the most likely one',
+    ),
+  )
 }
 
 
@@ -428,7 +431,9 @@ def file_questions(categories: Sequence[str]) -> list[questions_lib.Question]:
   name, lines = str(PROMPT_FILE.value), [*prompt_lines()]
   limit = flags.FLAGS.num_prompts
   is_json = text_files.is_json_lines(name)
-  if not (is_json and lines and questions_lib.has_turns(lines[0][1])):
+  if not (
+    is_json and lines and 'turns' in questions_lib.to_object(lines[0][1])
+  ):
     if categories:
       raise ValueError(
         f'--categories={",".join(categories)}: --prompt_file={name} has prompts'
@@ -454,14 +459,13 @@ def given_prompts(prompt: flags.FlagHolder, num_prompts: int) -> list[str]:
 
 def as_dict() -> dict[str, Any]:
   """All flags of the running script, for result files."""
+  # These do not change results.
+  left_out = {'output', 'plots', *(flag.name for flag in several_hosts.FLAGS)}
   record = {
     flag.name: flag.value
     for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0])
+    if flag.name not in left_out
   }
-  # These do not change results.
-  of_hosts = (flag.name for flag in several_hosts.FLAGS)
-  for name in ('output', 'plots', *of_hosts):
-    record.pop(name, None)
   # Folders may be private.
   for name in ('target', 'draft', 'head', 'plan', 'ngram'):
     path = pathlib.Path(str(record.get(name)))

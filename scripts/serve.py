@@ -54,7 +54,7 @@ def main() -> None:
   )
   reader = asked.Reader(
     engine,
-    model=loading.model_name(),
+    model=str(loading.models().target).rstrip('/').rpartition('/')[2],
     max_new_tokens=limit,
     sampling=sampling,
     seed=seed if options.SEED.present else None,

@@ -105,7 +105,7 @@ class _Form:
     self._head: dict[str, Any] = {'created': int(time.time()), 'model': model}
     self._head['id'] = f'{kind}-{uuid.uuid4().hex}'
 
-  def _object(
+  def wrapped(
     self,
     choices: Sequence[dict[str, Any]],
     ends: Sequence[engine_lib.Answer] = (),
@@ -171,13 +171,13 @@ class _Form:
       if self._asked.is_chat:
         choice['message'] = choice.pop('delta')
       choices.append(choice)
-    return self._object(choices, ends, is_chunk=False)
+    return self.wrapped(choices, ends, is_chunk=False)
 
   def first(self) -> list[dict[str, Any]]:
     """The chunks before all others: who speaks in a chat, and the echo."""
     num_choices = len(self._asked.requests)
     return [
-      self._object([self._choice(i, self._echo(i), role='assistant')])
+      self.wrapped([self._choice(i, self._echo(i), role='assistant')])
       for i in range(
         num_choices if self._asked.is_chat or self._asked.echo else 0
       )
@@ -188,15 +188,11 @@ class _Form:
   ) -> dict[str, Any]:
     """A chunk of a choice: what was added, or its end with all `logprobs`."""
     if isinstance(event, engine_lib.Answer):
-      return self._object([self._choice(index, None, event)])
+      return self.wrapped([self._choice(index, None, event)])
     choice = self._choice(index, engine_lib.joined(event.said))
     pieces = [said.reasoning + said.text for said in event.said]
     choice['specdec'] = {'pieces': pieces, 'origins': event.origins}
-    return self._object([choice])
-
-  def usage_chunk(self, ends: Sequence[engine_lib.Answer]) -> dict[str, Any]:
-    """The chunk after all others, if the client wants it."""
-    return self._object([], ends)
+    return self.wrapped([choice])
 
   def _logprobs(self, index: int, end: engine_lib.Answer) -> Any:
     """The log-probabilities of the tokens of a choice, if they are wanted."""
@@ -313,7 +309,7 @@ class _Answering(_Response):
         else:
           yield _sent(_Json(make()))
       if self._asked.include_usage:
-        yield _sent(_Json(self._form.usage_chunk(self._ends)))
+        yield _sent(_Json(self._form.wrapped([], self._ends)))
     except Exception as error:
       yield _sent(_error(error))
     yield b'data: [DONE]\n\n'

@@ -264,34 +264,26 @@ def draft(
     node_counts=[*nodes.values()],
     repeats=repeats,
   )
-  return [
-    _draft_row(name, nodes[name], decodes, seconds)
-    for name, decodes in measured.items()
-  ]
-
-
-def _draft_row(
-  name: str,
-  num_nodes: int,
-  decodes: Sequence[timing.Measurement],
-  verification: Mapping[int, float],
-) -> Row:
-  """A row of `draft`."""
-  steps = [
-    (decode.seconds - decode.prefill_seconds)
-    / decode.generation.stats.target_forwards
-    for decode in decodes
-  ]
-  plain, verify = verification[1], verification[num_nodes]
-  rest = float(np.median(steps)) - verify
-  return {
-    'method': name,
-    'N': num_nodes,
-    'draft_ms': 1e3 * rest,
-    'plain_ms': 1e3 * plain,
-    'verify_ms': 1e3 * verify,
-    'draft_per_plain': rest / plain,
-  }
+  rows = []
+  for name, decodes in measured.items():
+    steps = [
+      (decode.seconds - decode.prefill_seconds)
+      / decode.generation.stats.target_forwards
+      for decode in decodes
+    ]
+    plain, verify = seconds[1], seconds[nodes[name]]
+    rest = float(np.median(steps)) - verify
+    rows.append(
+      {
+        'method': name,
+        'N': nodes[name],
+        'draft_ms': 1e3 * rest,
+        'plain_ms': 1e3 * plain,
+        'verify_ms': 1e3 * verify,
+        'draft_per_plain': rest / plain,
+      }
+    )
+  return rows
 
 
 def _best_milliseconds(

@@ -133,18 +133,6 @@ def _sample(
   return paths
 
 
-def _estimate(
-  shards: list[pathlib.Path], table: TableConfig, vocab_size: int
-) -> katz.KatzModel:
-  counts = counting.count_ngrams(
-    shards,
-    order=table.order,
-    vocab_size=vocab_size,
-    min_count=table.min_count,
-  )
-  return katz.estimate(counts)
-
-
 def build(
   *,
   draft: str,
@@ -192,7 +180,13 @@ def build(
     sources['samples'] = dataclasses.asdict(samples) | {
       'tokens': samples.num_shards * samples.shard_tokens
     }
-  model = _estimate(shards, table, checkpoint.config.vocab_size)
+  counts = counting.count_ngrams(
+    shards,
+    order=table.order,
+    vocab_size=checkpoint.config.vocab_size,
+    min_count=table.min_count,
+  )
+  model = katz.estimate(counts)
   result = katz.build_table(model, table.num_continuations)
   provenance = {
     'specdec': specdec.__version__,
