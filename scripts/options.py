@@ -92,26 +92,18 @@ _SAMPLING = {
   flag.name: flag
   for flag in (
     flags.DEFINE_list(
-      'logit_bias',
-      [],
-      'token:number, added to the logits; token:-inf bans it',
+      'logit_bias', [], 'token:number, added to the logits; token:-inf bans it'
     ),
     flags.DEFINE_float(
-      'repetition_penalty',
-      None,
-      'above 1, repeating a token is less likely',
+      'repetition_penalty', None, 'above 1, repeating a token is less likely'
     ),
     flags.DEFINE_float('temperature', 0.0, '0 is greedy'),
     flags.DEFINE_integer('top_k', None, 'keep the k most likely tokens', 1),
     flags.DEFINE_float(
-      'top_p',
-      None,
-      'keep the most likely tokens up to this probability',
+      'top_p', None, 'keep the most likely tokens up to this probability'
     ),
     flags.DEFINE_float(
-      'min_p',
-      None,
-      'keep tokens this likely relative to the most likely one',
+      'min_p', None, 'keep tokens this likely relative to the most likely one'
     ),
   )
 }
@@ -430,10 +422,8 @@ def file_questions(categories: Sequence[str]) -> list[questions_lib.Question]:
   """
   name, lines = str(PROMPT_FILE.value), [*prompt_lines()]
   limit = flags.FLAGS.num_prompts
-  is_json = text_files.is_json_lines(name)
-  if not (
-    is_json and lines and 'turns' in questions_lib.to_object(lines[0][1])
-  ):
+  first = lines[0][1] if lines and text_files.is_json_lines(name) else ''
+  if 'turns' not in questions_lib.to_object(first):
     if categories:
       raise ValueError(
         f'--categories={",".join(categories)}: --prompt_file={name} has prompts'
