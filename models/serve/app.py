@@ -326,6 +326,8 @@ class _Handlers:
   def __init__(self, reader: asked_lib.Reader, api_key: str | None):
     self._reader, self._engine = reader, reader.engine
     self._key, self._begun = api_key, int(time.time())
+    # Tokenizers are not made for several threads.
+    self._tokenizing = asyncio.Lock()
 
   def _check_key(self, request: _Request) -> None:
     """Refuses a request without the key, if there is one."""
@@ -340,7 +342,8 @@ class _Handlers:
     self._check_key(request)
     body = await _body(request)
     read = functools.partial(self._reader.read, body, is_chat=is_chat)
-    asked = await anyio.to_thread.run_sync(read)
+    async with self._tokenizing:
+      asked = await anyio.to_thread.run_sync(read)
     form = _Form(self._engine.pair, asked, self._reader.model)
     return _Answering(self._engine, asked, form)
 
