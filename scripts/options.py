@@ -145,13 +145,10 @@ METHODS = ('plain', 'chain', 'tree', 'staged')
 """Methods that most scripts know."""
 
 
-def define_method(
-  default: str = 'staged',
-  methods: Sequence[str] = METHODS,
-) -> None:
+def define_method(methods: Sequence[str] = METHODS) -> None:
   """Defines `--method`, which `loading` reads."""
   text = 'how to decode; the text is the same; --plan chooses'
-  flags.DEFINE_enum('method', default, methods, text, **_IN_SCRIPT)
+  flags.DEFINE_enum('method', 'staged', methods, text, **_IN_SCRIPT)
 
 
 def define_batch_size(default: int, text: str) -> flags.FlagHolder:

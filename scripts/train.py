@@ -8,6 +8,7 @@ python scripts/train.py --head=block --target=FOLDER --workdir=/tmp/block \
 """
 
 import pathlib
+from typing import Any
 
 from absl import flags
 import command_line
@@ -60,7 +61,7 @@ def _define(name: str) -> None:
     if name in options:
       field = options[name].field
       text = field.metadata['help']
-      if field.default is not None:
+      if field.default not in (None, ''):
         text += f'; default: {field.default}'
       heads = heads_by_text.setdefault(text, [])
       heads.append('without --head' if head is None else f'--head={head}')
@@ -82,7 +83,7 @@ for _name in dict.fromkeys(
   _define(_name)
 
 
-def _given(record: str = '') -> dict[str, object]:
+def _given(record: str = '') -> dict[str, Any]:
   """The fields of a record of the chosen training that flags set."""
   return {
     option.field.name: _FLAGS[name].value
