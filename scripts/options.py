@@ -88,7 +88,7 @@ LOOKUP_CONFIDENCE = flags.DEFINE_list(
 )
 
 
-_SAMPLING = {
+_SAMPLING: dict[str, flags.FlagHolder] = {
   flag.name: flag
   for flag in (
     flags.DEFINE_list(

@@ -511,7 +511,7 @@ def run(
   if limit < 1:
     raise ValueError(f'--max_new_tokens must be at least 1, got {limit}')
   pairs, own, peers = _load(arms, task)
-  decoders = {
+  decoders: dict[str, timing.Arm] = {
     name: own[name][0] if name in own else peers[name]
     for name in map(str, arms)
   }
