@@ -91,13 +91,7 @@ async def _body(request: _Request) -> dict[str, Any]:
 
 
 class _Form:
-  """The form of the answer to one request of a client.
-
-  Args:
-    pair: for the texts of tokens and their scores.
-    asked: what was asked.
-    model: the name of the model.
-  """
+  """The form of the answer to one request of a client: whole, or in chunks."""
 
   def __init__(self, pair: pair_lib.Pair, asked: asked_lib.Asked, model: str):
     self._pair, self._asked = pair, asked
