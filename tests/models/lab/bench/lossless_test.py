@@ -98,15 +98,15 @@ def test_servers_are_compared_as_methods_are():
       endpoint_lib.Endpoint(server.address) for server in (first, second)
     )
     check = functools.partial(
-      lossless.check_servers, lm.pair, prompts, batch_size=3, **options
+      lossless.check_servers, lm.pair, prompts, batch_sizes=(3,), **options
     )
     for temperature in (0.0, 0.9):
       sampling = specdec.Sampling(temperature=temperature)
-      report = check((ours, ours), sampling=sampling)
+      (report,) = check((ours, ours), sampling=sampling)
       assert report.passed
       assert report.num_tokens > 3
       assert report.block_efficiency > 1
-    parted = check((ours, others), sampling=specdec.Sampling())
+    (parted,) = check((ours, others), sampling=specdec.Sampling())
     assert not parted.passed
     for divergence in parted.divergences:
       assert 0 < divergence.margin < 2
