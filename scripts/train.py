@@ -8,17 +8,25 @@ python scripts/train.py --head=block --target=FOLDER --workdir=/tmp/block \
 """
 
 import pathlib
+import sys
 from typing import Any
 
 from absl import flags
 import command_line
 
-from specdec.models.lab.training import block_trainer
-from specdec.models.lab.training import corpus as corpus_lib
-from specdec.models.lab.training import head_trainer
-from specdec.models.lab.training import model_trainer
-from specdec.models.lab.training import trainer
 from specdec.models.text import fields
+
+try:
+  from specdec.models.lab.training import block_trainer
+  from specdec.models.lab.training import corpus as corpus_lib
+  from specdec.models.lab.training import head_trainer
+  from specdec.models.lab.training import model_trainer
+  from specdec.models.lab.training import trainer
+except ImportError as error:
+  sys.exit(
+    f'train.py: the package {error.name} is needed: pip install'
+    " 'specdec-jax[train]'"
+  )
 
 _FLAGS = flags.FLAGS
 
