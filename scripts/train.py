@@ -89,6 +89,7 @@ for _name in dict.fromkeys(
   name for options in _OPTIONS.values() for name in options
 ):
   _define(_name)
+flags.adopt_module_key_flags(command_line)  # So that --help lists them.
 
 
 def _given(record: str = '') -> dict[str, Any]:
