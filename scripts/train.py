@@ -74,7 +74,8 @@ def _define(name: str) -> None:
       heads = heads_by_text.setdefault(text, [])
       heads.append('without --head' if head is None else f'--head={head}')
   texts = [
-    f'{", ".join(heads)}: {text}' for text, heads in heads_by_text.items()
+    text if len(heads) == len(_OPTIONS) else f'{", ".join(heads)}: {text}'
+    for text, heads in heads_by_text.items()
   ]
   option = next(
     options[name] for options in _OPTIONS.values() if name in options
