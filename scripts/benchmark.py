@@ -22,9 +22,7 @@ import pathlib
 from absl import flags
 import command_line
 import options
-import prompt_flags
 
-from specdec.models.lab.bench import questions as questions_lib
 from specdec.models.text import settings as settings_lib
 
 _ARMS = flags.DEFINE_string(
@@ -43,7 +41,7 @@ _PEER = flags.DEFINE_multi_string(
   ' such as http://127.0.0.1:8080 of vLLM or llama.cpp; decodes, too; may be'
   ' repeated',
 )
-prompt_flags.define_num_prompts(
+options.define_num_prompts(
   'default: all; of questions at most this number of each category'
 )
 _CATEGORIES = flags.DEFINE_list(
@@ -75,28 +73,10 @@ _PLOTS = flags.DEFINE_string(
 )
 
 
-def _run(batch_size: int, questions: list[questions_lib.Question]):
+def main() -> None:
   import loading
 
   from specdec.models.lab.bench import arms as arms_lib
-  from specdec.models.lab.bench import benchmark
-
-  models = loading.models()
-  specs = arms_lib.parse_arms(_ARMS.value, str(models.dtype))
-  specs += [arms_lib.ArmSpec(url) for url in _PEER.value]
-  first = [question.first for question in questions]
-  plan = loading.plan(batch_size, lambda: first)
-  return benchmark.run(
-    questions,
-    arms=specs,
-    task=loading.task(batch_size, plan),
-    settings=options.as_dict(),
-    prompt_bucket=_PROMPT_BUCKET.value,
-    max_seconds=_MAX_SECONDS.value,
-  )
-
-
-def main() -> None:
   from specdec.models.lab.bench import benchmark
   from specdec.models.lab.bench import plots
   from specdec.models.lab.bench import record
@@ -104,9 +84,9 @@ def main() -> None:
   output = _OUTPUT.value
   path = pathlib.Path(output or 'benchmark.json')
   paths = {_BATCH_SIZE.value: path}
-  questions = prompt_flags.file_questions(_CATEGORIES.value)
+  questions = options.file_questions(_CATEGORIES.value)
   if _BATCH_SIZES.value:
-    sizes = prompt_flags.batch_sizes(_BATCH_SIZES.value, len(questions))
+    sizes = options.batch_sizes(_BATCH_SIZES.value, len(questions))
     paths = {n: path.with_stem(f'{path.stem}_b{n}') for n in sizes}
   for file in paths.values() if output else ():
     record.prepare_output(str(file))
@@ -115,9 +95,20 @@ def main() -> None:
     question.category for question in questions
   ):
     print('--plots: no picture, as the prompts have no categories')
+  specs = arms_lib.parse_arms(_ARMS.value, str(loading.models().dtype))
+  specs += [arms_lib.ArmSpec(url) for url in _PEER.value]
+  first = [question.first for question in questions]
   reports = {}
   for size, file in paths.items():
-    report = reports[size] = _run(size, questions)
+    plan = loading.plan(size, lambda: first)
+    report = reports[size] = benchmark.run(
+      questions,
+      arms=specs,
+      task=loading.task(size, plan),
+      settings=options.as_dict(),
+      prompt_bucket=_PROMPT_BUCKET.value,
+      max_seconds=_MAX_SECONDS.value,
+    )
     print(f'{report}\n' if _BATCH_SIZES.value else report, flush=True)
     if output:
       report.write(str(file))

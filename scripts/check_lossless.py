@@ -20,13 +20,12 @@ import sys
 from absl import flags
 import command_line
 import options
-import prompt_flags
 
 from specdec.models.text import settings as settings_lib
 
 options.define_method(methods=[*settings_lib.METHODS])
 options.define_constraint()
-prompt_flags.define_num_prompts()
+options.define_num_prompts()
 _BATCH_SIZES = flags.DEFINE_list('batch_sizes', ['1', '4'], 'to be checked')
 _MAX_MARGIN = flags.DEFINE_float(
   'max_margin',
@@ -46,41 +45,16 @@ _PLAIN_SERVER = flags.DEFINE_string(
 _OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write')
 
 
-def _check_servers(prompts, batch_sizes, max_margin):
-  """A check of `--server` for each batch size."""
+def main() -> None:
   import loading
 
   from specdec.models.lab.bench import endpoint as endpoint_lib
   from specdec.models.lab.bench import lossless
+  from specdec.models.lab.bench import record
   from specdec.models.text import pair as pair_lib
 
-  url = str(_SERVER.value)
-  server = endpoint_lib.Endpoint(url)
-  plain = endpoint_lib.Endpoint(_PLAIN_SERVER.value or url)
-  pair = pair_lib.load_pair(loading.models().of_target)
-  names = ('max_new_tokens', 'sampling', 'seed')
-  arguments = {name: options.decoding()[name] for name in names}
-  return [
-    lossless.check_servers(
-      pair,
-      prompts,
-      (server, plain),
-      batch_size=size,
-      max_margin=max_margin,
-      **arguments,
-    )
-    for size in batch_sizes
-  ]
-
-
-def main() -> None:
-  import loading
-
-  from specdec.models.lab.bench import lossless
-  from specdec.models.lab.bench import record
-
-  prompts = prompt_flags.file_prompts()
-  sizes = prompt_flags.batch_sizes(_BATCH_SIZES.value)
+  prompts = options.file_prompts()
+  sizes = options.batch_sizes(_BATCH_SIZES.value)
   constraint = options.constraint()
   if not options.keeps_tokens() and options.sampling().temperature > 0:
     raise ValueError(
@@ -97,7 +71,17 @@ def main() -> None:
     margin = 0.0 if constraint or loading.is_exact() else 0.1
   arguments = options.decoding() | constraint
   if _SERVER.value is not None:
-    checks = _check_servers(prompts, sizes, margin)
+    server = endpoint_lib.Endpoint(_SERVER.value)
+    plain = endpoint_lib.Endpoint(_PLAIN_SERVER.value or server.url)
+    names = ('max_new_tokens', 'sampling', 'seed')
+    checks = lossless.check_servers(
+      pair_lib.load_pair(loading.models().of_target),
+      prompts,
+      (server, plain),
+      batch_sizes=sizes,
+      max_margin=margin,
+      **{name: arguments[name] for name in names},
+    )
   else:
     generator = loading.generator(prompts, max(sizes))
     checks = lossless.check_tokens(

@@ -141,6 +141,25 @@ def _no_device() -> str:
   return ''
 
 
+def define_option(
+  name: str,
+  option: Any,
+  default: Any,
+  text: str,
+  least: int | None = None,
+) -> flags.FlagHolder:
+  """The flag of a `fields.Option`; `text` is its help, `least` of numbers."""
+  if option.repeats:
+    return flags.DEFINE_multi_string(name, default, text)
+  if option.choices:
+    return flags.DEFINE_enum(name, default, [*option.choices], text)
+  if option.parser is int:
+    return flags.DEFINE_integer(name, default, text, least)
+  if option.parser is float:
+    return flags.DEFINE_float(name, default, text, least)
+  return flags.DEFINE_string(name, default, text)
+
+
 def given(*names: str) -> dict[str, Any]:
   """The values of flags by their names."""
   return {name: flags.FLAGS[name].value for name in names}

@@ -10,7 +10,6 @@ import sys
 from absl import flags
 import command_line
 import options
-import prompt_flags
 
 _PROMPT = flags.DEFINE_string('prompt', options.DEFAULT_PROMPT, 'to continue')
 options.define_method()
@@ -112,7 +111,7 @@ def main() -> None:
     raise ValueError(
       '--system is the system message of a chat; give --chat too'
     )
-  prompts = prompt_flags.given(_PROMPT, batch_size)
+  prompts = options.given_prompts(_PROMPT, batch_size)
   if options.PROMPT_FILE.value and not _BATCH_SIZE.present:
     print(
       '--prompt_file: only its first prompt; --batch_size takes more',

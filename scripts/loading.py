@@ -51,11 +51,6 @@ def method() -> str:
   return settings_lib.PLANNED if planned else str(flags.FLAGS.method)
 
 
-def model_name() -> str:
-  """The name of the target: the name of its folder or file."""
-  return str(models().target).rstrip('/').rpartition('/')[2]
-
-
 def is_exact() -> bool:
   """Whether drafted tokens always equal the tokens of plain decoding."""
   return sources_lib.open_sources(models().of_target).is_exact

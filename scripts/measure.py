@@ -89,7 +89,6 @@ def _draft() -> list[dict]:
   return times.draft(
     pair,
     options.draft_settings(),
-    ('chain', 'tree'),
     context=_CONTEXT.value,
     repeats=_REPEATS.value,
   )

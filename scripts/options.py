@@ -23,6 +23,7 @@ import specdec
 from specdec import arguments as arguments_lib
 from specdec import decode_options
 from specdec import sampling as sampling_lib
+from specdec.models.lab.bench import questions as questions_lib
 from specdec.models.text import choice as choice_lib
 from specdec.models.text import fields
 from specdec.models.text import settings as settings_lib
@@ -86,29 +87,24 @@ LOOKUP_CONFIDENCE = flags.DEFINE_list(
 )
 
 
-_SAMPLING_HELP = {
-  'logit_bias': 'token:number, added to the logits; token:-inf bans it',
-  'repetition_penalty': 'above 1, repeating a token is less likely',
-  'temperature': '0 is greedy',
-  'top_k': 'keep the k most likely tokens',
-  'top_p': 'keep the most likely tokens up to this probability',
-  'min_p': 'keep tokens this likely relative to the most likely one',
-}
-
-
-def _define_sampling(name: str, default: Any) -> flags.FlagHolder:
-  """The flag of a field of `specdec.Sampling`."""
-  text = _SAMPLING_HELP[name]
-  if name == 'logit_bias':
-    return flags.DEFINE_list(name, [], text)
-  if name == 'top_k':
-    return flags.DEFINE_integer(name, default, text, lower_bound=1)
-  return flags.DEFINE_float(name, default, text)
-
-
-_SAMPLING = {
-  field.name: _define_sampling(field.name, field.default)
-  for field in dataclasses.fields(specdec.Sampling)
+_SAMPLING: dict[str, flags.FlagHolder] = {
+  flag.name: flag
+  for flag in (
+    flags.DEFINE_list(
+      'logit_bias', [], 'token:number, added to the logits; token:-inf bans it'
+    ),
+    flags.DEFINE_float(
+      'repetition_penalty', None, 'above 1, repeating a token is less likely'
+    ),
+    flags.DEFINE_float('temperature', 0.0, '0 is greedy'),
+    flags.DEFINE_integer('top_k', None, 'keep the k most likely tokens', 1),
+    flags.DEFINE_float(
+      'top_p', None, 'keep the most likely tokens up to this probability'
+    ),
+    flags.DEFINE_float(
+      'min_p', None, 'keep tokens this likely relative to the most likely one'
+    ),
+  )
 }
 
 
@@ -122,15 +118,7 @@ def _define(
   if name in settings_lib.ON_CPU:
     text += f'; on CPU {settings_lib.ON_CPU[name]}'
   default = option.text_of(option.read(defaults))
-  if option.repeats:
-    return flags.DEFINE_multi_string(name, default, text)
-  if option.choices:
-    return flags.DEFINE_enum(name, default, [*option.choices], text)
-  define: dict[Any, Any] = {
-    int: flags.DEFINE_integer,
-    float: flags.DEFINE_float,
-  }
-  return define.get(option.parser, flags.DEFINE_string)(name, default, text)
+  return command_line.define_option(name, option, default, text)
 
 
 MODELS = {
@@ -156,13 +144,10 @@ METHODS = ('plain', 'chain', 'tree', 'staged')
 """Methods that most scripts know."""
 
 
-def define_method(
-  default: str = 'staged',
-  methods: Sequence[str] = METHODS,
-) -> None:
+def define_method(methods: Sequence[str] = METHODS) -> None:
   """Defines `--method`, which `loading` reads."""
   text = 'how to decode; the text is the same; --plan chooses'
-  flags.DEFINE_enum('method', default, methods, text, **_IN_SCRIPT)
+  flags.DEFINE_enum('method', 'staged', methods, text, **_IN_SCRIPT)
 
 
 def define_batch_size(default: int, text: str) -> flags.FlagHolder:
@@ -191,6 +176,11 @@ def define_slots() -> tuple[flags.FlagHolder, flags.FlagHolder]:
     **_IN_SCRIPT,
   )
   return context, reading
+
+
+def define_num_prompts(text: str = 'default: all') -> None:
+  """Defines `--num_prompts`, which `file_prompts` reads."""
+  flags.DEFINE_integer('num_prompts', None, text, 1, **_IN_SCRIPT)
 
 
 def define_stop() -> None:
@@ -368,16 +358,100 @@ def prompt_lines(errors: str = 'strict') -> Iterator[tuple[int, str]]:
         yield line_number, line
 
 
+def batch_sizes(
+  given: Sequence[str], num_prompts: int | None = None
+) -> list[int]:
+  """The sizes in `--batch_sizes`, each at most the number of prompts."""
+  sizes = [int(size) if size.isdecimal() else 0 for size in given]
+  largest = min(num_prompts or LARGEST_BATCH, LARGEST_BATCH)
+  if not sizes or not all(1 <= size <= largest for size in sizes):
+    there = f'; there are {num_prompts} prompts' if num_prompts else ''
+    raise ValueError(
+      f'--batch_sizes={",".join(given)}: expected integers from 1 to'
+      f' {largest}{there}'
+    )
+  return sizes
+
+
+def _read_prompts(
+  limit: int | None, lines: Sequence[tuple[int, str]]
+) -> list[str]:
+  """The first prompts of the lines of `--prompt_file`; None: all.
+
+  Raises:
+    ValueError: the file cannot be read, or has fewer; names file and line.
+  """
+  name = PROMPT_FILE.value
+  if not lines or (limit and len(lines) < limit):
+    raise ValueError(
+      f'--prompt_file={name} has {len(lines)} prompts, {limit or 1} needed;'
+      ' see --batch_size and --num_prompts'
+    )
+  if not text_files.is_json_lines(str(name)):
+    return [line.rstrip('\n') for _, line in lines[:limit]]
+  prompts = []
+  for number, line in lines[:limit]:
+    place = f'--prompt_file={name}, line {number}'
+    prompt = questions_lib.to_object(line).get('prompt')
+    if not isinstance(prompt, str):
+      raise ValueError(
+        f'{place}: expected a JSON object with the key prompt and a string'
+      )
+    arguments_lib.check_text(place, prompt)
+    prompts.append(prompt)
+  return prompts
+
+
+def file_prompts() -> list[str]:
+  """The prompts of `--prompt_file` that `--num_prompts` asks for."""
+  return _read_prompts(flags.FLAGS.num_prompts, [*prompt_lines()])
+
+
+def file_questions(categories: Sequence[str]) -> list[questions_lib.Question]:
+  """The questions of `--prompt_file`, or its prompts as questions.
+
+  It has questions if its first line is one. `--num_prompts` is for each of the
+  `categories`; if there are none, all categories are taken.
+
+  Raises:
+    ValueError: see `_read_prompts`, `questions.parse` and `questions.choose`.
+  """
+  name, lines = str(PROMPT_FILE.value), [*prompt_lines()]
+  limit = flags.FLAGS.num_prompts
+  first = lines[0][1] if lines and text_files.is_json_lines(name) else ''
+  if 'turns' not in questions_lib.to_object(first):
+    if categories:
+      raise ValueError(
+        f'--categories={",".join(categories)}: --prompt_file={name} has prompts'
+        ' without categories'
+      )
+    texts = _read_prompts(limit, lines)
+    return [questions_lib.Question((text,)) for text in texts]
+  with named_as_flag('prompt_file='):
+    questions = questions_lib.parse(name, lines)
+  with named_as_flag():
+    return questions_lib.choose(questions, limit, categories)
+
+
+def given_prompts(prompt: flags.FlagHolder, num_prompts: int) -> list[str]:
+  """The first `num_prompts` prompts of the file, or copies of `--prompt`."""
+  if PROMPT_FILE.value is None:
+    arguments_lib.check_text(f'--{prompt.name}', prompt.value)
+    return [prompt.value] * num_prompts
+  if prompt.present:
+    raise ValueError('give --prompt or --prompt_file, not both')
+  return _read_prompts(num_prompts, [*prompt_lines()])
+
+
 def as_dict() -> dict[str, Any]:
   """All flags of the running script, for result files."""
+  # These do not change results.
+  left_out = {'output', 'plots', *(flag.name for flag in several_hosts.FLAGS)}
   record = {
     flag.name: flag.value
     for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0])
+    if flag.name not in left_out
   }
-  # These do not change results.
-  of_hosts = (flag.name for flag in several_hosts.FLAGS)
-  for name in ('output', 'plots', *of_hosts):
-    record.pop(name, None)
   # Folders may be private.
   for name in ('target', 'draft', 'head', 'plan', 'ngram'):
     path = pathlib.Path(str(record.get(name)))

@@ -94,43 +94,6 @@ benchmark() {
     --output="$out/$name.json" "$@"
 }
 
-# Kernels of a decode as the profiler of the accelerator times them.
-kernels_timed='
-import collections, glob, json, sys, tempfile
-import jax
-import specdec
-target, prompts, output = sys.argv[1:]
-prompt = json.loads(open(prompts).readline())["prompt"]
-found = []
-for method in ("plain", "staged"):
-  lm = specdec.load(target, "demo", method=method, dtype="bfloat16")
-  run = lambda: lm.generate(prompt, max_new_tokens=64)
-  run(), run(), run()  # Command buffers are recorded in the second.
-  folder = tempfile.mkdtemp()
-  with jax.profiler.trace(folder):
-    stats = run().stats
-  (name,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
-  times = collections.defaultdict(list)
-  for plane in jax.profiler.ProfileData.from_file(name).planes:
-    for line in plane.lines if plane.name.startswith("/device:GPU") else ():
-      for event in line.events if "Stream" in line.name else ():
-        times[event.name].append(event.duration_ns / 1e6)
-  every = [(sum(of), len(of), name) for name, of in times.items()]
-  found.append({
-    "method": method, "target_forwards": stats.target_forwards,
-    "stage_forwards": dict(stats.stage_forwards),
-    "kernels": sum(n for _, n, _ in every),
-    "kernels_busy_ms": sum(ms for ms, _, _ in every),
-    "longest": [
-      {"kernel": name, "count": n, "ms": round(ms, 3)}
-      for ms, n, name in sorted(every, reverse=True)[:30]
-    ],
-  })
-  json.dump(found, open(output, "w"), indent=1)
-  print(method, found[-1]["kernels"] / max(stats.target_forwards, 1),
-        "kernels per step,", found[-1]["kernels_busy_ms"], "ms busy")
-'
-
 step expand_large "$here/expand_model.py" --model=demo \
   --output="$models/gpt2-large-shape" --dtype=bfloat16 "${large[@]}"
 large_target="$models/gpt2-large-shape"
@@ -141,8 +104,6 @@ step lossless "$here/check_lossless.py" --prompt_file="$prompts" \
   --num_prompts=2 --max_new_tokens=32 --batch_sizes=1
 benchmark large_greedy "${on_large[@]}" --arms="$arms" $peer
 benchmark large_sampled "${on_large[@]}" --arms="$few" "${sampled[@]}"
-step kernels_timed -c "$kernels_timed" "$large_target" "$prompts" \
-  "$out/kernels_timed.json"
 # With XLA's own products, which shows what those of the library gain.
 ours=${XLA_FLAGS:-}
 export XLA_FLAGS=$default_flags

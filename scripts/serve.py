@@ -28,7 +28,7 @@ def main() -> None:
   import loading
 
   try:
-    from specdec.models.serve import listening
+    from specdec.models.serve import app
   except ImportError as error:
     raise ValueError(
       f"the package {error.name} is needed: pip install 'specdec-jax[serve]'"
@@ -54,14 +54,14 @@ def main() -> None:
   )
   reader = asked.Reader(
     engine,
-    model=loading.model_name(),
+    model=str(loading.models().target).rstrip('/').rpartition('/')[2],
     max_new_tokens=limit,
     sampling=sampling,
     seed=seed if options.SEED.present else None,
   )
   with waiting.announced('compiling'):
     engine.warm_up(sampling)
-  server = listening.Server(
+  server = app.Server(
     reader, host=_HOST.value, port=_PORT.value, api_key=_API_KEY.value
   )
   with contextlib.suppress(KeyboardInterrupt):  # After all streams have ended.

@@ -7,206 +7,127 @@ python scripts/train.py --head=block --target=FOLDER --workdir=/tmp/block \
     --output=/tmp/block/model
 """
 
-import functools
 import pathlib
+import sys
+from typing import Any
 
 from absl import flags
 import command_line
 
+from specdec.models.text import fields
+
+try:
+  from specdec.models.lab.training import block_trainer
+  from specdec.models.lab.training import corpus as corpus_lib
+  from specdec.models.lab.training import head_trainer
+  from specdec.models.lab.training import model_trainer
+  from specdec.models.lab.training import trainer
+except ImportError as error:
+  sys.exit(
+    f'train.py: the package {error.name} is needed: pip install'
+    " 'specdec-jax[train]'"
+  )
+
 _FLAGS = flags.FLAGS
 
-_string, _enum = flags.DEFINE_string, flags.DEFINE_enum
-_integer = functools.partial(flags.DEFINE_integer, lower_bound=1)
-_float = functools.partial(flags.DEFINE_float, lower_bound=0)
-
-_string('workdir', None, 'folder of checkpoints and loss curve', required=True)
-_string('output', None, 'Hugging Face folder to write', required=True)
-_string('corpus', '', 'folder of text; default: the standard library')
-_string('pattern', '*.py', 'pattern of file names to read')
-_integer('steps', 2400, 'number of optimizer steps')
-_integer('batch_tokens', 4096, 'tokens per step')
-_float(
-  'learning_rate',
-  None,
-  'peak learning rate; decays to zero; default: 0.005, of --head 0.002',
+flags.DEFINE_string(
+  'workdir', None, 'folder of checkpoints and loss curve', required=True
 )
-_enum(
-  'optimizer',
-  'muon',
-  ['muon', 'adamw'],
-  'muon: for the matrices of layers, AdamW for the rest; its work does not'
-  ' depend on --batch_tokens, so with few of them adamw makes faster steps',
+flags.DEFINE_string(
+  'output', None, 'Hugging Face folder to write', required=True
 )
-flags.DEFINE_integer('seed', 0, 'seed of weights and batches', 0, 2**32 - 1)
-_enum('dtype', 'bfloat16', ['float32', 'bfloat16'], 'of the matrix products')
-_enum(
+flags.DEFINE_enum(
   'output_dtype',
   'float16',
   ['float32', 'float16', 'bfloat16'],
   'dtype of the stored weights',
 )
-_integer('heads', None, 'attention heads; default: 5, of --head as the target')
-_integer(
-  'kv_heads',
-  None,
-  'number of key and value heads; default: as --heads, else as the target',
-)
-_integer(
-  'inner_width',
-  None,
-  'width of the feed-forward layer; default: as the family, of --head as the'
-  ' target',
-)
-_integer(
-  'context',
-  None,
-  'longest context, in tokens; default: 1024; of --head what it learns from at'
-  ' once, default: 256',
-)
-_string('tokenizer', None, 'folder of a tokenizer to use; default: train one')
-_string('teacher', None, 'model folder to distil from (implies its tokenizer)')
-flags.DEFINE_integer(
-  'vocab_size', 4096, 'vocabulary of a new tokenizer', lower_bound=257
-)
-_enum('family', 'gpt2', ['gpt2', 'llama'], 'family of the model')
-_integer('width', 320, 'width of the residual stream')
-_integer('layers', None, 'number of layers; default: 6, of --head=block 2')
-_enum(
+flags.DEFINE_enum(
   'head',
   None,
   ['eagle3', 'block'],
   'train a drafting head for --target instead of a model: EAGLE-3, or a block'
   ' drafter (DSpark or DFlash)',
 )
-_string(
-  'target', 'demo', 'of --head: demo, a model folder, a GGUF file or a hub id'
-)
-_string('target_dtype', 'auto', 'of --head, the dtype of the target')
-_integer(
-  'head_vocabulary',
-  None,
-  'of --head, tokens that it may draft, the most frequent ones, with an output'
-  ' matrix of its own; default: all, with the matrix of the target',
-)
-_integer(
-  'head_depth',
-  4,
-  'of --head=eagle3, how many tokens ahead it learns to draft from its own'
-  ' states',
-)
-flags.DEFINE_integer(
-  'answer_tokens',
-  None,
-  'of --head, the last tokens of --context, which the target writes itself;'
-  ' default: 192 of --head=block, else 0',
-  lower_bound=0,
-)
-_integer('block_size', 8, 'of --head=block, rows of a block')
-flags.DEFINE_integer(
-  'markov_rank',
-  256,
-  'of --head=block, the rank of the term for the token before, which makes it a'
-  ' DSpark drafter; 0: none, a DFlash drafter',
-  lower_bound=0,
-)
-_integer('anchors', 64, 'of --head=block, blocks that a window is cut into')
-_float(
-  'feature_gigabytes',
-  10.0,
-  'of --head, the most disk space in --workdir for what the target computes',
-)
 
-# The flags of settings: for all kinds of training, and for each kind.
-_SHARED_FLAGS = (
-  'steps',
-  'batch_tokens',
-  'learning_rate',
-  'optimizer',
-  'seed',
-  'dtype',
-  'heads',
-  'kv_heads',
-  'inner_width',
-)
-_MODEL_FLAGS = (
-  'context',
-  'tokenizer',
-  'teacher',
-  'vocab_size',
-  'family',
-  'width',
-  'layers',
-)
-_TARGET_FLAGS = (
-  'context',
-  'answer_tokens',
-  'target',
-  'target_dtype',
-  'head_vocabulary',
-  'feature_gigabytes',
-)
-_HEAD_FLAGS = {
-  'eagle3': (*_TARGET_FLAGS, 'head_depth'),
-  'block': (*_TARGET_FLAGS, 'block_size', 'layers', 'markov_rank', 'anchors'),
+# By --head.
+_TRAININGS: dict[str | None, type[trainer.Training]] = {
+  None: model_trainer.ModelTraining,
+  'eagle3': head_trainer.HeadTraining,
+  'block': block_trainer.BlockTraining,
 }
-# The fields that have other names than their flags.
-_FIELDS = {
-  'steps': 'num_steps',
-  'heads': 'num_heads',
-  'kv_heads': 'num_kv_heads',
-  'layers': 'num_layers',
-  'head_vocabulary': 'vocabulary',
-  'head_depth': 'depth',
-  'anchors': 'num_anchors',
+_OPTIONS = {
+  head: fields.options_of(training) for head, training in _TRAININGS.items()
 }
+_MAY_BE_ZERO = ('seed', 'answer_tokens', 'markov_rank')
 
 
-def _without_effect() -> dict[str, str]:
-  """The flags that have no effect next to other flags, and why."""
-  reasons: dict[str, str] = {}
-  ours: tuple[str, ...] = _MODEL_FLAGS
-  why = 'without --head'
-  if _FLAGS.head is not None:
-    ours, why = _HEAD_FLAGS[_FLAGS.head], f'with --head={_FLAGS.head}'
-  every = {*_MODEL_FLAGS}.union(*_HEAD_FLAGS.values())
-  reasons |= dict.fromkeys(every - {*ours}, why)
+def _define(name: str) -> None:
+  """The flag of an option, which may differ by `--head`."""
+  heads_by_text = dict[str, list[str]]()
+  for head, options in _OPTIONS.items():
+    if name in options:
+      field = options[name].field
+      text = field.metadata['help']
+      if field.default not in (None, ''):
+        text += f'; default: {field.default}'
+      heads = heads_by_text.setdefault(text, [])
+      heads.append('without --head' if head is None else f'--head={head}')
+  texts = [
+    text if len(heads) == len(_OPTIONS) else f'{", ".join(heads)}: {text}'
+    for text, heads in heads_by_text.items()
+  ]
+  option = next(
+    options[name] for options in _OPTIONS.values() if name in options
+  )
+  is_whole = option.parser is int and name not in _MAY_BE_ZERO
+  command_line.define_option(
+    name, option, None, '; '.join(texts), int(is_whole)
+  )
+
+
+for _name in dict.fromkeys(
+  name for options in _OPTIONS.values() for name in options
+):
+  _define(_name)
+flags.adopt_module_key_flags(command_line)  # So that --help lists them.
+
+
+def _given(record: str = '') -> dict[str, Any]:
+  """The fields of a record of the chosen training that flags set."""
+  return {
+    option.field.name: _FLAGS[name].value
+    for name, option in _OPTIONS[_FLAGS.head].items()
+    if option.record == record and _FLAGS[name].present
+  }
+
+
+@command_line.checked_first
+def _check_flags() -> None:
+  """Refuses flags that have no effect next to other flags."""
+  chosen = _OPTIONS[_FLAGS.head]
+  why = f'with --head={_FLAGS.head}' if _FLAGS.head else 'without --head'
+  reasons = {
+    name: why
+    for options in _OPTIONS.values()
+    for name in options
+    if name not in chosen
+  }
   for given, useless in (
     ('tokenizer', ('vocab_size',)),
     ('teacher', ('vocab_size', 'tokenizer')),
   ):
     if _FLAGS[given].value is not None:
       reasons |= dict.fromkeys(useless, f'with --{given}')
-  return reasons
-
-
-@command_line.checked_first
-def _check_flags() -> None:
-  for name, why in _without_effect().items():
+  for name, why in reasons.items():
     if _FLAGS[name].present:
       raise ValueError(f'--{name} has no effect {why}; leave it out')
 
 
 def main() -> None:
-  from specdec.models.lab.training import block_trainer
-  from specdec.models.lab.training import corpus as corpus_lib
-  from specdec.models.lab.training import head_trainer
-  from specdec.models.lab.training import model_trainer
-  from specdec.models.lab.training import trainer
-
-  trainings: dict[str | None, type[trainer.Training]] = {
-    None: model_trainer.ModelTraining,
-    'eagle3': head_trainer.HeadTraining,
-    'block': block_trainer.BlockTraining,
-  }
-  names = *_SHARED_FLAGS, *_HEAD_FLAGS.get(_FLAGS.head, _MODEL_FLAGS)
-  context = 'num_positions' if _FLAGS.head is None else 'length'
-  fields = _FIELDS | {'context': context}
-  values = {fields.get(name, name): _FLAGS[name].value for name in names}
+  corpus = corpus_lib.Corpus(**_given('corpus'))
   trainer.run(
-    trainings[_FLAGS.head](
-      corpus=corpus_lib.Corpus(folder=_FLAGS.corpus, pattern=_FLAGS.pattern),
-      **{name: value for name, value in values.items() if value is not None},
-    ),
+    _TRAININGS[_FLAGS.head](corpus=corpus, **_given()),
     workdir=pathlib.Path(_FLAGS.workdir),
     output=pathlib.Path(_FLAGS.output),
     output_dtype=_FLAGS.output_dtype,

@@ -13,10 +13,9 @@ import sys
 from absl import flags
 import command_line
 import options
-import prompt_flags
 import several_hosts
 
-prompt_flags.define_num_prompts()
+options.define_num_prompts()
 _BATCH_SIZE = options.define_batch_size(1, 'rows decoded together')
 _OUTPUT = flags.DEFINE_string(
   'output', None, 'file of the plan; default: where --plan=auto looks for it'
@@ -41,7 +40,7 @@ def main() -> None:
     raise ValueError(
       f'plans are for --verify=match, got {options.VERIFY.value}'
     )
-  prompts = prompt_flags.file_prompts()
+  prompts = options.file_prompts()
   record.prepare_output(_OUTPUT.value)
   task = loading.task(_BATCH_SIZE.value)
   context = plan_lookup.context_of(task)

@@ -12,7 +12,6 @@ import pathlib
 from absl import flags
 import command_line
 import options
-import prompt_flags
 
 import specdec
 from specdec.models.text import settings as settings_lib
@@ -46,7 +45,7 @@ def main() -> None:
   if _TRACE.value is None:
     import loading
 
-    prompts = prompt_flags.given(_PROMPT, 1)
+    prompts = options.given_prompts(_PROMPT, 1)
     generator = loading.generator(prompts, 1)
     arguments = options.decoding() | {'log_probs': True}
     (trace,) = generator.stream(prompts, **arguments).trace()

@@ -12,9 +12,9 @@ import time
 import byte_level
 import tiny
 
+from specdec.models.serve import app as app_lib
 from specdec.models.serve import asked as asked_lib
 from specdec.models.serve import engine as engine_lib
-from specdec.models.serve import listening
 from specdec.models.text import generator as generator_lib
 from specdec.models.text import pair as pair_lib
 
@@ -49,7 +49,7 @@ def serving(lm, *, max_new_tokens=8, api_key=None, **options):
   chosen = {'method': 'tree', 'context': tiny.MAX_POSITIONS} | options
   engine = engine_lib.Engine(lm, **chosen)
   reader = asked_lib.Reader(engine, model='tiny', max_new_tokens=max_new_tokens)
-  server = listening.Server(reader, api_key=api_key)
+  server = app_lib.Server(reader, api_key=api_key)
   thread = threading.Thread(target=server.run, daemon=True)
   thread.start()
   while not server.address:

@@ -1,16 +1,20 @@
-"""OpenAI's interface over an `Engine`, as a Starlette application."""
+"""OpenAI's interface over an `Engine`, and the server that has it."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from collections.abc import Awaitable
 from collections.abc import Callable
+from collections.abc import Sequence
 import contextlib
 import functools
 import hmac
+import itertools
 import json
 import pathlib
+import sys
 import time
 from typing import Any
+import uuid
 
 import anyio
 import starlette.applications
@@ -18,10 +22,13 @@ import starlette.exceptions
 import starlette.requests
 import starlette.responses
 import starlette.routing
+import uvicorn
 
-from specdec.models.serve import answers as answers_lib
 from specdec.models.serve import asked as asked_lib
 from specdec.models.serve import engine as engine_lib
+from specdec.models.text import pair as pair_lib
+from specdec.models.text import scores as scores_lib
+from specdec.models.text import token_bytes as token_bytes_lib
 from specdec.text import text_files
 
 _MOST_BYTES = 8 << 20  # The size of a body.
@@ -83,6 +90,147 @@ async def _body(request: _Request) -> dict[str, Any]:
   return body
 
 
+class _Form:
+  """The form of the answer to one request of a client: whole, or in chunks."""
+
+  def __init__(self, pair: pair_lib.Pair, asked: asked_lib.Asked, model: str):
+    self._pair, self._asked = pair, asked
+    kind = 'chatcmpl' if asked.is_chat else 'cmpl'
+    self._head: dict[str, Any] = {'created': int(time.time()), 'model': model}
+    self._head['id'] = f'{kind}-{uuid.uuid4().hex}'
+
+  def wrapped(
+    self,
+    choices: Sequence[dict[str, Any]],
+    ends: Sequence[engine_lib.Answer] = (),
+    *,
+    is_chunk: bool = True,
+  ) -> dict[str, Any]:
+    """An object with choices; with all ends, their tokens are counted."""
+    kind = 'chat.completion' if self._asked.is_chat else 'text_completion'
+    if is_chunk and self._asked.is_chat:
+      kind = 'chat.completion.chunk'
+    whole = self._head | {'object': kind, 'choices': choices}
+    if not ends:
+      return whole
+    firsts = slice(
+      None, None, self._asked.n
+    )  # A prompt of several counts once.
+    prompts = sum(len(request.ids) for request in self._asked.requests[firsts])
+    new = sum(len(end.tokens) for end in ends)
+    cached = sum(end.num_cached for end in ends[firsts])
+    usage = {
+      'prompt_tokens': prompts,
+      'completion_tokens': new,
+      'total_tokens': prompts + new,
+      'prompt_tokens_details': {'cached_tokens': cached},
+    }
+    return whole | {'usage': usage}
+
+  def _choice(
+    self,
+    index: int,
+    said: token_bytes_lib.Said | None,
+    end: engine_lib.Answer | None = None,
+    **message: str,
+  ) -> dict[str, Any]:
+    """A choice that says something, or has ended, or both."""
+    if said is not None:
+      message['content'] = said.text
+      if said.reasoning:
+        message['reasoning_content'] = said.reasoning
+    choice: dict[str, Any] = {'index': index, 'logprobs': None}
+    choice['finish_reason'] = end and end.finish_reason
+    if self._asked.is_chat:
+      choice['delta'] = message
+    else:
+      choice['text'] = said.text if said else ''
+    if end is not None:
+      choice |= {'logprobs': self._logprobs(index, end)}
+      choice |= {'specdec': end.evidence}
+      if self._asked.return_token_ids:
+        choice['token_ids'] = end.tokens
+    return choice
+
+  def _echo(self, index: int) -> token_bytes_lib.Said:
+    text = self._asked.prompts[index] if self._asked.echo else ''
+    return token_bytes_lib.Said(text)
+
+  def whole(self, ends: Sequence[engine_lib.Answer]) -> dict[str, Any]:
+    """The answer with all choices."""
+    choices = []
+    for index, end in enumerate(ends):
+      said = engine_lib.joined([self._echo(index), end.said])
+      choice = self._choice(index, said, end, role='assistant')
+      if self._asked.is_chat:
+        choice['message'] = choice.pop('delta')
+      choices.append(choice)
+    return self.wrapped(choices, ends, is_chunk=False)
+
+  def first(self) -> list[dict[str, Any]]:
+    """The chunks before all others: who speaks in a chat, and the echo."""
+    num_choices = len(self._asked.requests)
+    return [
+      self.wrapped([self._choice(i, self._echo(i), role='assistant')])
+      for i in range(
+        num_choices if self._asked.is_chat or self._asked.echo else 0
+      )
+    ]
+
+  def chunk(
+    self, index: int, event: engine_lib.Piece | engine_lib.Answer
+  ) -> dict[str, Any]:
+    """A chunk of a choice: what was added, or its end with all `logprobs`."""
+    if isinstance(event, engine_lib.Answer):
+      return self.wrapped([self._choice(index, None, event)])
+    choice = self._choice(index, engine_lib.joined(event.said))
+    pieces = [said.reasoning + said.text for said in event.said]
+    choice['specdec'] = {'pieces': pieces, 'origins': event.origins}
+    return self.wrapped([choice])
+
+  def _logprobs(self, index: int, end: engine_lib.Answer) -> Any:
+    """The log-probabilities of the tokens of a choice, if they are wanted."""
+    num_best = self._asked.logprobs
+    if num_best is None:
+      return None
+    prompt = self._asked.requests[index].ids
+    ids = prompt + end.tokens
+    scores = [None, *scores_lib.score(self._pair.target, ids)]
+    first = 0 if self._asked.echo else len(prompt)
+    scores, ids = scores[first:], ids[first:]
+    if self._asked.is_chat:
+      return {
+        'content': [self._of_chat(score, num_best) for score in scores if score]
+      }
+    texts = [self._pair.token_text(token) for token in ids]
+    return {
+      'tokens': texts,
+      'token_logprobs': [score and score.log_prob for score in scores],
+      'top_logprobs': [
+        score and self._best_texts(score, num_best) for score in scores
+      ],
+      'text_offset': [0, *itertools.accumulate(map(len, texts[:-1]))],
+    }
+
+  def _best_texts(
+    self, score: scores_lib.TokenScore, num_best: int
+  ) -> dict[str, float]:
+    """The log-probabilities of the token and of the best ones, by their text.
+
+    Of several tokens with one text the likeliest counts.
+    """
+    pairs = (score.token, score.log_prob), *reversed(score.best[:num_best])
+    return {self._pair.token_text(token): value for token, value in pairs}
+
+  def _of_chat(self, score: scores_lib.TokenScore, num_best: int) -> Any:
+    def described(token: int, log_prob: float) -> dict[str, Any]:
+      text, data = self._pair.token_text(token), self._pair.token_bytes()[token]
+      return {'token': text, 'logprob': log_prob, 'bytes': [*data]}
+
+    best = [described(*pair) for pair in score.best[:num_best]]
+    return described(score.token, score.log_prob) | {'top_logprobs': best}
+
+
 class _Answering(_Response):
   """The answer to one request of a client.
 
@@ -93,7 +241,7 @@ class _Answering(_Response):
     self,
     engine: engine_lib.Engine,
     asked: asked_lib.Asked,
-    form: answers_lib.Form,
+    form: _Form,
   ):
     self._engine, self._asked, self._form = engine, asked, form
     self._events: asyncio.Queue[tuple[int, engine_lib.Event]] = asyncio.Queue()
@@ -155,7 +303,7 @@ class _Answering(_Response):
         else:
           yield _sent(_Json(make()))
       if self._asked.include_usage:
-        yield _sent(_Json(self._form.usage_chunk(self._ends)))
+        yield _sent(_Json(self._form.wrapped([], self._ends)))
     except Exception as error:
       yield _sent(_error(error))
     yield b'data: [DONE]\n\n'
@@ -172,6 +320,8 @@ class _Handlers:
   def __init__(self, reader: asked_lib.Reader, api_key: str | None):
     self._reader, self._engine = reader, reader.engine
     self._key, self._begun = api_key, int(time.time())
+    # Tokenizers are not made for several threads.
+    self._tokenizing = asyncio.Lock()
 
   def _check_key(self, request: _Request) -> None:
     """Refuses a request without the key, if there is one."""
@@ -186,8 +336,9 @@ class _Handlers:
     self._check_key(request)
     body = await _body(request)
     read = functools.partial(self._reader.read, body, is_chat=is_chat)
-    asked = await anyio.to_thread.run_sync(read)
-    form = answers_lib.Form(self._engine.pair, asked, self._reader.model)
+    async with self._tokenizing:
+      asked = await anyio.to_thread.run_sync(read)
+    form = _Form(self._engine.pair, asked, self._reader.model)
     return _Answering(self._engine, asked, form)
 
   async def models(self, request: _Request) -> _Response:
@@ -229,10 +380,9 @@ class _Handlers:
     return starlette.responses.HTMLResponse(_PAGE.read_text('utf-8'))
 
 
-def make_app(
-  reader: asked_lib.Reader, api_key: str | None = None
+def _make_app(
+  reader: asked_lib.Reader, api_key: str | None
 ) -> starlette.applications.Starlette:
-  """The application; `api_key` None lets everybody ask."""
   handlers = _Handlers(reader, api_key)
   chat = functools.partial(handlers.complete, is_chat=True)
   text = functools.partial(handlers.complete, is_chat=False)
@@ -251,3 +401,49 @@ def make_app(
       (Exception, _ApiError, http_error), _refuse
     ),
   )
+
+
+class Server(uvicorn.Server):
+  """Ends open streams on Ctrl-C, and says where it listens.
+
+  Args:
+    reader: reads the requests, and has the engine.
+    host: the address to listen at.
+    port: 0 takes a free one.
+    api_key: that clients must send; None: none.
+  """
+
+  def __init__(
+    self,
+    reader: asked_lib.Reader,
+    *,
+    host: str = '127.0.0.1',
+    port: int = 0,
+    api_key: str | None = None,
+  ):
+    self.reader, self.engine, self.address = reader, reader.engine, ''
+    super().__init__(
+      uvicorn.Config(
+        _make_app(reader, api_key),
+        host,
+        port,
+        log_config=None,
+        log_level='error',
+        lifespan='off',
+        timeout_graceful_shutdown=5,
+      )
+    )
+
+  def handle_exit(self, sig: int, frame: Any) -> None:
+    """Called on Ctrl-C."""
+    self.engine.stop()
+    super().handle_exit(sig, frame)
+
+  async def startup(self, sockets: Any = None) -> None:
+    """Called before the first request."""
+    await super().startup(sockets)
+    for server in self.servers:
+      host, port, *_ = server.sockets[0].getsockname()
+      host = f'[{host}]' if ':' in host else host
+      self.address = f'http://{host}:{port}'
+      print(f'listening at {self.address}', file=sys.stderr, flush=True)

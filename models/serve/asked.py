@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import contextlib
 import dataclasses
 import random
-import threading
 from typing import Any
 from typing import Literal
 
@@ -215,8 +214,6 @@ class Reader:
   ):
     self.engine, self.model, self.sampling = engine, model, sampling
     self.max_new_tokens, self.seed = max_new_tokens, seed
-    # Tokenizers are not made for several threads.
-    self._lock = threading.Lock()
 
   def read(self, body: Mapping[str, Any], *, is_chat: bool) -> Asked:
     """The requests of the body of a request.
@@ -224,10 +221,6 @@ class Reader:
     Raises:
       ApiError: a parameter cannot be used.
     """
-    with self._lock:
-      return self._read(body, is_chat)
-
-  def _read(self, body: Mapping[str, Any], is_chat: bool) -> Asked:
     given = _typed(body, _COMMON | (_OF_CHAT if is_chat else _OF_TEXT))
     if given.get('model', self.model) != self.model:
       raise engine_lib.ApiError(
@@ -257,7 +250,7 @@ class Reader:
       engine_lib.Request(
         ids=ids,
         max_new_tokens=self._limit(len(ids), given, prompt_name),
-        seed=seed + i if seed + i < 2**32 else seed + i - 2**32,
+        seed=(seed + i) % 2**32,
         section=section,
         **options,
       )

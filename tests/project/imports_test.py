@@ -125,7 +125,7 @@ def test_modules_are_imported_not_names():
 
 def test_what_only_training_needs_is_imported_by_training_alone():
   """The package is installed without it; flax itself needs optax."""
-  names = ('loss', 'run_checkpoints', 'tokenizer', 'trainer')
+  names = ('loss', 'tokenizer', 'trainer')
   names += ('block_trainer', 'head_trainer', 'model_trainer', 'target_trainer')
   training = {f'specdec.models.lab.training.{name}' for name in names}
   assert training < _MODULES.keys()

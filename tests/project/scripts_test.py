@@ -27,7 +27,7 @@ from specdec.models.lab.bench import times
 from specdec.models.lab.bench import timing
 from specdec.models.lab.tune import plan_lookup
 from specdec.models.nn import sharding as sharding_lib
-from specdec.models.serve import listening
+from specdec.models.serve import app as app_lib
 from specdec.models.text import choice as choice_lib
 from specdec.models.text import generator as generator_lib
 from specdec.models.text import settings as settings_lib
@@ -455,7 +455,7 @@ def test_a_plan_says_how_to_decode(pair, tmp_path):
 def test_flags_of_the_endpoint_become_settings(pair, monkeypatch):
   readers = []
   run = lambda server: readers.append(server.reader)
-  monkeypatch.setattr(listening.Server, 'run', run)
+  monkeypatch.setattr(app_lib.Server, 'run', run)
   flags = '--temperature=0.5', '--context=64', '--queue_size=3', '--port=0'
   _output('serve.py', *pair, *_CHAIN, *flags, '--batch_size=2')
   (reader,) = readers
@@ -475,8 +475,8 @@ def test_flags_of_the_endpoint_become_settings(pair, monkeypatch):
   refused = command_lines.refusal('serve.py', *hosts, '--num_processes=2')
   assert 'requests come to one host' in refused
   # Without the extra.
-  monkeypatch.delitem(sys.modules, 'specdec.models.serve.listening')
-  monkeypatch.delattr('specdec.models.serve.listening')
+  monkeypatch.delitem(sys.modules, 'specdec.models.serve.app')
+  monkeypatch.delattr('specdec.models.serve.app')
   monkeypatch.setitem(sys.modules, 'uvicorn', None)
   refused = command_lines.refusal('serve.py', *pair, '--method=plain')
   assert "uvicorn is needed: pip install 'specdec-jax[serve]'" in refused

@@ -10,7 +10,6 @@ import re
 
 from specdec import generation as generation_lib
 from specdec import statistics as statistics_lib
-from specdec.models.lab.bench import timing
 from specdec.models.nn import matrices as matrices_lib
 from specdec.models.text import settings as settings_lib
 
@@ -39,32 +38,6 @@ class ArmSpec:
     return f'{self.method}{f"({listed})" if listed else ""}:{self.dtype}'
 
 
-@dataclasses.dataclass(frozen=True)
-class ReadyArm:
-  """An arm with its models loaded.
-
-  Attributes:
-    decode: decodes a batch of prompts.
-    weight_bytes: of all weights and tables in memory; None for a peer, which
-      tells no more than tokens, times and forwards.
-    first_seconds: of a peer, until each prompt had its first token.
-  """
-
-  decode: timing.Arm
-  weight_bytes: int | None = None
-  first_seconds: Sequence[float] = ()
-
-
-def _until_eos(
-  row: Sequence[int], eos_ids: Sequence[int]
-) -> tuple[list[int], str]:
-  """The tokens up to the first EOS, and the finish reason."""
-  for index, token in enumerate(row):
-    if token in eos_ids:
-      return [*row[: index + 1]], 'eos'
-  return [*row], 'length'
-
-
 def as_generation(
   rows: Sequence[Sequence[int]], eos_ids: Sequence[int], forwards: int
 ) -> generation_lib.Generation:
@@ -72,15 +45,18 @@ def as_generation(
 
   `forwards` counts target forwards, for all rows together.
   """
-  ended = [_until_eos(row, eos_ids) for row in rows]
-  tokens = [row for row, _ in ended]
+  tokens, reasons = list[list[int]](), list[str]()
+  for row in rows:
+    ends = [end for end, token in enumerate(row, 1) if token in eos_ids]
+    tokens.append([*row[: ends[0] if ends else None]])
+    reasons.append('eos' if ends else 'length')
   nothing = {'forwards': 0, 'slots': 0}
   return generation_lib.Generation(
     tokens=tokens,
     origins=[],
     labels=('target',),
     log_probs=None,
-    finish_reasons=[reason for _, reason in ended],
+    finish_reasons=reasons,
     errors=[None] * len(tokens),
     stats=statistics_lib.Statistics(
       new_tokens=sum(map(len, tokens)),

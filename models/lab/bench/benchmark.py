@@ -4,11 +4,14 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import itertools
 import pathlib
+import sys
 from typing import Any
 
 import jax
 import numpy as np
+import tqdm
 
 import specdec
 from specdec import arguments as arguments_lib
@@ -17,20 +20,19 @@ from specdec import sampling as sampling_lib
 from specdec import statistics as statistics_lib
 from specdec.models.lab import task as task_lib
 from specdec.models.lab.bench import arms as arms_lib
-from specdec.models.lab.bench import batches as batches_lib
 from specdec.models.lab.bench import endpoint as endpoint_lib
 from specdec.models.lab.bench import exactness
 from specdec.models.lab.bench import questions as questions_lib
 from specdec.models.lab.bench import record
 from specdec.models.lab.bench import times
 from specdec.models.lab.bench import timing
+from specdec.models.text import chat_template
 from specdec.models.text import drafters
 from specdec.models.text import pair as pair_lib
 from specdec.models.text import settings as settings_lib
 from specdec.text import whole_files
 
 Figures = Mapping[str, Any]
-Batches = Sequence[Sequence[Sequence[int]]]
 
 
 def _interval(arm: Figures, name: str, unit: str = '') -> str:
@@ -214,7 +216,8 @@ PAPER_COSTS = {
 
 def _own_arm(
   spec: arms_lib.ArmSpec, pair: pair_lib.Pair, task: task_lib.Task
-) -> arms_lib.ReadyArm:
+) -> tuple[timing.Arm, int]:
+  """An arm of this library, and the bytes of its weights and tables."""
   try:
     drafting = settings_lib.with_options(task.drafting, dict(spec.options))
     if spec.method == settings_lib.PLANNED:
@@ -248,32 +251,119 @@ def _own_arm(
     )
 
   arrays = {id(leaf): leaf for leaf in jax.tree.leaves((pair.target, used))}
-  weight_bytes = sum(leaf.nbytes for leaf in arrays.values())
-  return arms_lib.ReadyArm(decode, weight_bytes)
+  return decode, sum(leaf.nbytes for leaf in arrays.values())
 
 
-def _batches(
+Turn = tuple[str | None, list[int]]
+"""The category of a prompt and its token ids."""
+
+Batch = tuple[str | None, list[list[int]]]
+"""The category of several prompts and the token ids of each."""
+
+
+def check_context(
+  rows: Sequence[Sequence[int]], max_new_tokens: int, context: int
+) -> None:
+  """ValueError if a prompt and its new tokens exceed the target's context."""
+  longest = max(map(len, rows))
+  if longest + max_new_tokens > context:
+    raise ValueError(
+      f'--max_new_tokens={max_new_tokens} and the longest prompt,'
+      f' {longest} tokens, exceed the context of the target, {context} tokens;'
+      ' --prompt_bucket leaves out longer prompts'
+    )
+
+
+def turns_of(
   questions: Sequence[questions_lib.Question],
-  pairs: Mapping[str, pair_lib.Pair],
+  pair: pair_lib.Pair,
   answer: timing.Arm,
   task: task_lib.Task,
+  *,
   bucket: int | None,
-) -> list[batches_lib.Batch]:
-  """All turns in batches; ValueError if they exceed the context."""
-  context = min(pair.target.spec.max_positions for pair in pairs.values())
-  limits = {'max_new_tokens': task.max_new_tokens, 'context': context}
-  sizes: dict[str, Any] = {'batch_size': task.batch_size, 'bucket': bucket}
-  pair = next(iter(pairs.values()))
-  turns = batches_lib.turns_of(questions, pair, answer, **sizes, **limits)
-  batches = batches_lib.make_batches(turns, **sizes)
-  rows = [row for _, batch in batches for row in batch]
-  batches_lib.check_context(rows, **limits)
-  return batches
+  context: int,
+) -> list[Turn]:
+  """Every turn of the questions as a prompt, with the conversation before it.
+
+  `answer` gives the answers in the conversations; it decodes batches. The last
+  turns are not decoded here. A conversation of more than `bucket` tokens does
+  not go on.
+
+  Raises:
+    ValueError: there is no chat template, or a conversation exceeds the
+      context.
+  """
+  first = pair.ids_of([question.first for question in questions])
+  prompts = [[ids] for ids in first]
+  answers: list[list[dict[str, str]]] = [[] for _ in questions]
+  while going_on := [
+    index
+    for index, question in enumerate(questions)
+    if len(prompts[index]) < len(question.turns)
+    and (bucket is None or len(prompts[index][-1]) <= bucket)
+  ]:
+    starts = range(0, len(going_on), task.batch_size)
+    for start in tqdm.tqdm(starts, unit='batch of answers', file=sys.stderr):
+      chunk = going_on[start : start + task.batch_size]
+      rows = [prompts[index][-1] for index in chunk]
+      check_context(rows, task.max_new_tokens, context)
+      # A full batch shares its programs with those that are timed.
+      rows += rows[-1:] * (task.batch_size - len(rows))
+      tokens = answer(rows, task.max_new_tokens).tokens[: len(chunk)]
+      for index, answer_ids in zip(chunk, tokens, strict=True):
+        messages = questions[index].messages(answers[index])
+        said = pair.said(answer_ids, section=pair.section_after(messages))
+        answers[index].append(chat_template.answer(*said))
+        messages = questions[index].messages(answers[index])
+        prompts[index] += pair.ids_of([messages])
+  return [
+    (question.category, ids)
+    for question, turns in zip(questions, prompts, strict=True)
+    for ids in turns
+  ]
+
+
+def make_batches(
+  turns: Sequence[Turn], *, batch_size: int, bucket: int | None
+) -> list[Batch]:
+  """Full batches of one category each, from each category in turn.
+
+  Prompts that do not fill a batch are left out. Only prompts of bucket / 2 <
+  length <= bucket tokens are kept, which share their programs; all if `bucket`
+  is None.
+
+  Raises:
+    ValueError: a category has fewer prompts than `batch_size`.
+  """
+  if bucket is not None:
+    turns = [turn for turn in turns if bucket // 2 < len(turn[1]) <= bucket]
+    if not turns:
+      raise ValueError(
+        f'no prompt has {bucket // 2 + 1} to {bucket} tokens; choose another'
+        ' --prompt_bucket'
+      )
+  groups: dict[str | None, list[list[int]]] = {}
+  for category, ids in turns:
+    groups.setdefault(category, []).append(ids)
+  by_category: list[list[Batch]] = []
+  for category, rows in groups.items():
+    if not 1 <= batch_size <= len(rows):
+      of = '' if category is None else f' of the category {category!r}'
+      raise ValueError(
+        f'--batch_size must be between 1 and the number of prompts{of},'
+        f' {len(rows)}; got {batch_size}'
+      )
+    starts = range(0, len(rows) - batch_size + 1, batch_size)
+    by_category.append(
+      [(category, rows[start : start + batch_size]) for start in starts]
+    )
+  in_turn = itertools.zip_longest(*by_category)
+  return [batch for batches in in_turn for batch in batches if batch]
 
 
 def _by_category(
   results: Mapping[str, Sequence[timing.Measurement]],
-  batches: Sequence[batches_lib.Batch],
+  batches: Sequence[Batch],
   figures: Mapping[str, Figures],
   baseline: str,
 ) -> dict[str, dict[str, dict[str, Any]]]:
@@ -304,7 +394,7 @@ def _by_category(
 def _find_flips(
   spec: arms_lib.ArmSpec,
   results: Mapping[str, Sequence[timing.Measurement]],
-  batches: Batches,
+  batches: Sequence[Sequence[Sequence[int]]],
   pairs: Mapping[str, pair_lib.Pair],
   task: task_lib.Task,
 ) -> list[dict[str, Any]] | None:
@@ -341,25 +431,34 @@ def _find_flips(
 
 def _load(
   specs: Sequence[arms_lib.ArmSpec], task: task_lib.Task
-) -> tuple[dict[str, pair_lib.Pair], dict[str, arms_lib.ReadyArm]]:
-  """The pairs by dtype, and all arms by name in the order of `specs`."""
+) -> tuple[
+  dict[str, pair_lib.Pair],
+  dict[str, tuple[timing.Arm, int]],
+  dict[str, endpoint_lib.EndpointArm],
+]:
+  """The pairs by dtype; by name the arms of this library, and the peers."""
   own_specs = [spec for spec in specs if not spec.is_peer]
   if not own_specs:
     raise ValueError('--arms needs an arm of this library, e.g. plain')
   # Before loading, so that one that does not answer is told at once.
   servers = {
-    spec: endpoint_lib.Endpoint(spec.method) for spec in specs if spec.is_peer
+    str(spec): endpoint_lib.Endpoint(spec.method)
+    for spec in specs
+    if spec.is_peer
   }
   pairs = {
     dtype: pair_lib.load_pair(dataclasses.replace(task.models, dtype=dtype))
     for dtype in sorted({spec.dtype for spec in own_specs})
   }
-  arms = {spec: _own_arm(spec, pairs[spec.dtype], task) for spec in own_specs}
+  own = {
+    str(spec): _own_arm(spec, pairs[spec.dtype], task) for spec in own_specs
+  }
   pair = next(iter(pairs.values()))
-  for spec, server in servers.items():
-    arm = endpoint_lib.EndpointArm(server, task, pair.eos_ids, pair.tokenizer)
-    arms[spec] = arms_lib.ReadyArm(arm, first_seconds=arm.first_seconds)
-  return pairs, {str(spec): arms[spec] for spec in specs}
+  peers = {
+    name: endpoint_lib.EndpointArm(server, task, pair.eos_ids, pair.tokenizer)
+    for name, server in servers.items()
+  }
+  return pairs, own, peers
 
 
 def _reading(
@@ -411,11 +510,25 @@ def run(
   limit, baseline = task.max_new_tokens, str(arms[0])
   if limit < 1:
     raise ValueError(f'--max_new_tokens must be at least 1, got {limit}')
-  pairs, ready = _load(arms, task)
-  made = _batches(questions, pairs, ready[baseline].decode, task, prompt_bucket)
+  pairs, own, peers = _load(arms, task)
+  decoders: dict[str, timing.Arm] = {
+    name: own[name][0] if name in own else peers[name]
+    for name in map(str, arms)
+  }
+  context = min(pair.target.spec.max_positions for pair in pairs.values())
+  turns = turns_of(
+    questions,
+    next(iter(pairs.values())),
+    decoders[baseline],
+    task,
+    bucket=prompt_bucket,
+    context=context,
+  )
+  made = make_batches(turns, batch_size=task.batch_size, bucket=prompt_bucket)
   batches = [rows for _, rows in made]
+  rows = [row for batch in batches for row in batch]
+  check_context(rows, limit, context)
   bandwidth = times.Bandwidth()
-  decoders = {name: arm.decode for name, arm in ready.items()}
   timing.warm_up(decoders, batches, max_new_tokens=limit)
   results = timing.time_arms(
     decoders,
@@ -428,16 +541,16 @@ def run(
   limits = bandwidth.summary()
   for spec in arms:
     name = str(spec)
-    measured, weight_bytes = figures[name], ready[name].weight_bytes
+    measured = figures[name]
     measured['flips'] = _find_flips(spec, results, batches, pairs, task)
-    if weight_bytes is None:
+    if name in peers:
       for unknown in arms_lib.UNKNOWN:
         del measured[unknown]
-      first = np.median(ready[name].first_seconds)
+      first = np.median(peers[name].first_seconds)
       measured['first_token_seconds'] = first.item()
     else:
       costs = timing.costs_of(results[name])
-      measured |= {'weight_bytes': weight_bytes}
+      measured['weight_bytes'] = own[name][1]
       measured |= _reading(measured, costs, limits)
   of_run = {
     'arms': [str(spec) for spec in arms],

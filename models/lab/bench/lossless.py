@@ -171,16 +171,17 @@ def check_servers(
   prompts: Sequence[str],
   servers: tuple[endpoint_lib.Endpoint, endpoint_lib.Endpoint],
   *,
-  batch_size: int,
+  batch_sizes: Sequence[int],
   max_new_tokens: int,
   sampling: specdec.Sampling,
   seed: int,
   max_margin: float,
-) -> Check:
-  """Compares the tokens of two servers, `batch_size` prompts at a time.
+) -> list[Check]:
+  """Compares the tokens of a server with another one, which gets one at a time.
 
-  If both are this library's, the second decodes plainly. The seed of prompt i
-  is seed + i.
+  There is a check for each number of prompts that the first has at once. The
+  other decodes plainly if it is this library's. The seed of prompt i is
+  seed + i.
 
   Raises:
     ValueError: sampling, and a server is not this library's; or one refuses.
@@ -195,7 +196,7 @@ def check_servers(
   ids = pair.ids_of(prompts)
 
   def ask(
-    place: endpoint_lib.Endpoint, **more: Any
+    place: endpoint_lib.Endpoint, batch_size: int, **more: Any
   ) -> tuple[list[list[int]], int]:
     def complete(index: int) -> endpoint_lib.Reply:
       fields = endpoint_lib.settings_of(sampling, seed + index, pair.eos_ids)
@@ -211,14 +212,19 @@ def check_servers(
     accepted = sum(reply.accepted or 0 for reply in replies)
     return rows, sum(map(len, rows)) - accepted
 
-  drafted, forwards = ask(server)
   is_ours = plain_server.kind == endpoint_lib.OURS
-  expected, _ = ask(plain_server, **({'method': 'plain'} if is_ours else {}))
-  return Check(
-    batch_size=batch_size,
-    num_prompts=len(prompts),
-    num_tokens=sum(map(len, expected)),
-    block_efficiency=sum(map(len, drafted)) / max(forwards, 1),
-    divergences=_divergences(pair, ids, drafted, expected, sampling, seed),
-    max_margin=max_margin,
-  )
+  expected, _ = ask(plain_server, 1, **({'method': 'plain'} if is_ours else {}))
+  checks = []
+  for size in batch_sizes:
+    drafted, forwards = ask(server, size)
+    checks.append(
+      Check(
+        batch_size=size,
+        num_prompts=len(prompts),
+        num_tokens=sum(map(len, expected)),
+        block_efficiency=sum(map(len, drafted)) / max(forwards, 1),
+        divergences=_divergences(pair, ids, drafted, expected, sampling, seed),
+        max_margin=max_margin,
+      )
+    )
+  return checks

@@ -38,11 +38,6 @@ def check_folder(plots: str | None) -> pathlib.Path | None:
   return folder
 
 
-def _finish(axes):
-  axes.tick_params(labelsize=8)
-  axes.spines[['top', 'right']].set_visible(False)
-
-
 def _subtitle(record: Mapping[str, Any]) -> str:
   settings, machine = record['settings'], record['machine']
   device = machine['device']
@@ -100,5 +95,6 @@ def draw_categories(record: Mapping[str, Any]) -> Any:
   axes.set_xticks(range(len(groups)), [*groups], rotation=30, ha='right')
   axes.set_ylabel('speed (dotted: no gain)', fontsize=8)
   axes.legend(loc='upper left', bbox_to_anchor=(1.01, 1), fontsize=7)
-  _finish(axes)
+  axes.tick_params(labelsize=8)
+  axes.spines[['top', 'right']].set_visible(False)
   return figure

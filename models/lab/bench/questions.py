@@ -45,11 +45,6 @@ def to_object(line: str) -> dict[str, Any]:
   return value if isinstance(value, dict) else {}
 
 
-def has_turns(line: str) -> bool:
-  """Whether a line is a JSON object with the key `turns`."""
-  return 'turns' in to_object(line)
-
-
 def parse(name: str, lines: Iterable[tuple[int, str]]) -> list[Question]:
   """The questions of a file; ValueError names the file and a wrong line.
 

@@ -125,7 +125,6 @@ def _verify(
 
 def verification_seconds(
   target: model_lib.LanguageModel,
-  text: Sequence[int],
   *,
   context: int,
   node_counts: Sequence[int],
@@ -135,25 +134,20 @@ def verification_seconds(
 
   Args:
     target: the model.
-    text: tokens like those to be decoded; repeated if there are too few.
     context: tokens in the cache.
     node_counts: the N to measure; 1 is added.
     repeats: how often each is measured.
 
   Raises:
-    ValueError: the text is empty, a size is below 1, or the context below 2.
+    ValueError: a size is below 1, or the context below 2.
   """
   sizes = sorted({1, *node_counts})
-  if not text:
-    raise ValueError('text must have at least one token')
   if sizes[0] < 1:
     raise ValueError(f'sizes={[*node_counts]}: expected integers of at least 1')
   if context < 2:
     raise ValueError(f'context must be at least 2 tokens, got {context}')
   num_slots = context + _ROOM
-  tokens = jnp.asarray(
-    np.resize(np.array(text, np.int32), num_slots + sizes[-1])[None]
-  )
+  tokens = jnp.arange(num_slots + sizes[-1])[None] % target.spec.vocab_size
   full = jnp.full(1, context, jnp.int32)
   prompts = carried_lib.Texts(tokens[:, :context], full + 1, num_slots)
   cache = _read_prompts(target, prompts, window_size=sizes[-1])
@@ -191,7 +185,6 @@ def forward(
   bandwidth.sample()
   seconds = verification_seconds(
     model,
-    range(model.spec.vocab_size),
     context=context,
     node_counts=widths,
     repeats=repeats,
@@ -215,19 +208,17 @@ def forward(
 def draft(
   pair: pair_lib.Pair,
   drafting: settings_lib.DraftSettings,
-  methods: Sequence[str],
   *,
   context: int,
   repeats: int,
 ) -> list[Row]:
-  """Milliseconds of a step, the target apart, and of target forwards.
+  """Milliseconds of a step of chain and tree, the target apart.
 
   It does not depend on weights, so they may be random (`pair.drawn_pair`).
 
   Args:
     pair: a target and a drafter.
     drafting: settings of the methods.
-    methods: names of methods with a drafter.
     context: tokens in the cache.
     repeats: interleaved measurements.
 
@@ -239,7 +230,8 @@ def draft(
   text = rng.integers(size, size=context).tolist()
   drafting = dataclasses.replace(drafting, inner='none')
   chosen = {
-    name: drafters.make_drafter(name, pair, drafting) for name in methods
+    name: drafters.make_drafter(name, pair, drafting)
+    for name in ('chain', 'tree')
   }
 
   def arm(drafter: specdec.Drafter) -> timing.Arm:
@@ -259,39 +251,30 @@ def draft(
   nodes = {name: drafter.shape.num_nodes for name, drafter in chosen.items()}
   seconds = verification_seconds(
     pair.target,
-    text,
     context=context,
     node_counts=[*nodes.values()],
     repeats=repeats,
   )
-  return [
-    _draft_row(name, nodes[name], decodes, seconds)
-    for name, decodes in measured.items()
-  ]
-
-
-def _draft_row(
-  name: str,
-  num_nodes: int,
-  decodes: Sequence[timing.Measurement],
-  verification: Mapping[int, float],
-) -> Row:
-  """A row of `draft`."""
-  steps = [
-    (decode.seconds - decode.prefill_seconds)
-    / decode.generation.stats.target_forwards
-    for decode in decodes
-  ]
-  plain, verify = verification[1], verification[num_nodes]
-  rest = float(np.median(steps)) - verify
-  return {
-    'method': name,
-    'N': num_nodes,
-    'draft_ms': 1e3 * rest,
-    'plain_ms': 1e3 * plain,
-    'verify_ms': 1e3 * verify,
-    'draft_per_plain': rest / plain,
-  }
+  rows = []
+  for name, decodes in measured.items():
+    steps = [
+      (decode.seconds - decode.prefill_seconds)
+      / decode.generation.stats.target_forwards
+      for decode in decodes
+    ]
+    plain, verify = seconds[1], seconds[nodes[name]]
+    rest = float(np.median(steps)) - verify
+    rows.append(
+      {
+        'method': name,
+        'N': nodes[name],
+        'draft_ms': 1e3 * rest,
+        'plain_ms': 1e3 * plain,
+        'verify_ms': 1e3 * verify,
+        'draft_per_plain': rest / plain,
+      }
+    )
+  return rows
 
 
 def _best_milliseconds(

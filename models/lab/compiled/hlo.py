@@ -22,8 +22,6 @@ import re
 from typing import Any
 from typing import NamedTuple
 
-from specdec.models.lab.compiled import graphs as graphs_lib
-
 _LARGE_COPY = 64 * 1024  # Bytes; larger copies are listed by shape.
 
 # Bits of the element types whose name does not contain them.
@@ -139,6 +137,72 @@ def parse(text: str) -> Program:
   return Program(computations, entry)
 
 
+LAUNCHES_FILE = '*.thunk_sequence_after_thunk_passes.txt'
+"""The name of the list in the folder of `xla_dump_to`."""
+
+# A launch, or the title of a part of a loop.
+_LAUNCH = re.compile(r'( *)(?:\d+: k(\w+)|(condition|body):)')
+
+
+@dataclasses.dataclass
+class Graphs:
+  """The launches of the host in one round of a loop."""
+
+  number: int = 0  #: Graphs, without those of the loops within this one.
+  #: Launches outside of graphs end these; loops count, too. By kind.
+  breaks: Counter[str] = dataclasses.field(default_factory=Counter)
+  #: The loops within this one, in the order in which they run.
+  loops: list['Graphs'] = dataclasses.field(default_factory=list)
+
+
+def parse_launches(text: str) -> Graphs:
+  """Reads XLA's list of launches of a program for a GPU.
+
+  XLA joins neighbouring launches into graphs (command buffers). A graph is one
+  launch, and ends where something cannot be part of it. The list is indented:
+
+      002: kWhile         [prev=001 (1) | sink]
+      condition:
+          003: kCustomKernel  [source | sink] loop_and_fusion grid: [1, 1, 1]
+        body:
+          000: kCommandBuffer [source | next=010 (1)]
+              004: kCustomKernel [source | sink] loop_add_fusion grid: ...
+          010: kCopy          [prev=000 (1) | sink] kCopy
+
+  Conditions of loops are left out. Of a conditional outside of a graph, the
+  launches of all branches count.
+
+  Raises:
+    ValueError: the text has no launches.
+  """
+  outermost, is_condition = Graphs(), False
+  # Each line around has its indentation, its launches, and whether these are in
+  # a graph.
+  around = [(-1, outermost, False)]
+  for match in filter(None, map(_LAUNCH.match, text.splitlines())):
+    indentation, kind, title = match.groups()
+    if title:
+      is_condition = title == 'condition'
+    elif not is_condition:
+      while around[-1][0] >= len(indentation):
+        around.pop()
+      _, graphs, in_graph = around[-1]
+      if kind == 'CommandBuffer':
+        graphs.number += 1
+        around.append((len(indentation), graphs, True))
+        continue
+      if not in_graph:
+        graphs.breaks[kind] += 1
+      if kind == 'While':
+        graphs.loops.append(Graphs())
+        around.append((len(indentation), graphs.loops[-1], in_graph))
+  if not (outermost.number or outermost.breaks):
+    raise ValueError(
+      'not a list of launches: no line begins as 001: kCopy does'
+    )
+  return outermost
+
+
 class Exchange(NamedTuple):
   """A collective; the arrays are what each device has after it."""
 
@@ -177,7 +241,7 @@ class Loop:
     `bookkeeping` are those outside of forwards; `copies` end in main memory. At
     each of the `branches`, conditionals and inner loops, a GPU waits for the
     host, unless it is part of a graph or the length of the loop is known. For
-    `graphs` and `breaks` see `graphs.Graphs`; only GPUs have them.
+    `graphs` and `breaks` see `Graphs`; only GPUs have them.
     `whole_tensors` are exchanged arrays of as many elements as a weight or
     cache that is `divided`.
     """
@@ -209,7 +273,7 @@ class Loop:
 def count(
   program: Program,
   computation: str = '',
-  launched: Iterator[graphs_lib.Graphs] = iter(()),
+  launched: Iterator[Graphs] = iter(()),
 ) -> Loop:
   """Counts of a computation outside of its loops; of the entry by default.
 
@@ -219,7 +283,7 @@ def count(
   for instruction in program.computations[name].values():
     opcode, called = instruction.opcode, instruction.called
     if opcode == 'while':
-      graphs = next(launched, graphs_lib.Graphs())
+      graphs = next(launched, Graphs())
       loop = Loop(_search(_OP_NAME, instruction.attributes))
       loop.counts['graphs'], loop.breaks = graphs.number, Counter(graphs.breaks)
       trips = _search(_TRIPS, instruction.attributes)

@@ -30,7 +30,6 @@ from specdec import watchers as watchers_lib
 from specdec.draft import lookup
 from specdec.models import user_cache
 from specdec.models.checkpoints import hub
-from specdec.models.lab.compiled import graphs as graphs_lib
 from specdec.models.lab.compiled import hlo
 from specdec.models.nn import adapter
 from specdec.models.nn import matrices as matrices_lib
@@ -139,7 +138,7 @@ class Compiled:
   """A decode loop that was compiled for a device, or for several."""
 
   text: str  # The optimised program, which each device runs.
-  launches: str | None  # The list that `graphs.parse` reads; of GPUs alone.
+  launches: str | None  # See `hlo.parse_launches`; of GPUs alone.
   #: Bytes: `temporary`, besides the arguments; `accessed`, all that XLA expects
   #: to read and write, each loop once; `held`, weights and caches per device;
   #: `least_held`: whole replicated arrays, and equal parts of divided ones.
@@ -155,7 +154,7 @@ class Compiled:
     """
     graphs = []
     if self.launches is not None:
-      graphs = graphs_lib.parse(self.launches).loops
+      graphs = hlo.parse_launches(self.launches).loops
     loops = hlo.count(hlo.parse(self.text), launched=iter(graphs)).loops
     if len(loops) != 1:
       names = [loop.name for loop in loops]
@@ -299,7 +298,7 @@ def compile_program(
     if platform == 'cuda':
       options['xla_dump_to'] = folder
     compiled = lower(traced).compile(compiler_options=options)
-    dumped = pathlib.Path(folder).glob(graphs_lib.FILE)
+    dumped = pathlib.Path(folder).glob(hlo.LAUNCHES_FILE)
     lists = ''.join(path.read_text() for path in dumped)
   launches = lists if platform == 'cuda' else None
   is_cache = lambda leaf: isinstance(leaf, specdec.KVCache)

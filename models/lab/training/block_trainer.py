@@ -32,6 +32,7 @@ from specdec.models.nn import adapter
 from specdec.models.nn import block_drafter
 from specdec.models.nn import llama as nn_llama
 from specdec.models.nn import matrices as matrices_lib
+from specdec.models.text import fields
 
 # The weight of a token falls by e over this number of positions of a block.
 _GAMMA = 4.0
@@ -174,20 +175,21 @@ def _default_reads(num_layers: int) -> tuple[int, ...]:
 class BlockTraining(target_trainer.TargetTraining):
   """Settings of the training of a block drafter.
 
-  Attributes:
-    block_size: R, rows of a block.
-    num_layers: of the drafter.
-    markov_rank: of the term for the token before, and then of a DSpark drafter,
-      whose R rows draft R tokens and which rates them; 0: of a DFlash drafter,
-      whose R rows draft R - 1 tokens.
-    num_anchors: N, blocks of a window.
+  The R rows of a DSpark drafter draft R tokens, which it rates; those of a
+  DFlash drafter draft R - 1.
   """
 
-  answer_tokens: int = 192
-  block_size: int = 8
-  num_layers: int = 2
-  markov_rank: int = 256
-  num_anchors: int = 64
+  answer_tokens: int = fields.described(192, target_trainer.ANSWER_TOKENS)
+  block_size: int = fields.described(8, 'rows of a block')
+  num_layers: int = fields.described(2, 'number of layers', flag='layers')
+  markov_rank: int = fields.described(
+    256,
+    'the rank of the term for the token before, which makes it a DSpark'
+    ' drafter; 0: none, a DFlash drafter',
+  )
+  num_anchors: int = fields.described(
+    64, 'blocks that a window is cut into', flag='anchors'
+  )
 
   def config(self, target: adapter.Config) -> block_drafter.BlockDrafterConfig:
     has_term = self.markov_rank > 0

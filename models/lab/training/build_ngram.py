@@ -127,22 +127,9 @@ def _sample(
     workdir / f'samples-{shard:06d}.npy' for shard in range(samples.num_shards)
   ]
   for shard, path in enumerate(tqdm.tqdm(paths, 'sampling', unit='shard')):
-    if not path.exists():
-      tokens = _sample_shard(pair, samples, start, shard)
-      kept.save(path, functools.partial(np.save, arr=tokens))
+    make = functools.partial(_sample_shard, pair, samples, start, shard)
+    kept.array(path, make)
   return paths
-
-
-def _estimate(
-  shards: list[pathlib.Path], table: TableConfig, vocab_size: int
-) -> katz.KatzModel:
-  counts = katz.count_ngrams(
-    shards,
-    order=table.order,
-    vocab_size=vocab_size,
-    min_count=table.min_count,
-  )
-  return katz.estimate(counts)
 
 
 def build(
@@ -181,7 +168,9 @@ def build(
     record = dataclasses.asdict(corpus)
     kept.write_once(workdir / 'corpus.json', record | {'tokenizer': vocabulary})
     path = workdir / 'corpus.npy'
-    tokens = corpus.kept_tokens(path, tokenizer, held_out=False)
+    tokens = kept.array(
+      path, functools.partial(corpus.tokens, tokenizer, held_out=False)
+    )
     shards.append(path)
     sources['corpus'] = record | {'tokens': len(tokens)}
   if samples.num_tokens:
@@ -190,7 +179,13 @@ def build(
     sources['samples'] = dataclasses.asdict(samples) | {
       'tokens': samples.num_shards * samples.shard_tokens
     }
-  model = _estimate(shards, table, checkpoint.config.vocab_size)
+  counts = katz.count_ngrams(
+    shards,
+    order=table.order,
+    vocab_size=checkpoint.config.vocab_size,
+    min_count=table.min_count,
+  )
+  model = katz.estimate(counts)
   result = katz.build_table(model, table.num_continuations)
   provenance = {
     'specdec': specdec.__version__,

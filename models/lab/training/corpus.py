@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import dataclasses
+import functools
 import hashlib
 import math
 import os
@@ -12,6 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from specdec.models.lab.training import kept
+from specdec.models.text import fields
 from specdec.text import text_files
 
 _SKIPPED_FOLDERS = frozenset({'site-packages', '__pycache__', '.git'})
@@ -21,21 +23,17 @@ _SKIPPED_FOLDERS = frozenset({'site-packages', '__pycache__', '.git'})
 class Corpus:
   """A set of text files, split into training and held-out files.
 
-  The folder is searched recursively; empty means the standard library of the
-  running interpreter. Held-out files are chosen by a hash of their relative
-  path, so that other files do not change the split.
+  The folder is searched recursively. Held-out files are chosen by a hash of
+  their relative path, so that other files do not change the split.
   """
 
-  folder: str = ''
-  pattern: str = '*.py'
+  folder: str = fields.described(
+    '', 'folder of text; empty: the standard library', flag='corpus'
+  )
+  pattern: str = fields.described('*.py', 'pattern of file names to read')
   held_out_percent: int = 2
 
   def __post_init__(self):
-    if not 0 < self.held_out_percent < 100:
-      raise ValueError(
-        'held_out_percent must lie between 1 and 99, got'
-        f' {self.held_out_percent}'
-      )
     if not self.root.is_dir():
       raise ValueError(f'--corpus={self.folder} is not a folder')
 
@@ -97,19 +95,6 @@ class Corpus:
       tokens.append(np.array([*ids, tokenizer.eos_token_id], np.int32))
     return np.concatenate(tokens)
 
-  def kept_tokens(
-    self,
-    path: pathlib.Path,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    held_out: bool,
-  ) -> np.ndarray:
-    """The tokens of one split, kept in a `.npy` file for the next resume."""
-    if not path.exists():
-      tokens = self.tokens(tokenizer, held_out=held_out)
-      kept.save(path, lambda partial: np.save(partial, tokens))
-    return np.load(path, mmap_mode='r')
-
   def splits(
     self, workdir: pathlib.Path, tokenizer: PreTrainedTokenizerBase
   ) -> tuple[np.ndarray, np.ndarray]:
@@ -119,8 +104,9 @@ class Corpus:
       ValueError: they had to be made again, and the files are others now.
     """
     tokens_of = {
-      split: self.kept_tokens(
-        workdir / f'{split}_tokens.npy', tokenizer, held_out=split != 'train'
+      split: kept.array(
+        workdir / f'{split}_tokens.npy',
+        functools.partial(self.tokens, tokenizer, held_out=split != 'train'),
       )
       for split in ('train', 'held_out')
     }

@@ -30,6 +30,7 @@ from specdec.models.lab.training import target_trainer
 from specdec.models.nn import adapter
 from specdec.models.nn import eagle
 from specdec.models.nn import matrices as matrices_lib
+from specdec.models.text import fields
 
 # The weight of the loss of a step, over the weight of the step before.
 _DECAY = 0.8
@@ -115,13 +116,13 @@ def loss_function(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadTraining(target_trainer.TargetTraining):
-  """Settings of the training of a head.
+  """Settings of the training of a head."""
 
-  Attributes:
-    depth: S, steps of training-time test.
-  """
-
-  depth: int = 4
+  depth: int = fields.described(
+    4,
+    'how many tokens ahead it learns to draft from its own states',
+    flag='head_depth',
+  )
 
   def config(self, target: adapter.Config) -> eagle.HeadConfig:
     return eagle.HeadConfig(

@@ -10,20 +10,11 @@ import pathlib
 import shutil
 from typing import Any
 
+import numpy as np
+
 from specdec.models import locks
 from specdec.text import text_files
 from specdec.text import whole_files
-
-
-def _write(path: pathlib.Path, write: Callable[[], Any]) -> None:
-  """Calls `write`; turns its errors into an OSError that names the path."""
-  try:
-    write()
-  except Exception as error:  # Every library has its own for a full disk.
-    raise OSError(
-      f'{path} cannot be written: {error}; if the disk is full, make room and'
-      ' run again: what was written before is kept'
-    ) from error
 
 
 def save(path: pathlib.Path, write: Callable[[pathlib.Path], Any]) -> None:
@@ -37,25 +28,21 @@ def save(path: pathlib.Path, write: Callable[[pathlib.Path], Any]) -> None:
   """
   for left in path.parent.glob('partial_*'):
     shutil.rmtree(left) if left.is_dir() else left.unlink()
-  _write(path, lambda: whole_files.write(path, write))
+  try:
+    whole_files.write(path, write)
+  except Exception as error:  # Every library has its own for a full disk.
+    raise OSError(
+      f'{path} cannot be written: {error}; if the disk is full, make room and'
+      ' run again: what was written before is kept'
+    ) from error
 
 
-def fill(folder: pathlib.Path, write: Callable[[pathlib.Path], Any]) -> None:
-  """Writes files into a folder, which may have others: all of them or none.
-
-  `write` is called with an empty folder. Raises OSError as `save` does.
-  """
-  made = folder / 'made'
-  shutil.rmtree(made, ignore_errors=True)  # A killed run has left it.
-
-  def write_folder(partial: pathlib.Path) -> None:
-    partial.mkdir()
-    write(partial)
-
-  save(made, write_folder)
-  for file in sorted(made.iterdir()):
-    file.replace(folder / file.name)
-  made.rmdir()
+def array(path: pathlib.Path, make: Callable[[], np.ndarray]) -> np.ndarray:
+  """The array of a `.npy` file, mapped into memory; made if it is missing."""
+  if not path.exists():
+    made = make()
+    save(path, lambda partial: np.save(partial, made))
+  return np.load(path, mmap_mode='r')
 
 
 def save_json(path: pathlib.Path, record: Any) -> None:

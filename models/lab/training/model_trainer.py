@@ -4,6 +4,7 @@ from collections.abc import Iterator
 import dataclasses
 import pathlib
 from typing import Any
+from typing import Literal
 
 from flax import nnx
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from specdec.models.lab.training import trainer
 from specdec.models.nn import adapter
 from specdec.models.nn import gpt2 as nn_gpt2
 from specdec.models.nn import llama as nn_llama
+from specdec.models.text import fields
 from specdec.models.text import pair as pair_lib
 from specdec.models.text import plan as plan_lib
 
@@ -41,27 +43,32 @@ class ModelTraining(trainer.Training):
   that has the same shape.
 
   Attributes:
-    family: gpt2 or llama; see their configs for the shape.
-    num_positions: the context.
-    num_kv_heads: None: as `num_heads`.
-    inner_width: None: the default of the family.
-    vocab_size: of a tokenizer that is trained.
-    tokenizer: the folder of one that is used instead.
-    teacher: a model to distil from; its tokenizer is used.
     phases: windows longer than context or batch are cut.
     eval_tokens: per held-out loss, at most, in windows of the current length.
   """
 
-  family: str = 'gpt2'
-  width: int = 320
-  num_layers: int = 6
-  num_heads: int = 5
-  num_positions: int = 1024
-  num_kv_heads: int | None = None
-  inner_width: int | None = None
-  vocab_size: int = 4096
-  tokenizer: str | None = None
-  teacher: str | None = None
+  family: Literal['gpt2', 'llama'] = fields.described(
+    'gpt2', 'family of the model'
+  )
+  width: int = fields.described(320, 'width of the residual stream')
+  num_layers: int = fields.described(6, 'number of layers', flag='layers')
+  num_heads: int = fields.described(5, 'attention heads', flag='heads')
+  num_positions: int = fields.described(
+    1024, 'longest context, in tokens', flag='context'
+  )
+  num_kv_heads: int | None = fields.described(
+    None, 'heads of keys and values; default: as --heads', flag='kv_heads'
+  )
+  inner_width: int | None = fields.described(
+    None, 'width of the feed-forward layer; default: as the family'
+  )
+  vocab_size: int = fields.described(4096, 'vocabulary of a new tokenizer')
+  tokenizer: str | None = fields.described(
+    None, 'folder of a tokenizer to use; default: train one'
+  )
+  teacher: str | None = fields.described(
+    None, 'model folder to distil from (implies its tokenizer)'
+  )
   phases: tuple[tuple[float, int], ...] = (
     (0.65, 128),
     (0.20, 256),
@@ -72,12 +79,6 @@ class ModelTraining(trainer.Training):
 
   def __post_init__(self):
     self.config(self.vocab_size)  # It raises ValueError.
-    for fraction, length in self.phases:
-      if fraction <= 0 or length < 1:
-        raise ValueError(
-          'every phase needs a positive fraction and length, got'
-          f' {(fraction, length)}'
-        )
 
   def config(self, vocab_size: int) -> adapter.Config:
     """The shape of the model, with tied embeddings.

@@ -34,11 +34,13 @@ from specdec.models.nn import llama as nn_llama
 from specdec.models.nn import matrices as matrices_lib
 from specdec.models.nn import rope as rope_lib
 from specdec.models.nn.cpu import build
+from specdec.models.text import fields
 from specdec.models.text import plan as plan_lib
 
 _WINDOWS = 32  # In a file.
 _ROWS = 128  # Rows of logits at once.
 _LARGEST = 65504.0  # In float16; a few values of the states may be larger.
+ANSWER_TOKENS = 'the last tokens of --context, which the target writes itself'
 
 LossFunction = Callable[[Any, Any, dict[str, Any]], tuple[jax.Array, jax.Array]]
 """From what is not trained, params and a batch of `Features` to a loss.
@@ -226,11 +228,10 @@ def _in_files(
   files = []
   what = f'{folder.parent.name} for {folder.name}'
   for first in tqdm.tqdm(range(0, len(tokens), _WINDOWS), what):
-    files.append(folder / f'windows_{first // _WINDOWS:05d}.npy')
-    if not files[-1].exists():
-      made = make(tokens[first : first + _WINDOWS])
-      kept.save(files[-1], functools.partial(np.save, arr=made))
-  return [np.load(file, mmap_mode='r') for file in files]
+    path = folder / f'windows_{first // _WINDOWS:05d}.npy'
+    some = tokens[first : first + _WINDOWS]
+    files.append(kept.array(path, functools.partial(make, some)))
+  return files
 
 
 def _joined(slots: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
@@ -270,21 +271,39 @@ class TargetTraining(trainer.Training):
   weights.
   """
 
-  target: str = 'demo'  # See `specdec.load`.
-  target_dtype: str = dtypes.AUTO  # The target's compute dtype.
-  length: int = 256  # Tokens of a window.
-  answer_tokens: int = 0  # Its last ones, which the target writes itself.
-  # The layers of the drafter have these; None: as in the target.
-  num_heads: int | None = None
-  num_kv_heads: int | None = None
-  inner_width: int | None = None
-  # How many tokens are drafted, the most frequent ones, with an output matrix
-  # of the drafter's own; None: all, with the matrix of the target.
-  vocabulary: int | None = None
-  feature_gigabytes: float = 10.0  # On disk, at most.
+  target: str = fields.described(
+    'demo', 'demo, a model folder, a GGUF file or a hub id'
+  )
+  target_dtype: str = fields.described(dtypes.AUTO, 'the dtype of the target')
+  length: int = fields.described(
+    256, 'tokens that it learns from at once, a window', flag='context'
+  )
+  answer_tokens: int = fields.described(0, ANSWER_TOKENS)
+  num_heads: int | None = fields.described(
+    None, 'attention heads; default: as the target', flag='heads'
+  )
+  num_kv_heads: int | None = fields.described(
+    None,
+    'heads of keys and values; default: as --heads, else as the target',
+    flag='kv_heads',
+  )
+  inner_width: int | None = fields.described(
+    None, 'width of the feed-forward layer; default: as the target'
+  )
+  vocabulary: int | None = fields.described(
+    None,
+    'tokens that it may draft, the most frequent ones, with an output matrix of'
+    ' its own; default: all, with the matrix of the target',
+    flag='head_vocabulary',
+  )
+  feature_gigabytes: float = fields.described(
+    10.0, 'the most disk space in --workdir for what the target computes'
+  )
   eval_windows: int = 64  # At most.
   eval_every: int = 50
-  learning_rate: float = 2e-3
+  learning_rate: float = fields.described(
+    2e-3, 'peak learning rate; decays to zero'
+  )
 
   def __post_init__(self):
     if not 1 <= self.length <= self.batch_tokens:

@@ -1,7 +1,8 @@
 """The training loop, for all kinds of training; a killed run is resumed.
 
-A kind of training is a subclass of `Training`: its fields are the settings, and
-`prepare` makes what is trained.
+A kind of training is a subclass of `Training`: its fields are the settings,
+`scripts/train.py` has a flag for each that is described, and `prepare` makes
+what is trained.
 """
 
 import abc
@@ -10,17 +11,20 @@ from collections.abc import Iterable
 import dataclasses
 import functools
 import pathlib
+import shutil
 import time
 from typing import Any
+from typing import Literal
 
 import jax
 import numpy as np
 import optax
 from optax import contrib
+import orbax.checkpoint as ocp
 
 from specdec.models.lab.training import corpus as corpus_lib
 from specdec.models.lab.training import kept
-from specdec.models.lab.training import run_checkpoints
+from specdec.models.text import fields
 
 Report = Callable[[Any], None]
 Claim = Callable[..., pathlib.Path]
@@ -87,15 +91,25 @@ class Training(abc.ABC):
   held-out loss a checkpoint is saved.
   """
 
-  corpus: corpus_lib.Corpus = corpus_lib.Corpus()
-  num_steps: int = 2400
-  batch_tokens: int = 4096  # Tokens per step, at most.
-  learning_rate: float = 5e-3  # Peak, reached after `warmup_steps`.
+  corpus: corpus_lib.Corpus = fields.record(corpus_lib.Corpus(), '')
+  num_steps: int = fields.described(
+    2400, 'number of optimizer steps', flag='steps'
+  )
+  batch_tokens: int = fields.described(4096, 'tokens per step, at most')
+  learning_rate: float = fields.described(
+    5e-3, 'peak learning rate; decays to zero'
+  )
   warmup_steps: int = 50  # At most a tenth of the steps.
-  optimizer: str = 'muon'  # See `make_optimizer`.
+  optimizer: Literal['muon', 'adamw'] = fields.described(
+    'muon',
+    'muon: for the matrices of layers, AdamW for the rest; its work does not'
+    ' depend on batch_tokens, so with few of them adamw makes faster steps',
+  )
   eval_every: int = 100  # Steps between held-out losses.
-  seed: int = 0  # Draws weights and batches.
-  dtype: str = 'bfloat16'  # Matrix products; the rest: float32.
+  seed: int = fields.described(0, 'seed of weights and batches')
+  dtype: Literal['float32', 'bfloat16'] = fields.described(
+    'bfloat16', 'of the matrix products; the rest is float32'
+  )
 
   @abc.abstractmethod
   def window_length(self, step: int) -> int:
@@ -207,6 +221,74 @@ def _evaluate(
   }
 
 
+_MORE_BYTES = 1 << 16  # Of a checkpoint, its arrays apart.
+
+
+def _checkpoint_manager(folder: pathlib.Path) -> ocp.CheckpointManager:
+  options = ocp.CheckpointManagerOptions(
+    max_to_keep=2, enable_async_checkpointing=False
+  )
+  return ocp.CheckpointManager(folder.absolute(), options=options)
+
+
+def restore_checkpoint(
+  folder: pathlib.Path, state: Any
+) -> tuple[Any, list[dict[str, Any]]]:
+  """The last checkpoint, else the given state and an empty curve.
+
+  `state` is a pytree of arrays.
+
+  Raises:
+    ValueError: the checkpoint cannot be read, or has another structure; the
+      message names it.
+  """
+  expected = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+  items = ocp.args.Composite(
+    state=ocp.args.StandardRestore(expected), curve=ocp.args.JsonRestore()
+  )
+  with _checkpoint_manager(folder) as manager:
+    step = manager.latest_step()
+    if step is None:
+      return state, []
+    try:
+      stored = manager.restore(step, args=items)
+    except Exception as error:  # Orbax has many.
+      reason = str(error).partition('\n')[0]
+      raise ValueError(
+        f'{folder / str(step)} is damaged, or of another program: {reason};'
+        ' remove it, and the run continues from the checkpoint before'
+      ) from error
+  return stored['state'], stored['curve']
+
+
+def save_checkpoint(
+  folder: pathlib.Path, state: Any, curve: list[dict[str, Any]]
+) -> None:
+  """Saves a checkpoint at the end of a curve; keeps only the one before it.
+
+  Raises:
+    OSError: it cannot be written; those before it are kept.
+  """
+  path = folder / str(curve[-1]['step'])
+  folder.mkdir(parents=True, exist_ok=True)
+  needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) + _MORE_BYTES
+  free = shutil.disk_usage(folder).free
+  items = ocp.args.Composite(
+    state=ocp.args.StandardSave(state), curve=ocp.args.JsonSave(curve)
+  )
+  try:
+    # Each of orbax's writer threads would print that the disk is full.
+    if free < needed:
+      raise OSError(f'it takes {needed} bytes, and {free} are free')
+    with _checkpoint_manager(folder) as manager:
+      manager.save(curve[-1]['step'], args=items)
+  except Exception as error:
+    raise OSError(
+      f'{path} cannot be written: {error}; make room and run again: what was'
+      ' written before is kept'
+    ) from error
+
+
 def fit(
   training: Training, trainee: Trainee, workdir: pathlib.Path, report: Report
 ) -> tuple[Any, list[dict[str, Any]]]:
@@ -228,7 +310,7 @@ def fit(
   params = trainee.params
   state = {'params': params, 'optimizer': jax.jit(optimizer.init)(params)}
   checkpoints = workdir / 'checkpoints'
-  state, curve = run_checkpoints.restore(checkpoints, state)
+  state, curve = restore_checkpoint(checkpoints, state)
   last = curve[-1] if curve else {'step': 0, 'tokens': 0}
   clock, tokens, losses = time.monotonic(), 0, []
   for step in range(last['step'] + 1, training.num_steps + 1):
@@ -256,7 +338,7 @@ def fit(
     report(progress)
     last = dataclasses.asdict(progress)
     curve.append(last)
-    run_checkpoints.save(checkpoints, state, curve)
+    save_checkpoint(checkpoints, state, curve)
     kept.save_json(workdir / 'loss_curve.json', curve)
     tokens, losses = 0, []
   return state['params'], curve
@@ -289,10 +371,6 @@ def run(
 
   trainee = training.prepare(claim, report)
   params, curve = fit(training, trainee, workdir, report)
-
-  def write(folder: pathlib.Path) -> None:
-    trainee.save(params, folder, output_dtype)
-    kept.save_json(folder / 'loss_curve.json', curve)
-
-  kept.fill(output, write)
+  trainee.save(params, output, output_dtype)
+  kept.save_json(output / 'loss_curve.json', curve)
   report(f'wrote {output}')

@@ -271,7 +271,9 @@ def _try_length(
 
 
 def plan_of(
-  trials: dict[int, list[Trial]], context: plan_lib.Context
+  trials: dict[int, list[Trial]],
+  drafting: settings_lib.DraftSettings,
+  context: plan_lib.Context,
 ) -> plan_lib.Plan:
   """The fastest way of each length, and plain decoding.
 
@@ -295,7 +297,7 @@ def plan_of(
   plain_way = plan_lib.Way(
     name=PLAIN,
     method=PLAIN,
-    drafting=settings_lib.DraftSettings(),
+    drafting=drafting,  # Its store gets what is decoded plainly, too.
     break_even=1.0,
     tokens_per_second=speeds[PLAIN],
   )
@@ -385,4 +387,4 @@ def make_plan(
       'nothing was measured: the target ends all sample prompts at once, or'
       ' nothing drafts; give other prompts, a draft or another inner drafter'
     )
-  return plan_of(trials, context)
+  return plan_of(trials, task.drafting, context)

@@ -36,9 +36,7 @@ def test_stores_of_one_folder(tmp_path):
 
 def test_the_index_follows(tmp_path):
   """It has what both stores add, once it is worth the sorting."""
-  store, other = (
-    text_store.TextStore(tmp_path, 'digest', 2000) for _ in '12'
-  )
+  store, other = (text_store.TextStore(tmp_path, 'digest', 2000) for _ in '12')
   other.add([[1, 2, 3] * 4])
   store.add([[7, 8]])
   assert _indexed(store.index()) == {'1 2 3 1 2 3 1 2 3 1 2 3', '7 8'}

@@ -15,7 +15,6 @@ from specdec import randomness as randomness_lib
 from specdec import statistics as statistics_lib
 from specdec.models.lab import task as task_lib
 from specdec.models.lab.bench import arms as arms_lib
-from specdec.models.lab.bench import batches as batches_lib
 from specdec.models.lab.bench import benchmark
 from specdec.models.lab.bench import exactness
 from specdec.models.lab.bench import questions as questions_lib
@@ -105,7 +104,7 @@ def test_an_arm_that_plans_decodes_each_batch_in_its_own_way():
   results, texts, labels = {}, {}, [('target',), ('target', 'draft')]
   for method in ('plain', 'plan'):
     spec = arms_lib.ArmSpec(method, 'float32')
-    arm = benchmark._own_arm(spec, pair, task).decode
+    arm, _ = benchmark._own_arm(spec, pair, task)
     decoded = [arm(batch, 8) for batch in batches]
     results[method] = [timing.Measurement(1.0, each) for each in decoded]
     texts[method] = [each.tokens for each in decoded]
@@ -160,7 +159,7 @@ def test_batches_have_one_category_and_categories_take_turns():
   turns = [(name, [size] * size) for size, name in enumerate('aabab', 1)]
   make = lambda batch_size, bucket=None: [
     (name, [*map(len, rows)])
-    for name, rows in batches_lib.make_batches(
+    for name, rows in benchmark.make_batches(
       turns, batch_size=batch_size, bucket=bucket
     )
   ]

@@ -90,13 +90,13 @@ def test_servers_are_compared_as_methods_are():
       endpoint_lib.Endpoint(server.address) for server in (first, second)
     )
     check = functools.partial(
-      lossless.check_servers, lm.pair, prompts, batch_size=3, **options
+      lossless.check_servers, lm.pair, prompts, batch_sizes=(3,), **options
     )
-    report = check((ours, ours), sampling=sampled)
+    (report,) = check((ours, ours), sampling=sampled)
     assert report.passed
     assert report.num_tokens > 3
     assert report.block_efficiency > 1
-    parted = check((ours, others), sampling=greedy)
+    (parted,) = check((ours, others), sampling=greedy)
     assert not parted.passed
     for divergence in parted.divergences:
       assert 0 < divergence.margin < 2

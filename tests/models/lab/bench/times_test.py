@@ -13,10 +13,9 @@ from specdec.models.text import settings as settings_lib
 
 
 def test_what_cannot_be_timed_is_refused():
-  usual = {'text': (1, 2), 'context': 40, 'node_counts': [2], 'repeats': 1}
+  usual = {'context': 40, 'node_counts': [2], 'repeats': 1}
   for change, message in (
     ({'context': 1}, 'context must be at least 2 tokens'),
-    ({'text': ()}, 'at least one token'),
     ({'node_counts': [0]}, 'expected integers of at least 1'),
   ):
     with pytest.raises(ValueError, match=message):
@@ -52,7 +51,6 @@ def test_a_pair_with_random_weights_is_timed(tmp_path, monkeypatch):
   chain, tree = times.draft(
     pair_lib.drawn_pair(models),
     drafting,
-    ('chain', 'tree'),
     context=20,
     repeats=2,
   )

@@ -9,7 +9,6 @@ import pytest
 
 from specdec.models.lab import cost_model
 from specdec.models.lab.bench import record
-from specdec.models.lab.compiled import graphs as graphs_lib
 from specdec.models.lab.compiled import hlo
 from specdec.models.lab.compiled import programs
 
@@ -111,12 +110,12 @@ def test_graphs_of_a_step_and_what_ends_them():
   # The look-up takes three rounds.
   assert growth['graphs'] == 3
   assert growth['breaks'] == {'While': 1, 'CustomKernel': 3, 'Sort': 3}
-  (loop,) = graphs_lib.parse(
+  (loop,) = hlo.parse_launches(
     _LAUNCHES.replace('007: kWhile', '007: kCopy')
   ).loops
   assert loop.breaks == {'Copy': 1, 'While': 1}
   with pytest.raises(ValueError, match='not a list of launches'):
-    graphs_lib.parse(_PROGRAM)
+    hlo.parse_launches(_PROGRAM)
 
 
 _SHARED = (_GOLDEN / 'compiled_collectives.txt').read_text()

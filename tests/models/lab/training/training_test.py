@@ -178,15 +178,17 @@ _BATCH = {'tokens': [1, 2], 'step': 0, 'seed': 0, 'batch_size': 1, 'length': 9}
 
 def test_bad_input_is_refused():
   for message, make, values in (
-    ('positive fraction', _MODEL, {'phases': ((0, 8),)}),
     ('--heads=3 must divide --width=320', _MODEL, {'num_heads': 3}),
     ('--kv_heads=1 must equal --heads', _MODEL, {'num_kv_heads': 1}),
     ('=3 must divide --h', _MODEL, {'num_kv_heads': 3, 'family': 'llama'}),
     ('of even width', _MODEL, {'family': 'llama', 'width': 5}),
     ('less than a window, --context', _HEAD, {'batch_tokens': 8}),
     ('--corpus=/no is not a folder', _texts, {'folder': '/no'}),
-    ('percent must lie', _texts, {'folder': '/', 'percent': 0}),
-    ('no files that match .*c', _texts, {'folder': '.', 'pattern': 'x.c'}),
+    (
+      'no files that match .*c under',
+      _texts,
+      {'folder': '.', 'pattern': 'x.c'},
+    ),
     ('=256 must exceed', _tokenizer, {'vocab_size': 256}),
     ('2 tokens, fewer than one', corpus_lib.training_batch, _BATCH),
   ):

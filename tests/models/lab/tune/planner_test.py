@@ -87,7 +87,7 @@ def make(monkeypatch):
   return make_plan
 
 
-_BASE = settings_lib.DraftSettings()
+_BASE = settings_lib.DraftSettings(store='texts')
 
 
 def _two_lengths():
@@ -152,6 +152,13 @@ def test_a_machine_that_slows_down_does_not_change_the_order(make):
     ratio = plan.ways[1].tokens_per_second[32]
     ratio /= plan.ways[0].tokens_per_second[32]
     assert ratio == pytest.approx(0.66 / 0.38, rel=0.1)
+
+
+def test_plain_decoding_alone_is_a_plan(make):
+  plan, _ = make(_Machine({}, {}, {}))
+  (way,) = plan.ways
+  assert (way.name, way.drafting) == ('plain', _BASE)  # With its store.
+  assert plan_lib.choose(plan, 5000).name == 'plain'
 
 
 def test_interrupted_the_plan_is_made_from_what_is_known(make):
