@@ -25,8 +25,9 @@ RESULTS = GOLDEN / 'variants.npz'
 Variant = dict[str, Any]
 """`config`, and `tensors`: shapes by name; perhaps `dtype`, `shards`, `length`
 of the texts, `buffers`: the causal masks that old versions stored; `scale` of
-weights; what the weights are drawn by instead of their names: `seed` and a
-name, or `drawn_by` of some."""
+weights; `minus_one`: as Qwen3.5 stores the scales of most norms; what weights
+are drawn by instead of their names: `seed` and a name, or `drawn_by` of some.
+"""
 
 
 def expanded(variant: Variant) -> Variant:
@@ -80,6 +81,11 @@ def draw(
   return values.astype(getattr(ml_dtypes, dtype, dtype))
 
 
+def is_minus_one(name: str) -> bool:
+  """Whether a tensor of a Qwen3.5 has the scales of a norm minus one."""
+  return 'norm' in name and 'linear_attn' not in name
+
+
 def drawn(variant: Variant) -> dict[str, np.ndarray]:
   """The tensors of a variant."""
   others, seed = variant.get('drawn_by', {}), variant.get('seed', '')
@@ -89,6 +95,8 @@ def drawn(variant: Variant) -> dict[str, np.ndarray]:
     short = name.removeprefix('model.').removeprefix('transformer.')
     drawn_by = others.get(name, seed + short)
     tensors[name] = draw(drawn_by, shape, dtype, scale)
+    if variant.get('minus_one') and is_minus_one(name):
+      tensors[name] -= 1
   return tensors
 
 

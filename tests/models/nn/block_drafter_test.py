@@ -138,7 +138,8 @@ def test_every_norm_adds_the_epsilon_of_the_config(tmp_path):
   keys = _with_layers('speculators dflash2', {'rms_norm_eps': 0.25})
   folder = block_folders.write(tmp_path, 'speculators dflash2', keys=keys)
   head = heads.locate(folder, _target().config)
-  made = head.family.module(head.config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+  make = functools.partial(head.family.module, head.config, dtype=jnp.float32)
+  made = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
   norms = [
     part for _, part in nnx.iter_graph(made) if isinstance(part, layers.RMSNorm)
   ]

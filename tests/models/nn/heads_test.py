@@ -88,7 +88,7 @@ def test_logits_are_those_of_the_formulas(name):
 
 
 def test_pickled_weights_are_refused_with_the_remedy(tmp_path):
-  folder = tiny_heads.write(tmp_path, 'eagle', {})
+  folder = _write(tmp_path, 'eagle')
   (folder / 'model.safetensors').rename(folder / 'pytorch_model.bin')
   with pytest.raises(ValueError, match='torch'):
     tiny_heads.load(folder)
