@@ -31,7 +31,7 @@ from specdec.models.nn import sharding as sharding_lib
 from specdec.tree import topology as topology_lib
 
 _NEW_TOKENS, _MOST_ROWS = 24, 5
-_TEMPERATURES = [0.9, 0.0] * _MOST_ROWS  # Of rows.
+_TEMPERATURES = [0.9, 0.0] * _MOST_ROWS
 # A margin for scores that rounding may put in another order.
 _NEAR_TIE = 1e-3
 
