@@ -9,10 +9,10 @@ Models and drafters:
   or a staged drafter; there are tables of n-grams, of pairs and of blocks.
 - `tiny_recurrent`: a model whose state is a hash of its path, so that any wrong
   state shows; forwards of models with states.
-- `tiny_heads`, `own_heads`, `block_folders`: heads and block drafters as others
-  write them.
-- `variants`, `gguf_files`, `tiny_blocks`: checkpoints of every family, GGUF
-  files, matrices in blocks. `by_heart`: drafters that know some texts.
+- `tiny_heads`, `block_folders`: heads and block drafters as others write them.
+- `variants`, `gguf_files`, `tiny_blocks`: checkpoints of every family and heads
+  that they bring along, GGUF files, matrices in blocks. `by_heart`: drafters
+  that know some texts.
 - `tiny_demo`, `tiny_served`, `byte_level`, `plans`: stand-ins for the embedded
   models, servers, tokenizers and plans.
 

@@ -31,6 +31,7 @@ from specdec.models.nn import sharding as sharding_lib
 from specdec.tree import topology as topology_lib
 
 _NEW_TOKENS, _MOST_ROWS = 24, 5
+_TEMPERATURES = [0.9, 0.0] * _MOST_ROWS
 # A margin for scores that rounding may put in another order.
 _NEAR_TIE = 1e-3
 
@@ -93,33 +94,32 @@ def _drafter(method, family, layout):
   return tiny_drafters.simple(kind, draft, lookup, length=3)
 
 
-def _arguments(family, batch_size, temperature):
+def _arguments(family, batch_size):
   """Every other row of a batch is greedy."""
   vocab_size = _module(family).config.vocab_size
   prompts = tiny.prompts(batch_size)
-  temperatures = [temperature, 0.0] * batch_size
   return {
     'rng_key': tiny.row_keys(batch_size),
     'prompts': [[token % vocab_size for token in row] for row in prompts],
-    'sampling': tiny.sampling(*temperatures[:batch_size]),
+    'sampling': tiny.sampling(*_TEMPERATURES[:batch_size]),
   }
 
 
 @functools.cache
-def _decode(mesh, family, batch_size, method, temperature):
+def _decode(mesh, family, batch_size, method):
   layout = _layout(mesh)
   return specdec.generate(
     _load(family, 'target', layout),
-    **_arguments(family, batch_size, temperature),
+    **_arguments(family, batch_size),
     max_new_tokens=_NEW_TOKENS,
     drafter=_drafter(method, family, layout),
     verify=method.split()[-1] if ' ' in method else 'match',
   )
 
 
-def _assert_alike(tokens, expected, family, temperature):
+def _assert_alike(tokens, expected, family):
   """Equal, unless the two best scores are nearly equal where they part."""
-  rows = _arguments(family, len(tokens), temperature)
+  rows = _arguments(family, len(tokens))
   for row, (ours, theirs) in enumerate(zip(tokens, expected, strict=True)):
     if ours == theirs:
       continue
@@ -129,21 +129,24 @@ def _assert_alike(tokens, expected, family, temperature):
       _load(family, 'target', sharding_lib.Layout()),
       rows['rng_key'][row],
       [*rows['prompts'][row], *theirs[:at]],
-      tiny.sampling([temperature, 0.0][row % 2]),
+      tiny.sampling(_TEMPERATURES[row]),
     )
     assert margin < _NEAR_TIE, (row, at, margin, ours, theirs)
+
+
+_long = lambda *case: pytest.param(*case, marks=pytest.mark.long)
 
 
 # Every family, batch size and drafter, and what divides and what does not.
 @pytest.mark.parametrize(
   ('mesh', 'family', 'batch_size', 'method'),
   [
-    ('8x1', 'llama', 4, 'chain match'),
+    _long('8x1', 'llama', 4, 'chain match'),
     ('1x8', 'llama', 1, 'staged match'),
     ('2x4', 'llama', 4, 'staged match'),
     ('2x4', 'gpt2', _MOST_ROWS, 'chain match'),
     ('4x2', 'mixtral', 4, 'chain match'),
-    ('4x2', 'gpt2', 4, 'chain block'),
+    _long('4x2', 'gpt2', 4, 'chain block'),
     ('4x2', 'llama', 4, 'staged rejection'),
     ('2x4', 'delta', 4, 'staged match'),
   ],
@@ -152,19 +155,16 @@ def test_drafted_tokens_are_those_of_plain_decoding_and_of_one_device(
   mesh, family, batch_size, method
 ):
   rule = method.split()[1]
-  for temperature in (0.0, 0.9) if batch_size == 1 else (0.9,):
-    drafted = _decode(mesh, family, batch_size, method, temperature)
-    assert drafted.stats.block_efficiency > 1.2, drafted.stats
-    assert len(set(drafted.tokens[0])) > 3, drafted.tokens[0]
-    reference = 'plain' if rule == 'match' else method
-    # A row does not depend on the others, so the largest batch serves all.
-    alone = _decode(None, family, _MOST_ROWS, reference, temperature)
-    if rule == 'match':
-      plain = _decode(mesh, family, batch_size, 'plain', temperature)
-      assert drafted.tokens == plain.tokens
-    _assert_alike(
-      drafted.tokens, alone.tokens[:batch_size], family, temperature
-    )
+  drafted = _decode(mesh, family, batch_size, method)
+  assert drafted.stats.block_efficiency > 1.2, drafted.stats
+  assert len(set(drafted.tokens[0])) > 3, drafted.tokens[0]
+  reference = 'plain' if rule == 'match' else method
+  # A row does not depend on the others, so the largest batch serves all.
+  alone = _decode(None, family, _MOST_ROWS, reference)
+  if rule == 'match':
+    plain = _decode(mesh, family, batch_size, 'plain')
+    assert drafted.tokens == plain.tokens
+  _assert_alike(drafted.tokens, alone.tokens[:batch_size], family)
 
 
 def _leaves(model):
@@ -246,7 +246,7 @@ def test_streams_keep_what_they_hold_where_it_was():
   """
   decoding = specdec.Decoding(
     _load('llama', 'target', _layout('2x4')),
-    **_arguments('llama', 4, 0.9),
+    **_arguments('llama', 4),
     max_new_tokens=_NEW_TOKENS,
     drafter=_drafter('staged', 'llama', _layout('2x4')),
   )
@@ -262,9 +262,9 @@ def test_streams_keep_what_they_hold_where_it_was():
       assert _part(of_rows)[0] == 2
   assert loop.advance._cache_size() == compiled
   decoding.run()
-  expected = _decode('2x4', 'llama', 4, 'staged match', 0.9)
+  expected = _decode('2x4', 'llama', 4, 'staged match')
   assert decoding.result().tokens == expected.tokens
-  arguments = _arguments('llama', 4, 0.9)
+  arguments = _arguments('llama', 4)
   rows = zip(arguments['prompts'], expected.tokens, strict=True)
   turns = [[*prompt, *new[:-1], 5, 6] for prompt, new in rows]
   decoding.extend(turns, max_new_tokens=8)
@@ -289,8 +289,8 @@ def test_prompts_take_turns_on_several_devices():
       temperature=0.9, top_k=20, top_p=0.95, min_p=0.01
     ),
   )
-  arguments = _arguments('llama', 5, 0.9)
-  expected = _decode(None, 'llama', 5, 'plain', 0.9)
+  arguments = _arguments('llama', 5)
+  expected = _decode(None, 'llama', 5, 'plain')
   results, under_way = {}, {}
   for row in (0, 2, 4):  # Rows that are not greedy.
     if not slots.free:
@@ -330,11 +330,11 @@ def test_a_head_drafts_on_several_devices():
   for scorer in specdec.HeadScorer(head), block_lib.BlockScorer(drafter):
     drafted = specdec.generate(
       target,
-      **_arguments('llama', 4, 0.9),
+      **_arguments('llama', 4),
       max_new_tokens=_NEW_TOKENS,
       drafter=specdec.fixed_drafter(scorer, topology_lib.k_ary(4, 2)),
     )
-    assert drafted.tokens == _decode('2x4', 'llama', 4, 'plain', 0.9).tokens
+    assert drafted.tokens == _decode('2x4', 'llama', 4, 'plain').tokens
     assert drafted.stats.block_efficiency > 1
 
 

@@ -5,8 +5,6 @@ Positions are counted from 0. Positions of the project are one more; rotations
 are relative, so the results are the same.
 """
 
-import copy
-
 import numpy as np
 
 
@@ -15,7 +13,7 @@ def _silu(x):
 
 
 class SlowHead:
-  """A head that has read some tokens of a text."""
+  """A head, and keys and values of what it has read."""
 
   def __init__(self, tensors, *, heads, head_width, **flags):
     self.tensors, self.flags = tensors, flags
@@ -27,7 +25,9 @@ class SlowHead:
     self.num_layers = 1 + max(
       int(name.split('.')[1]) for name in tensors if name.startswith('layers')
     )
-    self.num_read, self.last = 0, (None, None)
+    self._forget()
+
+  def _forget(self):
     self.keys = [[] for _ in range(self.num_layers)]
     self.values = [[] for _ in range(self.num_layers)]
 
@@ -45,10 +45,8 @@ class SlowHead:
 
   def _attend(self, layer, x):
     at = lambda name: self.tensors[f'layers.{layer}.self_attn.{name}.weight']
-    query, key = (
-      self._rotated(at('q_proj') @ x),
-      self._rotated(at('k_proj') @ x),
-    )
+    query = self._rotated(at('q_proj') @ x)
+    key = self._rotated(at('k_proj') @ x)
     self.keys[layer].append(key)
     value = (at('v_proj') @ x).reshape(-1, self.head_width)
     self.values[layer].append(value)
@@ -111,39 +109,37 @@ class SlowHead:
     logits = tensors['lm_head.weight'] @ normed
     return logits, normed if flags.get('norm_output') else x
 
-  def _begin(self, tokens, states):
-    """A copy that has read a text, with the logits and the state after it.
+  def _read_text(self, tokens, states):
+    """The logits and the head's own state after a text.
 
-    What was read of the text before is not read again. `states[t]` are the
-    target's after token t.
+    `states[t]` are the target's after token t.
     """
-    for place in range(self.num_read + 1, len(tokens)):
-      self.last = self.read(tokens[place], self.fuse(states[place - 1]))
-    self.num_read = len(tokens) - 1
-    if len(tokens) > 1:
-      return copy.deepcopy(self), *self.last
-    # There is nothing to see, nor is it seen.
-    zeros = np.zeros_like(states[0])
-    return self, *copy.deepcopy(self).read(tokens[0], self.fuse(zeros))
+    self._forget()
+    if len(tokens) == 1:  # There is nothing to see, nor is it seen.
+      result = self.read(tokens[0], self.fuse(np.zeros_like(states[0])))
+      self._forget()
+      return result
+    for token, before in zip(tokens[1:], states, strict=False):
+      result = self.read(token, self.fuse(before))
+    return result
 
   def draft(self, tokens, states, number, ids=None):
     """The most likely tokens after a text, each read with the head's own state.
 
     `ids`: of a reduced vocabulary. Also returns the logits, `[number, D]`.
     """
-    head, logits, state = self._begin(tokens, states)
-    head, drafted, seen = copy.deepcopy(head), [], []
+    logits, state = self._read_text(tokens, states)
+    drafted, seen = [], []
     for _ in range(number):
       seen.append(logits)
       best = int(np.argmax(logits))
       drafted.append(best if ids is None else int(ids[best]))
-      logits, state = head.read(drafted[-1], state)
+      logits, state = self.read(drafted[-1], state)
     return drafted, np.array(seen)
 
   def after(self, tokens, states, path):
     """The logits after a text and some drafted tokens."""
-    head, logits, state = self._begin(tokens, states)
-    head = copy.deepcopy(head)
+    logits, state = self._read_text(tokens, states)
     for token in path:
-      logits, state = head.read(token, state)
+      logits, state = self.read(token, state)
     return logits

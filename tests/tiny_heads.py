@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import tiny
 import tiny_blocks
+import variants
 
 import specdec
 from specdec import cache as cache_lib
@@ -32,6 +33,21 @@ def target() -> specdec.LanguageModel:
   return tiny.gpt2(hidden=(*READS, cache_lib.AFTER_NORM))
 
 
+def _layer(inputs):
+  """Shapes of a layer without the norms of its inputs."""
+  rows, kv_rows = HEADS * HEAD_WIDTH, KV_HEADS * HEAD_WIDTH
+  return {
+    'self_attn.q_proj.weight': (rows, inputs),
+    'self_attn.k_proj.weight': (kv_rows, inputs),
+    'self_attn.v_proj.weight': (kv_rows, inputs),
+    'self_attn.o_proj.weight': (WIDTH, rows),
+    'mlp.gate_proj.weight': (INNER, WIDTH),
+    'mlp.up_proj.weight': (INNER, WIDTH),
+    'mlp.down_proj.weight': (WIDTH, INNER),
+    'post_attention_layernorm.weight': (WIDTH,),
+  }
+
+
 def tensors(kind: str, *, num_layers: int = 1, reduced=False, **flags):
   """Random tensors by the names of `slow_head`."""
   wide = kind == 'eagle3'
@@ -43,10 +59,7 @@ def tensors(kind: str, *, num_layers: int = 1, reduced=False, **flags):
   }
   for layer in range(num_layers):
     inputs = 2 * WIDTH if wide and not layer else WIDTH
-    rows, kv_rows = HEADS * HEAD_WIDTH, KV_HEADS * HEAD_WIDTH
-    layer_shapes = block_folders.layer_shapes(
-      WIDTH, INNER, rows, kv_rows, inputs
-    )
+    layer_shapes = _layer(inputs)
     if wide and not layer:
       layer_shapes['hidden_norm.weight'] = (WIDTH,)
     if layer or wide:
@@ -108,9 +121,7 @@ def write(folder, naming, values, *, reduced=False, keys=None, **changed):
     config = {'transformer_layer_config': layers, _AUX: list(READS)}
   else:
     config = dict(CONFIG)
-  return block_folders.save(
-    folder, config | own_config | keys, stored | changed
-  )
+  return variants.save(folder, config | own_config | keys, stored | changed)
 
 
 def write_gguf(path, values, arch='eagle3', keys=None):

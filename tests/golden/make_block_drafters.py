@@ -25,6 +25,7 @@ import numpy as np
 import safetensors.torch
 import torch
 import transformers
+import variants
 
 _MODELS = 'speculators.models'
 _CLASSES = {
@@ -72,7 +73,7 @@ def _load(model: torch.nn.Module, folder: pathlib.Path, ours: set[str]) -> Any:
 def _target() -> Any:
   config = transformers.Qwen3Config(**block_folders.TARGET)
   model = transformers.Qwen3ForCausalLM(config)
-  tensors = block_folders.target_tensors()
+  tensors = variants.drawn(variants.BLOCK_DRAFTERS['target'])
   model.load_state_dict({n: torch.tensor(t) for n, t in tensors.items()})
   return model.eval()
 

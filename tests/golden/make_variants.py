@@ -12,8 +12,10 @@ weights: `variants.py` draws them by name.
 Made with torch 2.13.0+cpu and transformers 5.24.0.
 """
 
+import collections
 import json
 import pathlib
+import re
 import tempfile
 from typing import Any
 
@@ -52,6 +54,21 @@ def _shapes(config: Config) -> dict[str, list[int]]:
   return {name: list(array.shape) for name, array in stored.items()}
 
 
+def _packed(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
+  """Shapes by the names of files, where layers that are alike have one."""
+  layers = collections.defaultdict(list)
+  for name, shape in shapes.items():
+    match = re.fullmatch(r'(.+?\.)(\d+)(\..+)', name)
+    before, layer, after = match.groups() if match else (name, '', '')
+    layers[before, after, *shape].append(layer)
+  packed = {}
+  for (before, after, *shape), numbers in layers.items():
+    listed = ','.join(numbers)
+    listed = f'[{listed}]' if len(numbers) > 1 else listed
+    packed[f'{before}{listed}{after}'] = shape
+  return packed
+
+
 @torch.no_grad()
 def _run(variant: variants.Variant, tokens: np.ndarray) -> Any:
   """The output of transformers in float32 for the weights of a folder."""
@@ -79,28 +96,24 @@ def _of_family(name: str, variant: variants.Variant) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-  for path, described, results, compute, save in (
-    (
-      variants.DESCRIBED,
-      variants.VARIANTS,
-      variants.RESULTS,
-      _of_variant,
-      np.savez,
-    ),
+  """Adds what the files of configs lack, and writes the results."""
+  for path, results, compute, save in (
+    (variants.DESCRIBED, variants.RESULTS, _of_variant, np.savez),
     (
       variants.FAMILIES_DESCRIBED,
-      variants.FAMILIES,
       variants.FAMILY_RESULTS,
       _of_family,
       np.savez_compressed,
     ),
   ):
     arrays: dict[str, np.ndarray] = {}
+    described = json.loads(path.read_text())
     for name, variant in described.items():
       config = _known(variant['config'])
       if 'tensors' not in variant:
-        variant['tensors'] = _shapes(config)
-      arrays |= compute(name, variant | {'config': config})
+        variant['tensors'] = _packed(_shapes(config))
+      whole = variants.expanded(variant) | {'config': config}
+      arrays |= compute(name, whole)
     save(results, **arrays)
     lines = [f'{json.dumps(n)}: {json.dumps(v)}' for n, v in described.items()]
     path.write_text('{\n' + ',\n'.join(lines) + '\n}\n')

@@ -138,7 +138,8 @@ def test_every_norm_adds_the_epsilon_of_the_config(tmp_path):
   keys = _with_layers('speculators dflash2', {'rms_norm_eps': 0.25})
   folder = block_folders.write(tmp_path, 'speculators dflash2', keys=keys)
   head = heads.locate(folder, _target().config)
-  made = head.family.module(head.config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+  make = functools.partial(head.family.module, head.config, dtype=jnp.float32)
+  made = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
   norms = [
     part for _, part in nnx.iter_graph(made) if isinstance(part, layers.RMSNorm)
   ]
@@ -223,7 +224,7 @@ def test_other_layouts_of_the_same_drafter(layout, case, tmp_path):
   assert _difference(case, _block(_load(path))) < 2e-4
 
 
-@pytest.mark.parametrize('case', ['z-lab windows', 'z-lab causal', 'z-lab 2'])
+@pytest.mark.parametrize('case', ['z-lab windows', 'z-lab 2'])
 def test_chains_of_another_package(case, tmp_path):
   text, fed = (_GOLDEN[f'{case}: {name}'].tolist() for name in ('text', 'fed'))
   drafter = _load(block_folders.write(tmp_path, case))
@@ -247,9 +248,7 @@ def test_chains_of_another_package(case, tmp_path):
   ('dtype', 'packed'),
   [
     ('int8', False),
-    ('int4', False),
     ('bfloat16', True),
-    ('int8', True),
     ('int4', True),
     ('stored', True),
   ],
@@ -266,7 +265,7 @@ def test_few_bits_score_almost_the_same(dtype, packed, tmp_path):
   drafter = _load(path, dtype=dtype, packed=packed)
   # The scores lie between -11 and 11.
   assert 1e-4 < _difference(case, _block(drafter)) < 3
-  if packed and dtype in ('int8', 'stored'):
+  if dtype == 'stored':
     _check_rows_are_alone(drafter)
 
 

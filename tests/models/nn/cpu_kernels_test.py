@@ -42,11 +42,14 @@ _write_slots = jax.jit(ops.write_slots, donate_argnums=0)
 
 _DTYPES = 'float32', 'bfloat16', 'int8'
 # Outputs and inputs: one, parts of a block, several blocks with a rest, and
-# more of each than a thread takes at once. Then for weights in blocks of few
-# bits: parts of a group of outputs, and of a block of inputs.
+# more of each than a thread takes at once. For weights in blocks of few bits:
+# whole groups of outputs and blocks of inputs, and parts of each.
 _PRODUCTS = [
-  *itertools.product(_DTYPES, [(1, 1), (48, 64), (101, 37), (1900, 481)]),
-  *itertools.product(blocks_lib.KINDS, [(77, 768), (40, 224)]),
+  *itertools.product(_DTYPES, [(101, 37), (1900, 481)]),
+  ('float32', (1, 1)),
+  ('int8', (1, 1)),
+  ('bfloat16', (48, 64)),
+  *itertools.product(blocks_lib.KINDS, [(77, 736)]),
 ]
 
 
@@ -131,7 +134,7 @@ _FUNCTIONS = {
 _GATES = (*_FUNCTIONS, 'clamped_swiglu')
 
 
-@pytest.mark.parametrize('dtype', [*_DTYPES, 'Q4_K', 'Q6_K'])
+@pytest.mark.parametrize('dtype', [*_DTYPES, 'Q4_K'])
 def test_what_surrounds_products_equals_the_parts_one_by_one(dtype):
   """Norms and residuals bit by bit, and so all of a row alone."""
   draw = lambda *shape: _RNG.standard_normal(shape, np.float32)
@@ -216,8 +219,10 @@ def _attention_of_xla(
   return out.reshape(*rows.shape[:2], -1), keys, values
 
 
-@pytest.mark.parametrize('width', [5, 24, 77])
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize(
+  ('width', 'dtype'),
+  [(5, 'float32'), (24, 'float32'), (24, 'bfloat16'), (77, 'bfloat16')],
+)
 def test_attention_equals_that_of_xla(width, dtype):
   arguments = _attention(width, jnp.dtype(dtype))
   rows, mask, start, *cache = arguments
@@ -247,7 +252,7 @@ def test_attention_equals_that_of_xla(width, dtype):
     np.testing.assert_array_equal(part, same)
   # A query has the same bits wherever the slots are that it sees. Its own entry
   # is written after them.
-  for row, place in np.ndindex(mask.shape[:2]) if width == 5 else ():
+  for row, place in np.ndindex(mask.shape[:2]) if width != 24 else ():
     seen = np.flatnonzero(mask[row, place])
     slots = [*seen, 0]
     alone = attend(
@@ -295,9 +300,7 @@ def test_entries_are_written_where_xla_writes_them(dtype):
   assert [array.unsafe_buffer_pointer() for array in written] == before
 
 
-@pytest.mark.parametrize(
-  ('width', 'center'), [(3, True), (40, True), (3, False), (40, False)]
-)
+@pytest.mark.parametrize(('width', 'center'), [(3, False), (40, True)])
 def test_norms_equal_their_definition(width, center):
   x = _RNG.standard_normal((4, 3, width), np.float32)
   scale = _RNG.standard_normal(width, np.float32)
@@ -337,18 +340,21 @@ def test_routing_equals_that_of_xla(num_experts, renormalize):
 
 
 _long = functools.partial(pytest.param, marks=pytest.mark.long)
-_MIXTURES = [*itertools.product((*_DTYPES, 'int4'), (64, 128))]
 
 
 @pytest.mark.parametrize(
   ('family', 'dtype', 'num_experts'),
   [
-    ('gpt2', 'float32', 0),
     ('gpt2', 'int8', 0),
     ('llama', 'bfloat16', 0),
-    ('gpt2', 'int4', 0),
     ('mixtral', 'float32', 64),
-    *(_long('mixtral', *case) for case in _MIXTURES[1:]),
+    _long('gpt2', 'float32', 0),
+    _long('gpt2', 'int4', 0),
+    _long('mixtral', 'float32', 128),
+    *(
+      _long('mixtral', *case)
+      for case in itertools.product(('bfloat16', 'int8', 'int4'), (64, 128))
+    ),
   ],
 )
 def test_a_token_has_the_same_bits_in_any_forward(family, dtype, num_experts):
@@ -390,8 +396,16 @@ _SUMS = re.compile(
 )
 
 
-@pytest.mark.parametrize('variant', ['gpt2', 'qwen3_biases', 'qwen3_moe'])
-@pytest.mark.parametrize('dtype', [*_DTYPES, 'int4'])
+@pytest.mark.parametrize(
+  ('variant', 'dtype'),
+  [
+    ('gpt2', 'int8'),
+    ('qwen3_biases', 'bfloat16'),
+    ('qwen3_biases', 'int4'),
+    ('qwen3_moe', 'float32'),
+    ('qwen3_moe', 'int4'),
+  ],
+)
 def test_xla_sums_nothing_in_a_forward(variant, dtype, tmp_path):
   folder = variants.write(variant, tmp_path / 'model')
   tokens = np.zeros((2, 3), int)
@@ -409,17 +423,18 @@ def test_xla_sums_nothing_in_a_forward(variant, dtype, tmp_path):
 
 
 # Branches of the source: flags that choose them, and what the processor must
-# have. If flags contradict each other, the last one counts.
+# have. If flags contradict each other, the last one counts. The other tests
+# run the branch of this processor.
 _BRANCHES = {
   'plain': ('-march=x86-64', 'sse2'),
   'avx2': ('-march=haswell', 'avx2 bmi2 f16c fma movbe'),
-  'avx_vnni': ('-march=alderlake', 'avx_vnni'),
-  'avx512': ('-march=skylake-avx512', 'avx512bw avx512cd avx512dq avx512vl'),
   # GCC's macros for Zen 4, without instructions that only AMD has.
   'amd': ('-march=cooperlake -D__znver4__', 'avx512_bf16 avx512_vnni'),
-  'tiles': ('-march=sapphirerapids', 'amx_tile amx_int8 amx_bf16 avx512_fp16'),
 }
 _LONG_BRANCHES = {
+  'avx_vnni': ('-march=alderlake', 'avx_vnni'),
+  'avx512': ('-march=skylake-avx512', 'avx512bw avx512cd avx512dq avx512vl'),
+  'tiles': ('-march=sapphirerapids', 'amx_tile amx_int8 amx_bf16 avx512_fp16'),
   'avx': ('-march=sandybridge', 'avx aes pclmulqdq'),
   'avx512f': ('-march=haswell -mavx512f', 'avx512f'),
   'vnni': ('-march=cascadelake', 'avx512_vnni'),

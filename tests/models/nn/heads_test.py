@@ -88,7 +88,7 @@ def test_logits_are_those_of_the_formulas(name):
 
 
 def test_pickled_weights_are_refused_with_the_remedy(tmp_path):
-  folder = tiny_heads.write(tmp_path, 'eagle', {})
+  folder = _write(tmp_path, 'eagle')
   (folder / 'model.safetensors').rename(folder / 'pytorch_model.bin')
   with pytest.raises(ValueError, match='torch'):
     tiny_heads.load(folder)
@@ -108,7 +108,9 @@ _IDS = {'d2t': 0 * tiny_heads.IDS, 't2d': np.arange(48) > 9}
 
 # Keys that trainers of heads write and that change nothing.
 _FILE = pathlib.Path(__file__).parents[2] / 'golden' / 'head_keys.json'
-_SPECFORGE, _OPTIMIZER, _SPECULATORS = json.loads(_FILE.read_text()).values()
+_KEYS = json.loads(_FILE.read_text())
+_SPECFORGE, _OPTIMIZER = _KEYS['SpecForge'], _KEYS['eagle_config']
+_SPECULATORS = _KEYS['speculators']
 
 
 @pytest.mark.parametrize(
@@ -131,6 +133,32 @@ def test_keys_that_change_nothing(naming, keys, tmp_path):
   )
   config = lambda folder: heads.locate(folder, tiny_heads.TARGET).config
   assert config(plain) == config(other)
+
+
+@pytest.mark.parametrize(
+  ('naming', 'name', 'theta'),
+  [
+    ('sglang', 'Qwen3-1.7B', 1e6),
+    ('speculators', 'gpt-oss-20b', 1e4),
+    ('sglang', 'Llama-3.2', 5e5),
+  ],
+)
+def test_published_heads_are_read(naming, name, theta, tmp_path):
+  """An own matrix counts more than a claim that it is the embedding."""
+  keys = _KEYS[name] | {'draft_vocab_size': len(tiny_heads.IDS)}
+  by_fc = keys.get('norm_before_fc', False)
+  values = tiny_heads.tensors('eagle3', reduced=True, norm_before_fc=by_fc)
+  if naming == 'sglang':
+    del values['embed_tokens.weight']
+  options = {'reduced': True, 'keys': keys}
+  folder = tiny_heads.write(tmp_path, naming, values, **options)
+  deep = dataclasses.replace(tiny_heads.TARGET, num_layers=32)
+  stored, target = heads.locate(folder, deep), tiny_heads.target()
+  head = heads.load(stored, target.replace(params=target.params['gpt2']))
+  config = stored.config
+  assert (config.rope.theta, config.reads) == (theta, (2, 16, 29))
+  assert config.norm_before_fc == by_fc
+  assert head.params['lm_head'].outputs.shape[0] == len(tiny_heads.IDS)
 
 
 # A naming; keys, or shapes of tensors that are others, None if they are gone.

@@ -170,10 +170,8 @@ _DECODE |= {'sampling': specdec.Sampling(temperature=0.9, top_p=0.95)}
 @pytest.mark.parametrize(
   ('draft', 'method', 'verify', 'size'),
   [
-    ('draft', 'staged', 'match', None),
     ('draft', 'chain', 'rejection', 262),
     ('target', 'staged', 'match', 60),
-    ('target', 'chain', 'rejection', 60),
   ],
 )
 def test_tokens_of_the_draft_alone_are_drafted(
