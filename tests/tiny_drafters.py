@@ -76,12 +76,13 @@ def table_of(texts: Sequence[Sequence[int]], kind: str) -> specdec.NGram:
   """Table of texts of the tiny models; all kinds of `TABLES` have one shape."""
   table = ngram_table(texts, tiny.VOCAB_SIZE, order=5, num_continuations=3)
   if kind != 'perfect':
-    log_probs = jnp.full(table.next_tokens.shape, sampling_lib.EXCLUDED)
+    shape = table.next_tokens.shape
+    log_probs = np.full(shape, sampling_lib.EXCLUDED, np.float32)
+    if kind == 'wrong':
+      log_probs[:, 0] = np.log(0.95)
     table = table.replace(
-      next_tokens=jnp.full(table.next_tokens.shape, tiny.TABOO),
-      next_log_probs=(
-        log_probs.at[:, 0].set(np.log(0.95)) if kind == 'wrong' else log_probs
-      ),
+      next_tokens=jnp.full(shape, tiny.TABOO, jnp.int32),
+      next_log_probs=jnp.asarray(log_probs),
     )
   return specdec.NGram(table)
 

@@ -8,7 +8,6 @@ import tiny
 import tiny_drafters
 
 import specdec
-from specdec import loop
 from specdec.tree import topology as topology_lib
 
 _DEPTH = 4
@@ -16,16 +15,15 @@ _ROWS = 3
 _LIMIT = 40
 
 
-def _draft(
-  kind,
-  config=tiny_drafters.Settings(topology=topology_lib.chain(_DEPTH)),
-  name='draft',
-):
+_CHAIN = tiny_drafters.Settings(topology=topology_lib.chain(_DEPTH))
+
+
+def _draft(kind, config=_CHAIN, name='draft'):
   return tiny_drafters.model(tiny.draft(kind, num_layers=1), config, name)
 
 
-def _run(drafter, break_even=None, run=specdec.generate):
-  return run(
+def _run(drafter, break_even=None):
+  return specdec.generate(
     tiny.gpt2(num_layers=1),
     tiny.row_keys(_ROWS),
     tiny.prompts(_ROWS),
@@ -105,23 +103,6 @@ def test_a_hopeless_draft_is_left_a_perfect_one_kept_and_no_token_changes():
   steps = _LIMIT // (_DEPTH + 1)
   assert result.stats.target_forwards == _ROWS * steps
   assert result.stats.stage_forwards == {'draft': _ROWS * steps * _DEPTH}
-
-
-@pytest.mark.parametrize('kind', ['random', 'perfect'])
-def test_rests_are_the_same_in_pieces(kind):
-  """Streaming makes one step at a time; it compiles nothing more."""
-  whole, before = _run(_draft(kind), 2.5), loop.advance._cache_size()
-  decoding = _run(_draft(kind), 2.5, specdec.Decoding)
-  assert decoding.finish_reasons == [None] * _ROWS
-  assert list(decoding)
-  assert decoding.done
-  assert list(decoding) == []
-  pieces = decoding.result()
-  assert pieces.tokens == whole.tokens
-  assert pieces.stats.plain_steps == whole.stats.plain_steps
-  assert pieces.stats.stage_forwards == whole.stats.stage_forwards
-  assert (whole.stats.plain_steps > 0) == (kind == 'random')
-  assert loop.advance._cache_size() == before
 
 
 @pytest.mark.parametrize('bad', [0, -1.0, np.nan, np.inf, 'no', True])
