@@ -17,16 +17,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tiny_drafters
+import reference
 
 import specdec
 from specdec import adjusters as adjusters_lib
 from specdec import arguments as arguments_lib
 from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
-from specdec.draft import lookup
 from specdec.draft import ranking as ranking_lib
-from specdec.models.nn import table_model
 from specdec.tree import topology as topology_lib
 from specdec.verify import rejection
 
@@ -110,43 +108,6 @@ TOPOLOGIES = {
   ),
   'more children than tokens': topology_lib.k_ary(5, 1),
 }
-_GROWN = tiny_drafters.Settings(
-  num_nodes=7, width=3, branching=2, rounds=2, capacity=20, cost_ratio=0
-)
-
-
-def drafter(name: str, draft: np.ndarray) -> specdec.Drafter:
-  """A drafter with logits `draft [V, V]`, by name, below or in TOPOLOGIES."""
-  model = tiny_drafters.model(
-    table_model.table_model(draft, max_positions=1000), _GROWN
-  )
-  if name in TOPOLOGIES:
-    return tiny_drafters.with_settings(
-      model, tiny_drafters.Settings(topology=TOPOLOGIES[name])
-    )
-  wrong = tiny_drafters.exact(np.roll(draft, 1, axis=0))
-  bigram = tiny_drafters.candidates(wrong, config=_GROWN)
-  text = np.random.default_rng(1).integers(len(draft), size=40).tolist()
-  ngram = tiny_drafters.ngram_table(
-    [text], len(draft), order=3, num_continuations=2
-  )
-  tables = (
-    specdec.NGram(ngram),
-    specdec.PromptLookup((0.3, 0.6), num_matches=2),
-  )
-  return {
-    'none': specdec.PLAIN,
-    'tree': model,
-    'staged': specdec.staged(
-      model, tiny_drafters.with_settings(bigram, tiny_drafters.INNER)
-    ),
-    'tables': tiny_drafters.candidates(*tables, config=_GROWN),
-    'earlier': tiny_drafters.candidates(
-      lookup.StoredTexts.of_texts([text]),
-      lookup.Recycling(num_kept=2, size=3),
-      config=_GROWN,
-    ),
-  }[name]
 
 
 def request(
@@ -167,29 +128,21 @@ def request(
 def exact_probs(
   logits: np.ndarray, seen: np.ndarray, values: dict
 ) -> np.ndarray:
-  """The distribution of one token in float64, independent of `specdec`.
+  """The distributions of one token in float64, independent of `specdec`.
 
   Of `logits [S, V]`, tokens that the context has `[S, V]`, a sampling's values.
   """
-  temperature, top_k, top_p, min_p, penalty, bias = (
-    np.float64(np.float32(value)) for value in (NEUTRAL | values).values()
+  values = NEUTRAL | values
+  options = reference.Options(
+    top_k=values['top_k'],
+    logit_bias={1: values['logit_bias']},
+    **{
+      name: float(np.float32(values[name]))  # As a device has them.
+      for name in ('temperature', 'top_p', 'min_p', 'repetition_penalty')
+    },
   )
-  logits = np.array(logits, np.float64)
-  logits[:, 1] += bias
-  penalized = logits * np.where(logits > 0, 1 / penalty, penalty)
-  logits = np.where(seen, penalized, logits)
-  if temperature == 0:
-    return np.eye(logits.shape[1])[logits.argmax(1)]
-  order = np.argsort(-logits, axis=1, kind='stable')
-  ranked = np.take_along_axis(logits, order, axis=1) / temperature
-  ranked[:, int(top_k) :] = -np.inf
-  probs = np.exp(ranked - ranked[:, :1])
-  probs /= probs.sum(1, keepdims=True)
-  before = np.cumsum(probs, axis=1) - probs
-  keep = ((before < top_p) | (top_p == 1)) & (probs >= min_p * probs[:, :1])
-  probs = np.where(keep, probs, 0.0)
-  probs /= probs.sum(1, keepdims=True)
-  return np.take_along_axis(probs, np.argsort(order, axis=1), axis=1)
+  rows = zip(logits, map(np.flatnonzero, seen), strict=True)
+  return np.array([reference.probs(row, options, text) for row, text in rows])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,12 +232,7 @@ def _distributions(target, draft, seen, sampling, keys):
   target, draft = adjust(target), adjust(draft)
   nodes = jnp.zeros((target.shape[0], 1), jnp.int32)
   _, _, drawn_from = ranking_lib.draw_children(
-    draft,
-    nodes,
-    keys,
-    sampling,
-    1,
-    children=sampling_lib.WITH_REPLACEMENT,
+    draft, nodes, keys, sampling, 1, children=sampling_lib.WITH_REPLACEMENT
   )
   noise = randomness_lib.noise_table(jnp.zeros_like(draft))
   ranking = ranking_lib.rank_logits(
@@ -300,29 +248,23 @@ def _distributions(target, draft, seen, sampling, keys):
   )
 
 
+@functools.cache
 def make_worlds(
-  vocab_size: int,
-  longest: int,
-  *,
-  drafts=DRAFTS,
-  samplings=tuple(SAMPLINGS),
-  seed: int = 0,
-  dtype=np.float32,
-  scale: float = 1.3,
+  vocab_size: int, longest: int, *, drafts=DRAFTS, samplings=tuple(SAMPLINGS)
 ) -> Worlds:
   """Every draft with every sampling, contexts of up to `longest` tokens."""
   contexts: list[tuple[int, ...]] = [()]
   for context in contexts:
     if len(context) < longest:
       contexts += [(*context, token) for token in range(vocab_size)]
-  rng = np.random.default_rng(seed)
+  rng = np.random.default_rng(3)
   shape, tokens = (len(contexts), vocab_size), np.arange(vocab_size)
   seen = np.stack([np.isin(tokens, (PROMPT, *context)) for context in contexts])
   names = [f'{kind} draft, {how}' for kind in drafts for how in samplings]
   settings = [NEUTRAL | SAMPLINGS[how] for _ in drafts for how in samplings]
   made = []
   for number, values in enumerate(settings):
-    target = (scale * rng.normal(size=shape)).astype(np.float32)
+    target = (1.3 * rng.normal(size=shape)).astype(np.float32)
     kind = drafts[number // len(samplings)]
     draft = draft_logits(kind, target, rng).astype(np.float32)
     made.append((target, draft, exact_probs(target, seen, values)))
@@ -335,8 +277,8 @@ def make_worlds(
   bias = arrays['logit_bias'][:, None]
   arrays['logit_bias'] = np.where(tokens == 1, bias, 0.0)
   probs, drawn_from, ranked = _distributions(
-    target.astype(dtype),
-    draft.astype(dtype),
+    target,
+    draft,
     np.tile(seen, (len(names), 1)),
     params(arrays, len(target), vocab_size),
     jax.random.split(jax.random.key(0), len(target)),
@@ -351,11 +293,6 @@ def make_worlds(
     ranked=np.asarray(ranked),
     stochastic=stochastic,
   )
-
-
-def distance(law: np.ndarray, expected: np.ndarray) -> np.ndarray:
-  """Total variation of each world, `[W]`; mass that is lost counts."""
-  return 0.5 * np.abs(law - expected).sum(1)
 
 
 def _in_chunks(function, *arrays):
@@ -396,12 +333,11 @@ def finish(worlds: Worlds, mass: np.ndarray, length: int) -> None:
     spread(mass, worlds.following(states), more)
 
 
-def step(worlds: Worlds, states, mass, topology, rule, guesses=None):
+def step(worlds: Worlds, states, mass, topology, rule):
   """One step of rows `[n]` in some states; sums the masses of their outcomes.
 
-  Children are the best or drawn, or `guesses`: a token for each path. Returns
-  the mass of all states after it, and the expected number of accepted tokens of
-  each world, `[W]`. There must be contexts for all that it may emit.
+  Returns the mass of all states after it, and the expected number of accepted
+  tokens of each world, `[W]`. There must be contexts for all that it may emit.
   """
   children = rule.children
   masses = np.zeros(len(worlds.length))
@@ -416,11 +352,9 @@ def step(worlds: Worlds, states, mass, topology, rule, guesses=None):
     drawn = np.zeros(target.shape, bool)
     for rank in ranks:
       law = worlds.next_draw(states, drawn, rank, children)
-      if guesses is not None:
-        law[:] = np.arange(worlds.vocab_size) == guesses[*path, rank]
       at, tokens = np.nonzero(law)
       here = states[at]
-      certain = np.eye(worlds.vocab_size, dtype=draft.dtype)[tokens]
+      certain = np.eye(worlds.vocab_size, dtype=np.float32)[tokens]
       is_drawn = worlds.is_drawn(here, children)[:, None]
       chance, below, *left = _in_chunks(
         functools.partial(try_child, rule=rule),
@@ -449,7 +383,7 @@ def step(worlds: Worlds, states, mass, topology, rule, guesses=None):
     spread(accepted, states // len(worlds.contexts), len(path) * stays)
     return np.bincount(rows, mass - stays, minlength=size)
 
-  ones = np.ones(len(states), worlds.target.dtype)
+  ones = np.ones(len(states), np.float32)
   left = visit((), states, np.float64(mass), ones)
   np.testing.assert_allclose(left, 0, atol=1e-6)
   return masses, accepted
@@ -537,19 +471,6 @@ def pick_children(probs, noise, number, stochastic, children):
   return [token for token, _ in drawn], min(margin for _, margin in drawn)
 
 
-def _is_accepted(uniform, prob):
-  """Also the margin of that."""
-  close = 0 < prob < 1 + ENOUGH
-  return uniform < prob, abs(uniform - prob) if close else np.inf
-
-
-def _without(left, token, children):
-  if children != sampling_lib.WITHOUT_REPLACEMENT:
-    return left
-  left = np.where(np.arange(len(left)) == token, 0.0, left)
-  return left / max(left.sum(), 1e-300)
-
-
 def walk(parent, token, target, draft, uniforms, noise, stochastic, rule):
   """Goes down a tree, from sibling to sibling.
 
@@ -561,9 +482,9 @@ def walk(parent, token, target, draft, uniforms, noise, stochastic, rule):
   children, margins = rule.children, [np.inf]
 
   def passes(node, chance):
-    accepted, gap = _is_accepted(uniforms[node], chance)
-    margins.append(gap)
-    return accepted
+    if 0 < chance < 1 + ENOUGH:
+      margins.append(abs(uniforms[node] - chance))
+    return uniforms[node] < chance
 
   def visit(node, weight):
     """The path from a node on and what is left at its end, or None."""
@@ -586,7 +507,9 @@ def walk(parent, token, target, draft, uniforms, noise, stochastic, rule):
         margins.append(0.0)
       weight = mass / max(mass + 1.0 - weight, 1e-300)
       wanted = rest / mass if mass > 1e-6 else wanted
-      left = _without(left, proposed, children)
+      if children == sampling_lib.WITHOUT_REPLACEMENT:
+        left = np.where(np.arange(len(left)) == proposed, 0.0, left)
+        left /= max(left.sum(), 1e-300)
     accepted = not (node and rule.leaves_nodes) or passes(node, weight)
     return ([node], wanted) if accepted else None
 

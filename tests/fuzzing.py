@@ -81,11 +81,12 @@ def _drafter(name: str):
   for _ in range(80):
     text.append(int(np.argmax(_tables()[0][text[-1]] + rng.gumbel(size=size))))
   table = tiny_drafters.ngram_table([text], size, order=3, num_continuations=3)
-  both = tiny_drafters.candidates(
+  both = functools.partial(
+    tiny_drafters.candidates,
     specdec.PromptLookup((0.2, 0.5), num_matches=2),
     specdec.NGram(table),
-    config=tiny_drafters.Settings(width=2, branching=2, rounds=2, cost_ratio=0),
   )
+  inner = tiny_drafters.Settings(width=2, branching=2, rounds=2, cost_ratio=0)
   tree = tiny_drafters.Settings(
     num_nodes=8, width=3, branching=2, rounds=2, capacity=24, cost_ratio=0
   )
@@ -96,12 +97,11 @@ def _drafter(name: str):
   drafted = lambda config: tiny_drafters.model(pair().draft, config)
   return {
     'plain': lambda: specdec.PLAIN,
-    'chain of 1': lambda: drafted(fixed(topology_lib.chain(1))),
-    'chain of 3': lambda: drafted(fixed(topology_lib.chain(3))),
+    'chain': lambda: drafted(fixed(topology_lib.chain(3))),
     'ragged': lambda: drafted(fixed(ragged)),
     'tree': lambda: drafted(tree),
-    'tables': lambda: tiny_drafters.with_settings(both, tree),
-    'staged': lambda: specdec.staged(drafted(tree), both),
+    'tables': lambda: both(config=tree),
+    'staged': lambda: specdec.staged(drafted(tree), both(config=inner)),
   }[name]()
 
 
@@ -126,14 +126,11 @@ _TEXT = frozenset({'stop', 'logit_bias', 'repetition_penalty', 'log_probs'})
 _EVERYTHING = _FILTERS | _TEXT
 # Shapes of one batch size and options share a plain program.
 SHAPES = (
-  Shape('chain of 1', 1, _EVERYTHING),
   Shape('tree', 1, _EVERYTHING, children='best'),
   Shape('ragged', 1, _EVERYTHING, verify='rejection'),
   Shape('staged', 2, _EVERYTHING),
-  Shape('staged', 3, _TEXT, long_prompt=True),
-  Shape('chain of 3', 3, _TEXT, verify='block', long_prompt=True),
-  Shape('tables', 2),
-  Shape('tree', 2, verify='rejection'),
+  Shape('tables', 3, _TEXT, long_prompt=True),
+  Shape('chain', 3, _TEXT, verify='block', long_prompt=True),
   Shape('ragged', 2, verify='traversal', children='with_replacement'),
 )
 
@@ -230,6 +227,7 @@ def check_clear(error: Exception) -> None:
 
 
 _NAN, _INF = np.nan, np.inf
+_BAN = dict.fromkeys(range(len(_tokenizer())), -_INF)
 _LIMIT = 'max_new_tokens must be an integer, or one per row'
 _ROOM = 'room_for_new_tokens must be an integer from max_new_tokens='
 _SEED = 'seed must be an integer of 32 bits, or one per row'
@@ -298,7 +296,7 @@ BAD = (
   ('.logit_bias', ({0: _NAN}, {0: _INF}), 'must be numbers or -inf'),
   ('.logit_bias', ([{0: 1.0}],), r'one mapping or one per row \(2\), got 1'),
   ('.logit_bias', (np.zeros(3), 'x', 5), _BIAS_SHAPE),
-  ('.logit_bias', ('all', [None, 'all']), 'logit_bias bans every token'),
+  ('.logit_bias', (_BAN, [None, _BAN]), 'logit_bias bans every token'),
 )
 _BAD_SHAPE = next(
   shape for shape in SHAPES if shape.batch_size == 2 and shape.on
@@ -309,11 +307,6 @@ def run_bad(name: str, value: object, seed: int) -> Exception:
   """A good call but for one thing; the error."""
   rng = np.random.default_rng((seed, 1))
   prompts, options = good_call(rng, _BAD_SHAPE)
-  nothing = dict.fromkeys(range(len(_tokenizer())), -np.inf)
-  if isinstance(value, str) and value == 'all':
-    value = nothing
-  elif isinstance(value, list) and 'all' in value:
-    value = [None, nothing]
   if name == 'prompts':
     prompts = value
     # An option per row would be refused for the number of rows.

@@ -67,6 +67,15 @@ def filtered(logits: np.ndarray, options: Options) -> np.ndarray:
   return kept
 
 
+def probs(logits: np.ndarray, options: Options, text=()) -> np.ndarray:
+  """The distribution of the token after a text, `[V]`."""
+  scores = adjusted(logits, options, text)
+  if not options.temperature:
+    return np.eye(len(scores))[np.argmax(scores)]
+  weights = np.exp(filtered(scores, options))
+  return weights / weights.sum()
+
+
 def log_prob(logits: np.ndarray, token: int) -> float:
   """The log-probability of a token by the target's own `logits [V]`."""
   logits = np.asarray(logits, np.float64)

@@ -133,12 +133,10 @@ def gpt2(seed: int = 0, **shape) -> specdec.LanguageModel:
   return specdec.LanguageModel(params=params, spec=_spec(**shape))
 
 
-def perturbed(
-  model: specdec.LanguageModel, amount: float
-) -> specdec.LanguageModel:
-  """The model with every weight changed by about this fraction of itself."""
+def _similar(model: specdec.LanguageModel) -> specdec.LanguageModel:
+  """The model with every weight changed by about 5 percent of itself."""
   rng = np.random.default_rng(99)
-  factor = lambda leaf: 1 + amount * rng.normal(size=leaf.shape)
+  factor = lambda leaf: 1 + 0.05 * rng.normal(size=leaf.shape)
   change = lambda leaf: leaf * factor(leaf).astype(leaf.dtype)
   params = jax.tree.map(change, model.params['gpt2'])
   return model.replace(params=model.params | {'gpt2': params})
@@ -150,7 +148,7 @@ def draft(kind: str, **shape) -> specdec.LanguageModel:
   target = gpt2(**shape)
   return {
     'perfect': lambda: target,
-    'similar': lambda: perturbed(target, 0.05),
+    'similar': lambda: _similar(target),
     'random': lambda: gpt2(seed=1, **shape),
     'hopeless': lambda: target.replace(
       params=target.params | {'bias': _bias(+1)}
@@ -191,15 +189,6 @@ def pad(rows: list[list[int]], fill: int = 0) -> tuple[np.ndarray, np.ndarray]:
   for index, row in enumerate(rows):
     padded[index, : len(row)] = row
   return padded, lengths
-
-
-def new_tokens(result, prompt_lengths) -> list[list[int]]:
-  """The new tokens of each row of a `DecodeResult`."""
-  tokens, ends = jax.device_get((result.tokens, result.length))
-  return [
-    row[start:end].tolist()
-    for row, start, end in zip(tokens, prompt_lengths, ends, strict=True)
-  ]
 
 
 def in_slots(slots, jobs, num_ended: int = 1) -> tuple[list, list[int]]:

@@ -24,9 +24,9 @@ from specdec.draft import block as block_lib
 from specdec.ngram import table as table_lib
 from specdec.tree import topology as topology_lib
 
-# How good a table is: it knows the text by heart, says anything, says what no
-# target ever says, or says nothing.
-TABLES = ('perfect', 'random', 'wrong', 'empty')
+# How good a table is: it knows the text by heart, says what no target says, or
+# says nothing.
+TABLES = ('perfect', 'wrong', 'empty')
 
 
 def ngram_table(
@@ -35,12 +35,8 @@ def ngram_table(
   *,
   order: int,
   num_continuations: int,
-  num_contexts: int | None = None,
 ) -> table_lib.NGramTable:
-  """Counts of texts as a table, made slowly.
-
-  Contexts nobody can reach are appended up to `num_contexts`.
-  """
+  """Counts of texts as a table, made slowly."""
   counts = collections.defaultdict[tuple, Any](collections.Counter)
   for text in texts:
     for end, token in enumerate(text):
@@ -51,9 +47,9 @@ def ngram_table(
   by_depth = lambda context: (len(context), context)
   contexts = sorted(counts, key=by_depth)
   parents = [by_depth(context[:-1]) for context in contexts[1:]]
-  size = num_contexts or len(contexts)
+  size = len(contexts)
   edge_token = np.zeros(size, np.int32)
-  first_child = np.full(size + 1, len(contexts), np.int32)
+  first_child = np.full(size + 1, size, np.int32)
   tokens = np.zeros((size, num_continuations), np.int32)
   log_probs = np.full(
     (size, num_continuations), sampling_lib.EXCLUDED, np.float32
@@ -78,31 +74,17 @@ def ngram_table(
 
 def table_of(texts: Sequence[Sequence[int]], kind: str) -> specdec.NGram:
   """Table of texts of the tiny models; all kinds of `TABLES` have one shape."""
-  table = ngram_table(
-    texts,
-    tiny.VOCAB_SIZE,
-    order=5,
-    num_continuations=3,
-    num_contexts=2048 * -(-len(texts) // 2),
-  )
-  shape = table.next_tokens.shape
-  nothing = np.full(shape, sampling_lib.EXCLUDED, np.float32)
-  likely, first = np.full(shape, np.log(0.3), np.float32), nothing.copy()
-  first[:, 0] = np.log(0.95)
-  rng = np.random.default_rng(5)
-  shuffled = np.argsort(rng.random((shape[0], table.vocab_size)), axis=1)
-  tokens, log_probs = {
-    'perfect': (table.next_tokens, table.next_log_probs),
-    'random': (shuffled[:, : shape[1]], likely),
-    'wrong': (np.full(shape, tiny.TABOO), first),
-    'empty': (np.zeros(shape), nothing),
-  }[kind]
-  return specdec.NGram(
-    table.replace(
-      next_tokens=jnp.asarray(tokens, jnp.int32),
+  table = ngram_table(texts, tiny.VOCAB_SIZE, order=5, num_continuations=3)
+  if kind != 'perfect':
+    shape = table.next_tokens.shape
+    log_probs = np.full(shape, sampling_lib.EXCLUDED, np.float32)
+    if kind == 'wrong':
+      log_probs[:, 0] = np.log(0.95)
+    table = table.replace(
+      next_tokens=jnp.full(shape, tiny.TABOO, jnp.int32),
       next_log_probs=jnp.asarray(log_probs),
     )
-  )
+  return specdec.NGram(table)
 
 
 class BigramTable(flax.struct.PyTreeNode, specdec.Proposer):
@@ -161,14 +143,6 @@ class Settings:
     return specdec.Drafter((stage,), specdec.TreeShape(**of(specdec.TreeShape)))
 
 
-def with_settings(
-  drafter: specdec.Drafter, settings: Settings
-) -> specdec.Drafter:
-  """The drafter with other settings of its outermost stage and its tree."""
-  outer = settings.drafter(drafter.stages[0].scorer)
-  return outer.replace(stages=(*outer.stages, *drafter.stages[1:]))
-
-
 def model(
   draft: specdec.LanguageModel, config: Settings, name: str = 'draft'
 ) -> specdec.Drafter:
@@ -204,38 +178,9 @@ def simple(
   }[kind]()
 
 
-# The third child, but not the first two, goes on.
-_RAGGED = topology_lib.Topology(
-  [(0,), (1,), (2,), (2, 0), (2, 1), (2, 1, 0), (2, 1, 0, 0), (0, 3)]
-)
-
-
 def target() -> specdec.LanguageModel:
   """A target of one layer; it compiles fast."""
   return tiny.gpt2(num_layers=1)
-
-
-def make(shape: str, kind: str, inner: str, texts) -> specdec.Drafter:
-  """A drafter for `target()`: a kind of `tiny.DRAFTS` around one of `TABLES`.
-
-  A perfect table knows the texts by heart. The model between is similar.
-  """
-  draft = lambda kind: tiny.draft(kind, num_layers=1)
-  outer, ragged = model(draft(kind), TREE), Settings(topology=_RAGGED)
-  tables = candidates(
-    table_of(texts, inner),
-    specdec.PromptLookup((0.0, 0.3, 0.6), num_matches=2),
-    config=INNER,
-  )
-  return {
-    'ragged tree': lambda: with_settings(outer, ragged),
-    'tree': lambda: outer,
-    # Not all that has a place in the tree is guessed.
-    'tables': lambda: with_settings(tables, ragged),
-    'staged': lambda: specdec.staged(
-      outer, specdec.staged(model(draft('similar'), INNER, 'small'), tables)
-    ),
-  }[shape]()
 
 
 # Block drafters that are tables, and targets whose states they read. Such a

@@ -75,14 +75,6 @@ def hash_of(text) -> int:
   return functools.reduce(add, map(int, text), 0)
 
 
-def greedy(model: specdec.LanguageModel, text: list[int], number: int):
-  """The next tokens of a hashed model, by a loop over the whole text."""
-  logits, text = np.asarray(model.params['logits']), [*text]
-  for _ in range(number):
-    text.append(int(np.argmax(logits[hash_of(text)])))
-  return text[-number:] if number else []
-
-
 @jax.jit
 def chunk(model, tokens, cache):
   """Logits of tokens `[B, L]` after the cache's text, and the cache with them.

@@ -22,7 +22,7 @@ def _decode():
   target, draft = (
     tiny.gpt2(seed=seed, num_layers=1, num_heads=1) for seed in range(2)
   )
-  table = tiny_drafters.table_of(tiny.prompts(_ROWS), 'random')
+  table = tiny_drafters.table_of(tiny.prompts(_ROWS), 'perfect')
   drafter = tiny_drafters.simple('staged', draft, table, specdec.PromptLookup())
   prompt, lengths = tiny.pad(tiny.prompts(_ROWS))
   request = specdec.Request(

@@ -133,19 +133,15 @@ def test_keeping_nodes_by_hand():
     _assert_holds(after.cache, [f'text{letters}' for letters in kept])
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_what_is_kept_is_kept_exactly(dtype):
+def test_what_is_kept_is_kept_exactly():
   """To the last bit, however large or small it is."""
   rng = np.random.default_rng(0)
   shape = (2, 3, 12, 4)
   exponents = rng.integers(-30, 30, size=shape)
-  array = jnp.asarray(rng.normal(size=shape) * 10.0**exponents, dtype)
+  array = jnp.asarray(rng.normal(size=shape) * 10.0**exponents, 'bfloat16')
   lengths, offsets = np.array([2, 4]), np.array([[1, 5, 3], [2, 6, 7]])
   cache = cache_lib.KVCache(
-    keys=(array,),
-    values=(-array,),
-    length=lengths,
-    num_slots=shape[2],
+    keys=(array,), values=(-array,), length=lengths, num_slots=shape[2]
   )
   keep = jax.jit(cache_lib.keep, static_argnames='window')
   kept = jax.device_get(

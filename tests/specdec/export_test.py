@@ -21,7 +21,7 @@ _PLATFORMS = ('cpu', 'cuda', 'tpu')
 _CONFIG = specdec.DecodeConfig(max_new_tokens=32)
 
 
-def _arguments(method, dtype='float32', temperatures=(0.0, 1.0)):
+def _arguments(method, dtype, temperatures=(0.0, 1.0)):
   """Target, drafter and request of one row for each temperature.
 
   The drafter `staged` has a model, a table and lookup.
@@ -31,7 +31,7 @@ def _arguments(method, dtype='float32', temperatures=(0.0, 1.0)):
   text = np.random.default_rng(0).integers(size, size=50).tolist()
   table = tiny_drafters.ngram_table([text], size, order=3, num_continuations=2)
   proposers = specdec.NGram(table), specdec.PromptLookup()
-  draft = tiny.perturbed(model, 0.1)
+  draft = tiny.draft('similar', num_layers=1, dtype=jnp.dtype(dtype))
   drafter = tiny_drafters.simple(method, draft, *proposers)
   prompt, lengths = tiny.pad(tiny.prompts(rows))
   request = specdec.Request(
@@ -46,12 +46,12 @@ def _arguments(method, dtype='float32', temperatures=(0.0, 1.0)):
 
 
 @functools.cache
-def _export(method, dtype):
+def _export():
   """The decode loop for all platforms, on the leaves of its arguments.
 
   An artifact can be stored if its arguments and results are plain arrays.
   """
-  leaves, tree = jax.tree.flatten(_arguments(method, dtype))
+  leaves, tree = jax.tree.flatten(_arguments('staged', 'bfloat16'))
 
   def run(*leaves):
     result = specdec.decode(*jax.tree.unflatten(tree, leaves), config=_CONFIG)
@@ -60,28 +60,21 @@ def _export(method, dtype):
   return export.export(jax.jit(run), platforms=_PLATFORMS)(*leaves)
 
 
-@pytest.mark.parametrize(
-  ('method', 'dtype', 'loops'),
-  [
-    ('chain', 'float32', 2),
-    ('staged', 'float32', 3),
-    ('staged', 'bfloat16', 3),  # Its products differ by platform.
-  ],
-)
-def test_one_artifact_has_the_loop_for_every_platform(method, dtype, loops):
-  exported = _export(method, dtype)
+def test_one_artifact_has_the_loop_for_every_platform():
+  """In bfloat16, whose products differ by platform."""
+  exported = _export()
   assert exported.platforms == _PLATFORMS
   text = exported.mlir_module()
   # The steps, and within a step the growth rounds of each stage.
-  assert text.count('stablehlo.while') >= loops
+  assert text.count('stablehlo.while') >= 3
   assert not exported.ordered_effects
   assert not exported.unordered_effects
   assert 'callback' not in text
 
 
 def test_a_stored_artifact_decodes_the_same_tokens():
-  stored = export.deserialize(_export('staged', 'float32').serialize())
-  arguments = _arguments('staged')
+  stored = export.deserialize(_export().serialize())
+  arguments = _arguments('staged', 'bfloat16')
   tokens, length = stored.call(*jax.tree.leaves(arguments))
   expected = specdec.decode(*arguments, config=_CONFIG)
   np.testing.assert_array_equal(length, expected.length)
@@ -91,13 +84,12 @@ def test_a_stored_artifact_decodes_the_same_tokens():
 
 
 def test_no_transfer_between_host_and_device_in_a_decode():
-  arguments = _arguments('staged')
+  arguments = _arguments('staged', 'bfloat16')
   with jax.transfer_guard('disallow'):
-    result = jax.block_until_ready(specdec.decode(*arguments, config=_CONFIG))
+    jax.block_until_ready(specdec.decode(*arguments, config=_CONFIG))
     # The guard is on: this would have to fetch an array.
     with pytest.raises(Exception, match=r'[Dd]isallow'):
       jnp.zeros(3) + np.ones(3, np.float32)
-  assert np.all(result.length > arguments[2].prompt_length)
 
 
 def _rows_of_products(platform, dtype):

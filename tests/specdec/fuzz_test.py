@@ -1,23 +1,15 @@
-"""Random calls end in equality with plain decoding, bad ones in clear errors.
-
-Here some hundreds of calls; `--long` makes 3,000.
-"""
+"""Random calls equal plain decoding; bad ones are refused in clear words."""
 
 import fuzzing
 import numpy as np
 import pytest
 
 
-def pytest_generate_tests(metafunc):
-  if 'calls' in metafunc.fixturenames:
-    calls = 182 if metafunc.config.getoption('--long') else 28
-    metafunc.parametrize('calls', [calls])
-
-
 # One test per shape: it has programs of its own.
 @pytest.mark.parametrize('index', range(len(fuzzing.SHAPES)))
-def test_good_calls(index, calls):
-  seeds = index + len(fuzzing.SHAPES) * np.arange(calls)
+def test_good_calls(index, request):
+  number = 500 if request.config.getoption('--long') else 25
+  seeds = index + len(fuzzing.SHAPES) * np.arange(number)
   histogram = sum(fuzzing.run_good(int(seed)) for seed in seeds)
   assert all(histogram[:2]), 'drafts that are always or never right'
 

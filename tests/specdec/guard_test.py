@@ -8,8 +8,7 @@ import tiny
 import tiny_drafters
 
 import specdec
-from specdec import loop
-from specdec.draft import recycling
+from specdec.draft import lookup
 from specdec.tree import topology as topology_lib
 
 _DEPTH = 4
@@ -17,16 +16,15 @@ _ROWS = 3
 _LIMIT = 40
 
 
-def _draft(
-  kind,
-  config=tiny_drafters.Settings(topology=topology_lib.chain(_DEPTH)),
-  name='draft',
-):
+_CHAIN = tiny_drafters.Settings(topology=topology_lib.chain(_DEPTH))
+
+
+def _draft(kind, config=_CHAIN, name='draft'):
   return tiny_drafters.model(tiny.draft(kind, num_layers=1), config, name)
 
 
-def _run(drafter, break_even=None, run=specdec.generate):
-  return run(
+def _run(drafter, break_even=None):
+  return specdec.generate(
     tiny.gpt2(num_layers=1),
     tiny.row_keys(_ROWS),
     tiny.prompts(_ROWS),
@@ -112,26 +110,9 @@ def test_a_hopeless_draft_is_left_a_perfect_one_kept_and_no_token_changes():
   assert result.stats.stage_forwards == {'draft': _ROWS * steps * _DEPTH}
 
 
-@pytest.mark.parametrize('kind', ['random', 'perfect'])
-def test_rests_are_the_same_in_pieces(kind):
-  """Streaming makes one step at a time; it compiles nothing more."""
-  whole, before = _run(_draft(kind), 2.5), loop.advance._cache_size()
-  decoding = _run(_draft(kind), 2.5, specdec.Decoding)
-  assert decoding.finish_reasons == [None] * _ROWS
-  assert list(decoding)
-  assert decoding.done
-  assert list(decoding) == []
-  pieces = decoding.result()
-  assert pieces.tokens == whole.tokens
-  assert pieces.stats.plain_steps == whole.stats.plain_steps
-  assert pieces.stats.stage_forwards == whole.stats.stage_forwards
-  assert (whole.stats.plain_steps > 0) == (kind == 'random')
-  assert loop.advance._cache_size() == before
-
-
 def test_a_tree_of_look_ups_is_verified_only_if_it_pays():
   """Rows share the decision; the steps of a stream decide alike."""
-  learner = recycling.Recycling(2, size=64)
+  learner = lookup.Recycling(2, size=64)
   drafter = tiny_drafters.candidates(
     specdec.PromptLookup((0.5,)), learner, config=tiny_drafters.TREE
   )

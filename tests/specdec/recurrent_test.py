@@ -45,7 +45,7 @@ def test_logits_are_those_of_transformers_however_a_text_is_read(
   """In chunks, and as a tree that grows in two forwards."""
   model, golden = _load(name, tmp_path), np.load(variants.RESULTS)[name]
   tokens = variants.tokens(name)
-  for size, end in ((1, 40), (7, 35), (32, 32)):
+  for size, end in ((1, 40), (7, 35)):
     logits, _ = tiny_recurrent.in_chunks(model, tokens[:, :end], size)
     np.testing.assert_allclose(logits, golden[:, :end], rtol=0, atol=2e-4)
   # The rest of a text is a path of a tree, whose other nodes are random.
@@ -75,8 +75,15 @@ def _check_path(model, tree, logits, cache, row, leaf, atol):
 
 
 @_kernels
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'int8', 'int4'])
-@pytest.mark.parametrize('name', _HYBRIDS)
+@pytest.mark.parametrize(
+  ('name', 'dtype'),
+  [
+    (_HYBRIDS[0], 'float32'),
+    (_HYBRIDS[1], 'float32'),
+    (_HYBRIDS[0], 'int4'),
+    (_HYBRIDS[1], 'bfloat16'),
+  ],
+)
 def test_a_node_has_the_bits_of_plain_decoding_of_its_path(
   name, dtype, tmp_path
 ):
@@ -122,54 +129,6 @@ def test_keys_near_zero_have_the_length_of_transformers(tmp_path):
 
 
 _VOCAB = 12
-
-
-def _prompts(seed, *lengths):
-  rng = np.random.default_rng(seed)
-  return [rng.integers(_VOCAB, size=length).tolist() for length in lengths]
-
-
-def _expected(prompts, number):
-  target = tiny_recurrent.hashed(_VOCAB)
-  return [tiny_recurrent.greedy(target, text, number) for text in prompts]
-
-
-def test_a_conversation_of_five_turns():
-  """A conversation goes on, and back to what was marked, as if read again."""
-  prompts = _prompts(1, 6, 4)
-  decoding = specdec.Decoding(
-    tiny_recurrent.hashed(_VOCAB),
-    tiny.row_keys(2),
-    prompts,
-    max_new_tokens=8,
-    room_for_new_tokens=256,
-    drafter=tiny_drafters.simple('tree', tiny_recurrent.hashed(_VOCAB, 1.0)),
-  )
-  decoding.run()
-  for turn in range(5):
-    answers = decoding.result().tokens
-    assert answers == _expected(prompts, 8), turn
-    said = _prompts(turn + 2, 5, 35)
-    longer = [
-      prompt + answer + words
-      for prompt, answer, words in zip(prompts, answers, said, strict=True)
-    ]
-    kept = [len(prompt) + 7 for prompt in prompts]
-    if turn == 1:  # Other answers: back to the ends of the prompts.
-      for row in range(2):
-        longer[row][len(prompts[row]) + 2] ^= 1
-      kept = [len(prompt) - 1 for prompt in prompts]
-    if turn == 2:  # Another prompt: back to the start. The other goes on.
-      longer[0][2] ^= 1
-      kept[0] = 0
-    if turn == 3:  # Shorter than what was marked.
-      longer[0] = longer[0][: len(prompts[0]) - 3]
-      kept[0] = 0
-    prompts = longer
-    decoding.extend(prompts, max_new_tokens=8)
-    assert decoding.num_kept == kept, turn
-    decoding.run()
-  assert decoding.result().tokens == _expected(prompts, 8)
 
 
 def _by_hand(tokens, window):

@@ -16,11 +16,6 @@ def _softmax(logits):
   return weights / weights.sum()
 
 
-def _expected(logits, **values):
-  """Probabilities after the filters, in float64, of one position."""
-  return _softmax(reference.filtered(logits, reference.Options(**values)))
-
-
 # Compiled once per set of filters: dispatching op by op costs far more.
 _filter_logits = jax.jit(sampling_lib.filter_logits)
 _choose = jax.jit(sampling_lib.choose)
@@ -66,8 +61,9 @@ def test_filters_against_numpy(top_k, top_p, min_p):
     of_row = lambda value, row=row: np.ravel(value)[row % np.size(value)].item()
     values = {name: of_row(value) for name, value in filters.items()}
     values['temperature'] = temperature[row]
+    options = reference.Options(**values)
     expected = np.array(
-      [_expected(row_logits, **values) for row_logits in logits[row]]
+      [reference.probs(each, options) for each in logits[row]]
     )
     np.testing.assert_array_equal(actual[row] > 0, expected > 0)
     np.testing.assert_allclose(actual[row], expected, atol=1e-6)
@@ -135,14 +131,6 @@ def test_no_temperature_and_no_penalty_brings_a_banned_token_back():
   )
   # Where nothing but it can be said, nothing can.
   only = np.where(np.arange(5) == 2, logits, -np.inf)
-  assert not np.any(sampling_lib.is_usable(adjust(only)))
-
-
-def test_temperature_0_is_argmax_whatever_the_filters():
-  logits = np.random.default_rng(2).normal(size=(3, 5, 30)).astype(np.float32)
-  for filters in _ALL_FILTERS:
-    sampling = arguments_lib.to_params(specdec.Sampling(**filters), 3, 30)
-    noise = _noise(3, 5, sampling)
-    np.testing.assert_array_equal(noise.of_all(30), 0.0)
-    chosen = _choose(logits, noise, sampling)
-    np.testing.assert_array_equal(chosen, logits.argmax(-1))
+  assert not np.any(
+    sampling_lib.is_usable(sampling_lib.adjust_logits(only, sampling, seen))
+  )

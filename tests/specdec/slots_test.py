@@ -65,18 +65,6 @@ def _jobs():
 
 
 _JOBS = (*_jobs(),)
-_NAMES = (
-  ('temperature',),
-  ('temperature', 'top_k'),
-  ('temperature', 'logit_bias'),
-  ('temperature', 'repetition_penalty'),
-  ('temperature', 'top_p'),
-  ('temperature', 'top_k', 'min_p'),
-)
-
-
-def _of_gpt2():
-  return tiny.gpt2(num_layers=1), _drafter('staged')
 
 
 def _of_states():
@@ -90,16 +78,15 @@ def _of_head():
   return tiny_heads.target(), specdec.fixed_drafter(scorer, specdec.chain(2))
 
 
-_TARGETS = {'gpt2': _of_gpt2, 'recurrent': _of_states, 'head': _of_head}
-_SAMPLED_BY = [field.name for field in dataclasses.fields(specdec.Sampling)]
-
-
 @functools.cache
-def _together(kind='plain', verify='match', only=None):
+def _together(kind='plain', verify='match', only=None, greedy=False):
   """One batch of all; rows are as if decoded alone: `equality_test`."""
   jobs = _JOBS if only is None else [_JOBS[only]]
   of_jobs = lambda name: [job[name] for job in jobs]
-  sampled = lambda name: [getattr(job['sampling'], name) for job in jobs]
+  sampling = {
+    field.name: [getattr(job['sampling'], field.name) for job in jobs]
+    for field in dataclasses.fields(specdec.Sampling)
+  }
   return specdec.generate(
     tiny.gpt2(num_layers=1),
     jax.numpy.stack(of_jobs('rng_key')),
@@ -108,7 +95,7 @@ def _together(kind='plain', verify='match', only=None):
     room_for_new_tokens=24,
     drafter=_drafter(kind),
     verify=verify,
-    sampling=specdec.Sampling(**{name: sampled(name) for name in _SAMPLED_BY}),
+    sampling=specdec.Sampling(**{} if greedy else sampling),
     eos_ids=[_EOS],
     log_probs=True,
   )
@@ -179,29 +166,12 @@ def test_every_slot_has_stop_strings_and_end_tokens_of_its_own():
 
 def test_prompts_bring_options_that_others_lack():
   """Greedy for all, and no bias, penalty or filter until a prompt has one."""
-  fields = [
-    {name: getattr(job['sampling'], name) for name in names}
-    for job, names in zip(_JOBS, _NAMES * 2, strict=True)
-  ]
-  jobs = [
-    job | {'sampling': specdec.Sampling(**given)}
-    for job, given in zip(_JOBS, fields, strict=True)
-  ]
   slots = _slots('staged', sampling=specdec.Sampling(), log_probs=False)
-  results, _ = tiny.in_slots(slots, jobs)
-  for job, result in zip(jobs, results, strict=True):
-    neutral = {'logit_bias': {}, 'repetition_penalty': 1.0, 'top_p': 1.0}
-    given = {k: v for k, v in vars(job['sampling']).items() if v is not None}
-    alone = specdec.generate(
-      tiny.gpt2(num_layers=1),
-      job['rng_key'].reshape(1),
-      [job['prompt']],
-      max_new_tokens=job['max_new_tokens'],
-      room_for_new_tokens=24,
-      sampling=specdec.Sampling(**neutral | {'top_k': [None]} | given),
-      eos_ids=[_EOS],
-    )
-    assert result.tokens == alone.tokens
+  jobs, expected = [*_JOBS], _together().tokens.copy()
+  for index in (0, 1, 2, 5, 7, 8, 9, 10, 11):
+    jobs[index] = _JOBS[index] | {'sampling': None}
+    expected[index] = _together(greedy=True).tokens[index]
+  assert _tokens(tiny.in_slots(slots, jobs)[0]) == expected
 
 
 def test_a_text_is_returned_while_it_grows():
@@ -273,10 +243,10 @@ def _expected(target, prompt, limit):
   ).tokens[0]
 
 
-@pytest.mark.parametrize('kind', ['gpt2', 'recurrent', 'head'])
-def test_what_a_slot_has_read_is_not_read_again(kind):
+@pytest.mark.parametrize('make', [_of_states, _of_head])
+def test_what_a_slot_has_read_is_not_read_again(make):
   """Turns of two conversations, a copy, and a text that changed."""
-  target, drafter = _TARGETS[kind]()
+  target, drafter = make()
   slots = specdec.Slots(target, num_slots=2, context=_CONTEXT, drafter=drafter)
 
   def decode(prompt, limit=6):
@@ -302,23 +272,27 @@ def test_what_a_slot_has_read_is_not_read_again(kind):
   assert kept == len(prompt) - 1
   changed = [*text[:-3], (text[-3] + 1) % 40, 5]
   kept, _ = decode(changed)
-  end = len(prompt) - 1 if kind == 'recurrent' else len(text) - 3
+  end = len(prompt) - 1 if make is _of_states else len(text) - 3
   assert kept == end
   # Before the mark there is no state to go back to.
   kept, _ = decode([*text[:5], 30, 31])
-  assert kept == 0 if kind == 'recurrent' else 5
+  assert kept == 0 if make is _of_states else 5
 
 
-def test_a_draft_goes_on_from_what_its_slot_has_read():
-  """A perfect one then proposes nothing that the target rejects."""
+def _slots_of_a_perfect_draft(**options):
   draft = tiny.draft('perfect', num_layers=1)
-  slots = specdec.Slots(
+  return specdec.Slots(
     tiny.gpt2(num_layers=1),
     num_slots=2,
     context=_CONTEXT,
     drafter=tiny_drafters.simple('chain', draft, length=2),
+    **options,
   )
-  text = [3, 2]
+
+
+def test_a_draft_goes_on_from_what_its_slot_has_read():
+  """A perfect one then proposes nothing that the target rejects."""
+  slots, text = _slots_of_a_perfect_draft(), [3, 2]
   for _ in range(3):
     slots.insert(text, jax.random.key(0), max_new_tokens=9)
     (result,) = slots.advance().values()
@@ -329,10 +303,9 @@ def test_a_draft_goes_on_from_what_its_slot_has_read():
   assert slots.num_kept[1] == 0
 
 
-@pytest.mark.parametrize('break_even', [1.5, None])
-def test_how_prompts_take_turns_changes_no_token(break_even):
+def test_how_prompts_take_turns_changes_no_token():
   sizes = {1: 8, 3: 1}  # Full batches are decoded plainly.
-  slots = _slots('staged', reading=7, tree_sizes=sizes, break_even=break_even)
+  slots = _slots('staged', reading=7, tree_sizes=sizes, break_even=1.5)
   assert (
     _tokens(tiny.in_slots(slots, _JOBS, num_ended=3)[0]) == _together().tokens
   )
@@ -340,14 +313,7 @@ def test_how_prompts_take_turns_changes_no_token(break_even):
 
 def test_the_draft_reads_what_full_batches_decoded_plainly():
   """A perfect one then proposes nothing that the target rejects."""
-  draft = tiny.draft('perfect', num_layers=1)
-  slots = specdec.Slots(
-    tiny.gpt2(num_layers=1),
-    num_slots=2,
-    context=_CONTEXT,
-    drafter=tiny_drafters.simple('chain', draft, length=2),
-    tree_sizes={1: 3, 2: 1},
-  )
+  slots = _slots_of_a_perfect_draft(tree_sizes={1: 3, 2: 1})
   for limit in (20, 50):
     slots.insert([3, 2], jax.random.key(0), max_new_tokens=limit)
   assert list(slots.advance()) == [0]

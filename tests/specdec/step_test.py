@@ -43,10 +43,7 @@ def _apply(params, tokens, positions, mask, cache):
 
 
 _init_cache = functools.partial(
-  cache_lib.init_cache,
-  num_heads=1,
-  head_widths=(1,),
-  dtype=jnp.float32,
+  cache_lib.init_cache, num_heads=1, head_widths=(1,), dtype=jnp.float32
 )
 
 

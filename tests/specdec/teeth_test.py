@@ -44,18 +44,6 @@ _BUGS = {
     'room',
     'verification.test_the_stop_rule_against_a_loop(2, 0.1)',
   ),
-  'overshoots the limit': (
-    'verify.accept',
-    'jnp.minimum(until_end, room)',
-    'until_end',
-    'verification.test_the_stop_rule_against_a_loop(2, 0.1)',
-  ),
-  'goes on with a row that is done': (
-    'step',
-    'jnp.where(ctx.active, room, 0)',
-    'room',
-    'step.test_a_decode_of_all_that_a_step_does()',
-  ),
   'noise keyed by step, not by position': (
     'step',
     ('request.row_keys,\n      state.length,'),
@@ -65,27 +53,11 @@ _BUGS = {
     ),
     'step.test_a_decode_of_all_that_a_step_does()',
   ),
-  'noise used again in every step': (
-    'randomness',
-    '(row_keys, positions,',
-    '(row_keys, positions - length[:, None],',
-    'enumeration.test_the_randomness_of_a_step_is_of_these_keys()',
-  ),
   'target chooses with the noise of the depth above': (
     'verify.accept',
     '(tree.depth, nodes)',
     '(tree.depth, nodes) - 1',
     'step.test_a_decode_of_all_that_a_step_does()',
-  ),
-  'top-p adds up in 16 bits': (
-    'sampling',
-    '_in_units(weights, weights.shape[-1])',
-    (
-      '_in_units('
-      'jnp.sum(weights.astype(jnp.bfloat16), -1, keepdims=True)'
-      ".astype('float32'), weights.shape[-1])"
-    ),
-    'large_vocabulary.test_top_p_keeps_what_the_definition_says(50257, 400)',
   ),
   'mask forgets the farthest ancestor': (
     'tree.tree',
@@ -105,50 +77,17 @@ _BUGS = {
     '+ nodes',
     'step.test_a_decode_of_all_that_a_step_does()',
   ),
-  'target keeps the first nodes, not those of the path': (
-    'step',
-    'model_lib.keep(target_state, added)',
-    (
-      'model_lib.keep(target_state, added.replace('
-      'path=jnp.where(path >= 0, nodes[:, : path.shape[1]], path)))'
-    ),
-    'step.test_a_decode_of_all_that_a_step_does()',
-  ),
-  'target cache keeps one too many': (
-    'model',
-    'jnp.minimum(num_scored, added.count)',
-    'jnp.minimum(num_scored, added.count) + 1',
-    'cache.test_keeping_nodes_by_hand()',
-  ),
   'draft cache keeps one too many after full acceptance': (
     'model',
     'jnp.minimum(num_scored, added.count)',
     'added.count',
     'cache.test_keeping_nodes_by_hand()',
   ),
-  'draft cache forgets the root': (
-    'model',
-    'jnp.minimum(num_scored, added.count)',
-    'jnp.minimum(jnp.minimum(num_scored, added.count), added.count - 1)',
-    'cache.test_keeping_nodes_by_hand()',
-  ),
-  'only keys are moved': (
-    'cache',
-    'values=tuple(map(move, cache.values))',
-    'values=cache.values',
-    'cache.test_keep_by_hand()',
-  ),
   'duplicates are not merged': (
     'tree.tree',
     'wanted & ~_has_child(tree, children.parents, children.tokens)',
     'wanted',
     'tree.test_adding_children()',
-  ),
-  'the best nodes are not connected': (
-    'tree.tree',
-    'best_by(tree.log_prob, num_nodes)',
-    'best_by(tree.cond_log_prob, num_nodes)',
-    "tree.test_the_best_nodes_are_a_connected_subtree(6, 'different')",
   ),
   'lookup reads what is after the text': (
     'draft.lookup',
@@ -162,28 +101,10 @@ _BUGS = {
     'drawn_from = jax.nn.softmax(logits)',
     "enumeration.test_children_are_drawn_from_what_is_said('without_replacement')",
   ),
-  'the best children count as drawn': (
-    'draft.ranking',
-    'jnp.where(sampling_lib.per_row(stochastic, noise), noise, 0.0)',
-    '0.0 * noise',
-    "enumeration.test_children_are_drawn_from_what_is_said('without_replacement')",
-  ),
-  'top-p before temperature': (
-    'sampling',
-    '(candidates, likeliest, top_p)',
-    '(lambda: temperature * candidates(), temperature * likeliest, top_p)',
-    'sampling.test_filters_against_numpy(None, 0.6, None)',
-  ),
   'children and uniforms from one stream': (
     'randomness',
     '2**31 - 1 - stream',
     '2**31 - 1 - max(stream, 1)',
-    'enumeration.test_the_randomness_of_a_step_is_of_these_keys()',
-  ),
-  'uniforms and bonus token from one stream': (
-    'randomness',
-    '2**31 - 1 - stream',
-    '2**31 - 1 - min(stream, 1)',
     'enumeration.test_the_randomness_of_a_step_is_of_these_keys()',
   ),
   'one uniform for all siblings': (
@@ -192,28 +113,10 @@ _BUGS = {
     'nodes.uniform[:, 0]',
     "enumeration.check_walks('without_replacement')",
   ),
-  'the draft of the node above': (
-    'verify.rejection',
-    '_at(self.node, place)), draft)',
-    '_at(self.parent, place)), draft)',
-    "enumeration.check_walks('without_replacement')",
-  ),
-  'the bonus token from the distribution of the root': (
-    'verify.rejection',
-    'logits = _at(self.logits, place)[:, None]',
-    'logits = self.logits[:, :1]',
-    "enumeration.check_walks('without_replacement')",
-  ),
   'residual not normalised for the next sibling': (
     'verify.rejection',
     'left = normalized(jnp.maximum(target - draft, 0.0), target)',
     'left = jnp.maximum(target - draft, 0.0)',
-    "enumeration.check_few('rejection', 'without_replacement')",
-  ),
-  'residual of the target alone': (
-    'verify.rejection',
-    'jnp.maximum(target - draft, 0.0), target)',
-    'target, target)',
     "enumeration.check_few('rejection', 'without_replacement')",
   ),
   'drawn without replacement, judged as with': (
@@ -264,35 +167,11 @@ _BUGS = {
     'head, texts.replace(length=0 * texts.length + 1), window_size',
     "heads.test_trees_of_every_step_with_plain_steps_and_turns('fixed')",
   ),
-  'positions of drafted tokens are shifted in a head': (
-    'draft.head',
-    'planned.positions, planned',
-    'planned.positions + (planned.nodes > 0), planned',
-    "heads.test_trees_of_every_step_with_plain_steps_and_turns('fixed')",
-  ),
   'a head feeds its state back after the norm': (
     'models.nn.eagle',
     'config.kind == MTP or config.norm_output',
     'config.kind != EAGLE',
     "heads.test_logits_are_those_of_the_formulas('sglang')",
-  ),
-  'an MTP layer reads the state before the embedding': (
-    'models.nn.eagle',
-    'inputs[::-1] if self.config.state_first',
-    'inputs[::-1] if not self.config.state_first',
-    "own_heads.check_logits('qwen', 0)",
-  ),
-  'a drafted token of an assistant is rotated as itself': (
-    'models.nn.assistant',
-    'place > 0, place - 1',
-    'place < 0, place - 1',
-    "own_heads.check_logits('gemma', 0)",
-  ),
-  'rows of a block see later ones in layers with a window': (
-    'models.nn.block_drafter',
-    'keys <= rows',
-    'keys <= keys',
-    "block_drafter.test_forwards_of_other_packages('z-lab windows')",
   ),
   'a node that is NaN spoils the tree': (
     'cache',
@@ -304,24 +183,12 @@ _BUGS = {
     'draft.growth',
     'jnp.maximum(longest - ctx.length, -1)',
     'jnp.maximum(longest - ctx.length, -1) + 1',
-    'growth_stop.test_no_node_is_scored_beyond_the_context()',
-  ),
-  'a window is one position too short': (
-    'models.nn.attention',
-    'counted <= window',
-    'counted < window',
-    'attention.test_a_window_is_counted_along_the_path_of_a_query()',
+    'growth.test_no_node_is_scored_beyond_the_context()',
   ),
   'a rejected node is folded into the state': (
     'recurrent',
     'index < count,',
     'index <= count,',
-    'recurrent.test_lengthening_and_going_back_by_hand()',
-  ),
-  'a mark is used although the text before it changed': (
-    'cache',
-    '(cache.marked <= kept, cache.marked,',
-    '(cache.marked >= 0, cache.marked,',
     'recurrent.test_lengthening_and_going_back_by_hand()',
   ),
   'a row learns what another row was told': (
@@ -347,12 +214,6 @@ _BUGS = {
     'if changed * _FEW >= self._num_indexed:',
     'if changed > 100 * self._num_indexed:',
     'text_store.test_the_index_follows()',
-  ),
-  "logits of other ids than the target's": (
-    'models.nn.matrices',
-    'jnp.maximum(index, 0), axis',
-    'jnp.arange(index.size), axis',
-    "other_tokens.test_a_token_is_read_as_all_its_parts('gpt2')",
   ),
 }
 
@@ -435,16 +296,9 @@ def test_a_bug_is_noticed(name):
     _run(test)
 
 
-@pytest.mark.parametrize(
-  'test',
-  [
-    'cache.test_keeping_nodes_by_hand()',
-    "enumeration.check_few('rejection', 'without_replacement')",
-    'tree.test_walks_and_masks()',
-  ],
-)
-def test_without_a_bug_nothing_fails(test):
+def test_without_a_bug_nothing_fails():
   """The way of planting bugs breaks nothing either."""
+  test = "enumeration.check_few('rejection', 'without_replacement')"
   harmless = 'for _ in range(num_steps):'
   with _planted('tree.tree', harmless, harmless):
     _run(test)

@@ -1,8 +1,11 @@
 """Growth of trees: what holds for every tree, whichever stages grew it."""
 
+import functools
 import itertools
+import types
 
 import jax
+import jax.numpy as jnp
 import list_trees
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ import tiny
 import tiny_drafters
 
 import specdec
+from specdec.draft import growth
 from specdec.tree import topology as topology_lib
 
 _TREE = {'num_nodes': 10, 'width': 3, 'branching': 3, 'rounds': 3}
@@ -29,7 +33,6 @@ _MORE_THAN_THERE_ARE |= {'capacity': 50, 'calibration': 0.5}
 def test_growth_is_a_best_first_search():
   for names, config in (
     ('model', {}),
-    ('model, table', {}),
     ('model, model, table', {}),
     # Full after a round or two: what is guessed later is dropped.
     ('model, table', {'num_nodes': 6, 'capacity': 11}),
@@ -136,30 +139,6 @@ def _best_first(nodes, rounds, width):
   return scored
 
 
-def test_growth_after_a_step_is_growth_after_a_prefill():
-  """Also where the draft has yet to read what it did not guess itself."""
-  rng = np.random.default_rng(2)
-  settings = tiny_drafters.Settings(topology=topology_lib.k_ary(2, 2))
-  drafter = tiny_drafters.model(tiny.draft('similar', num_layers=1), settings)
-  step = list_trees.random_step(2, 2, 1.0, tiny.VOCAB_SIZE)
-  rows = np.arange(list_trees.BATCH_SIZE)
-  tokens, length = list_trees.padded(step.texts)
-  rest = (rows >= 0, step.noise, tiny.sampling_params(1.0, 0.0, 1.0))
-  grow_again = jax.jit(list_trees.grown_from)
-  stages, tree = list_trees.grown(drafter, tokens, length, *rest)
-  for leaf in (3, 4, 5, 6):
-    # To a leaf, which no draft has scored, and a bonus token.
-    path = np.array([[0, (leaf - 1) // 2, leaf]] * len(rows), np.int32)
-    stages = list_trees.kept(drafter, stages, path, 0 * length + 3)
-    for row in rows:
-      new = [*np.asarray(tree.token[row])[path[row, 1:]], rng.integers(9)]
-      tokens[row, length[row] : length[row] + 3] = new
-    length = length + 3
-    stages, tree = grow_again(drafter, stages, tokens, length, *rest)
-    _, expected = list_trees.grown(drafter, tokens, length, *rest)
-    list_trees.assert_equal_trees(*map(list_trees.lists_of, (tree, expected)))
-
-
 def test_a_draft_reads_what_it_lacks_together_with_the_root():
   """As after a prefill, so that what inner stages drafted costs no round."""
   rng = np.random.default_rng(3)
@@ -227,3 +206,71 @@ def test_fixed_shapes_are_filled_by_rank(is_model):
           list_trees.child(expected, places[above], token, said[token], 1)
         )
       list_trees.assert_equal_trees([nodes], [expected])
+
+
+# The rule by which growth stops, by hand.
+
+# One guess after every node, and five rounds that cost nothing.
+_chain_config = functools.partial(
+  tiny_drafters.Settings,
+  num_nodes=8,
+  width=2,
+  branching=1,
+  rounds=5,
+  cost_ratio=0,
+)
+
+
+def _forwards(probs, config, active=(True,) * 3):
+  """Forwards of chains; a token of row i is followed as in its table."""
+  # One table holds them all, each on tokens of its own.
+  size = 10
+  table = np.full((3 * size, 3 * size), -30.0, np.float32)
+  following = np.roll(np.eye(size, dtype=bool), 1, axis=1)
+  for row, p in enumerate(probs):
+    block = slice(size * row, size * (row + 1))
+    table[block, block] = np.log(np.where(following, p, (1 - p) / (size - 1)))
+  drafter = list_trees.TableStage(table, config).drafter()
+  noise = np.zeros((3, config.rounds + 1, 3 * size), np.float32)
+  step = list_trees.Step([[0], [size], [2 * size]], noise, active)
+  return list_trees.run(drafter, step)[2][0]
+
+
+@pytest.mark.parametrize(
+  ('cost_ratio', 'num_nodes', 'expected'),
+  [
+    # p = 0.5. The gains after 1, 2, 3 rounds are 0.25, 0.125, 0.0625. The price
+    # is the 1.5, 1.75, 1.875 tokens expected so far, times c / (1 + rounds c).
+    (0.25, 8, 1),  # 0.300
+    (0.19, 8, 2),  # 0.239, 0.241
+    (0.095, 8, 2),  # 0.130, 0.140
+    (0.08, 8, 3),  # 0.111, 0.121, 0.121
+    # From bytes: 30 x 30 x 4 for a target of 40,000, which is 0.09.
+    (None, 8, 2),
+    # Two verified nodes are expected to give no more than 1.5 tokens.
+    (0.095, 2, 3),  # 0.130, 0.120, 0.111
+  ],
+)
+def test_the_price_of_a_round(cost_ratio, num_nodes, expected):
+  config = _chain_config(cost_ratio=cost_ratio, num_nodes=num_nodes)
+  assert _forwards((0.5, 0.5, 0.5), config) == expected
+
+
+def test_rows_that_are_done_have_no_say():
+  # At p = 0.9 the gains exceed the prices in all five rounds; at 0.1 never.
+  # Together: 0.83 and 0.65, then 0.73 and 0.68, then 0.66 and 0.69.
+  config = _chain_config(cost_ratio=0.19)
+  assert _forwards((0.9, 0.1, 0.1), config) == 3
+  assert _forwards((0.9, 0.1, 0.1), config, (True, False, False)) == 5
+  assert _forwards((0.9, 0.1, 0.1), config, (False, True, True)) == 1
+  assert _forwards((0.9, 0.9, 0.1), config) == 5
+
+
+def test_no_node_is_scored_beyond_the_context():
+  """The root is at position length - 1; of 10 the last is 9."""
+  facts = types.SimpleNamespace(max_positions=10)
+  stage = types.SimpleNamespace(scorer=types.SimpleNamespace(facts=facts))
+  ctx = types.SimpleNamespace(length=jnp.array([1, 9, 10, 11, 12]), max_depth=4)
+  assert growth._depth_limit(stage, ctx).tolist() == [4, 1, 0, -1, -1]
+  facts.max_positions = None
+  assert growth._depth_limit(stage, ctx).tolist() == [4] * 5

@@ -1,7 +1,5 @@
 """A draft that reads the end of a prompt drafts as if that were all of it."""
 
-import dataclasses
-
 import jax
 import list_trees
 import numpy as np
@@ -84,24 +82,6 @@ def test_it_drafts_as_if_the_end_of_the_text_were_all_of_it():
   check((8, 2), (3, 4), (0, 9), firsts=[5, 3, 5])
   # Shorter texts: it has all of one, some of the next, nothing of the last.
   check((9, 0), (6, 0), (3, 0), firsts=[5, 2, 0])
-
-
-def test_it_reads_so_many_tokens_of_a_prompt():
-  model, read = tiny.draft('similar', num_layers=1), []
-
-  def apply(params, tokens, *others):
-    read.append(tokens.shape[1])
-    return model.spec.apply(params, tokens, *others)
-
-  counting = model.replace(spec=dataclasses.replace(model.spec, apply=apply))
-  drafter = _of_tail(tiny_drafters.model(counting, _SETTINGS))
-  for length, expected in ((9, _C), (2, 2)):
-    init = lambda tokens, length: drafter_lib.start(
-      drafter, carried_lib.Texts(tokens, length, 20)
-    )
-    prompt = np.zeros((2, length), np.int32)
-    jax.eval_shape(init, prompt, np.full(2, length, np.int32))
-    assert read.pop() == expected
 
 
 def test_a_head_and_no_tokens_are_refused():

@@ -265,10 +265,7 @@ def _case(vocab_size):
 
 def _long(vocab_size, length, **arguments):
   """The last token never occurs."""
-  texts = [
-    _text(vocab_size - 1, length),
-    _text(vocab_size - 1, 9, seed=1),
-  ]
+  texts = [_text(vocab_size - 1, length), _text(vocab_size - 1, 9, seed=1)]
   return {'texts': texts, 'order': 5, 'vocab_size': vocab_size} | arguments
 
 
@@ -354,21 +351,6 @@ def test_the_longest_known_context_is_found(order, vocab_size, low):
   assert nodes.tolist() == expected
   names = [*index]
   assert {len(names[context]) for context in expected} == set(range(order))
-
-
-def test_any_leading_shape_and_vmap_take_the_same_steps():
-  table, index, histories = _random(3, 300, 0)
-  expected = np.array(_expected(index, histories))
-  shaped = _find(table, histories.reshape(5, 6, 10, 2))
-  assert np.array_equal(shaped, expected.reshape(5, 6, 10))
-  mapped = jax.jit(jax.vmap(table_lib.find_context, (None, 0)))
-  assert np.array_equal(mapped(table, histories), expected)
-  # Whatever the text; and the sizes of a table are static.
-  steps = str(jax.make_jaxpr(table_lib.find_context)(table, histories))
-  assert f'length={table.num_probes}' in steps
-  assert 'while' not in steps
-  with pytest.raises(ValueError, match=r'the last 2 tokens .* order 3, got'):
-    table_lib.find_context(table, np.zeros((4, 3), np.int32))
 
 
 def test_bytes_of_a_lookup_and_a_table_without_contexts():

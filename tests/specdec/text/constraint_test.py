@@ -56,10 +56,11 @@ def _slowly(delta, accepting, tokens, eos):
   return [[keep(state) for state in row] for row in after], leads
 
 
-def check_tables(seeds):
+def test_tables_against_reading_bytes():
   """Stacked tables say what reading bytes says, in every state."""
   eos, size, stacked = (3, 7), _SIZE, []
-  for seed in seeds:
+  # In the last one only a token that ends a text spells what is needed.
+  for seed in (*range(11), 297):
     delta, accepting, tokens = _example(seed)
     slow, leads = _slowly(delta, accepting, tokens, eos)
     try:
@@ -101,12 +102,7 @@ def check_tables(seeds):
           waiting += [(new, expected)] if allowed else []
 
 
-def test_tables_against_reading_bytes():
-  # In the last one only a token that ends a text spells what is needed.
-  check_tables([*range(11), 297])
-
-
-def check_kinds():
+def test_tokens_that_do_not_do_the_same_are_of_several_kinds():
   """Hundreds of tokens; hardly any two do the same everywhere."""
   rng = np.random.default_rng(0)
   delta = np.full((12, 256), -1)
@@ -127,10 +123,6 @@ def check_kinds():
         waiting += [fast] if fast not in slow_state else []
         assert slow_state.setdefault(fast, slow) == slow
   assert len(slow_state) == 12
-
-
-def test_tokens_that_do_not_do_the_same_are_of_several_kinds():
-  check_kinds()
 
 
 def test_rows_that_come_and_go_keep_their_automata():

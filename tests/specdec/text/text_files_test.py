@@ -76,12 +76,7 @@ class _Object(typing.TypedDict):
       [{'b': 'c'}],
       [[]],
     ),
-    (
-      str | list[str],
-      'text or a list of texts',
-      ['a', ['a']],
-      [[3]],
-    ),
+    (str | list[str], 'text or a list of texts', ['a', ['a']], [[3]]),
   ],
 )
 def test_types_of_json_are_told_apart_and_named(kind, words, right, wrong):

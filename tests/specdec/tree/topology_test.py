@@ -66,10 +66,7 @@ def test_a_chain_and_a_binary_tree():
 def test_shapes_that_are_refused():
   for make, message in (
     (lambda: topology_lib.chain(0), 'at least 1 and at most 64, got 0'),
-    (
-      lambda: topology_lib.k_ary(0, 2),
-      'integer of at least 1, got 0',
-    ),
+    (lambda: topology_lib.k_ary(0, 2), 'integer of at least 1, got 0'),
     (lambda: topology_lib.k_ary(2, 12), '2-ary tree of depth 12 has more'),
     (lambda: topology_lib.k_ary(5000, 1), 'more than 4096 nodes'),
     (lambda: topology_lib.Topology([()]), r'ranks from 0 to 4095, got \(\)'),

@@ -125,8 +125,10 @@ def test_accumulating_new_edges(edges):
       assert node.log_prob <= nodes[node.parent].log_prob
 
 
-@pytest.mark.parametrize('edges', ['different', 'ties', 'huge'])
-@pytest.mark.parametrize('number', [1, 6, list_trees.CAPACITY])
+@pytest.mark.parametrize(
+  ('number', 'edges'),
+  [(1, 'ties'), (6, 'different'), (6, 'ties'), (list_trees.CAPACITY, 'huge')],
+)
 def test_the_best_nodes_are_a_connected_subtree(number, edges):
   """Also where sums are so huge that a child is as likely as its parent."""
   lists, batch, _ = _random_trees(7, ties=edges == 'ties')

@@ -59,11 +59,7 @@ def test_a_rule_is_a_name_or_an_object():
   ('arguments', 'options', 'message'),
   [
     ([object()], {}, 'must be one of'),
-    (
-      [specdec.MatchRule],
-      {},
-      'hashable specdec.verify.accept.Rule, got <',
-    ),
+    ([specdec.MatchRule], {}, 'hashable specdec.verify.accept.Rule, got <'),
     ([lambda *arguments: None], {}, 'got <function'),
     ([_ChainRule()], {'topology': specdec.k_ary(2, 2)}, 'is for chains'),
     ([_ChainRule(), _DRAWN], {}, r'_ChainRule\(\) wants the best'),
