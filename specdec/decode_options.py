@@ -61,8 +61,8 @@ class CommonOptions(TypedDict, total=False):
       order, and before a constraint.
     break_even: the time of a speculative step in plain ones, as scripts/tune.py
       measures it: decoding goes on plainly wherever speculation emits fewer
-      tokens per step. None: as the `specdec.Generator` has it; else, always
-      speculate.
+      tokens per step. None: as the `specdec.Generator` has it (by its plan, or
+      by the processor for look-ups alone); else, always speculate.
   """
 
   sampling: sampling_lib.Sampling

@@ -244,7 +244,9 @@ class Engine:
     self.most_choices = batch_size + queue_size
     self.most_eos_ids = slots_lib.room_for_eos_ids(self.pair.eos_ids)
     given: Any = options | {'eos_ids': self.pair.eos_ids}
-    drafter, given = drafters.chosen(generator.drafter, given, None)
+    drafter, given = drafters.chosen(
+      self.pair, generator.drafter, given, batch_size
+    )
     self._options = given | {'num_slots': batch_size, 'context': self.context}
     self._drafters = {PLAIN: specdec.PLAIN, method: drafter}
     self._pools: dict[str, _Pool] = {}

@@ -237,21 +237,37 @@ def make_planned(
   )
 
 
+def usual_break_even(
+  pair: pair_lib.Pair, drafter: drafter_lib.Drafter, num_rows: int
+) -> float | None:
+  """The time of a step of look-ups in plain ones, if it is known; else None.
+
+  Look-ups take no time, so this is the time of the target's forward.
+  """
+  if not (pair.row_cost and drafter.looks_up):
+    return None
+  seconds = lambda rows: 1 + pair.row_cost * (rows - 1)
+  return seconds(num_rows * drafter.shape.num_nodes) / seconds(num_rows)
+
+
 def chosen(
+  pair: pair_lib.Pair,
   drafter: drafter_lib.Drafter | Planned,
   options: decode_options.Options,
-  prompts: list[list[int]] | None,
+  num_rows: int,
+  prompts: list[list[int]] | None = None,
 ) -> tuple[drafter_lib.Drafter, decode_options.Options]:
-  """The drafter of a request, and the options with its `break_even`.
+  """The drafter of a batch, and the options with its `break_even`.
 
   A plan chooses by the longest of the prompts, token ids; None: its usual way.
   """
+  break_even: float | None
   if not isinstance(drafter, Planned):
-    return drafter, options
-  if prompts is None:
-    way = drafter.usual
+    break_even = usual_break_even(pair, drafter, num_rows)
+  elif prompts is None:
+    drafter, break_even = drafter.usual
   else:
-    way = drafter.of_length(max(map(len, prompts)))
+    drafter, break_even = drafter.of_length(max(map(len, prompts)))
   if options.get('break_even') is None:
-    options = {**options, 'break_even': way[1]}
-  return way[0], options
+    options = {**options, 'break_even': break_even}
+  return drafter, options

@@ -99,7 +99,7 @@ class Generator:
     """
     request = text_options.make_request(self.pair, as_list(prompts), options)
     drafter, of_ids = drafters.chosen(
-      self.drafter, request.options, request.ids
+      self.pair, self.drafter, request.options, len(request.ids), request.ids
     )
     if self.store is not None:
       drafter = self.store.refreshed(drafter)
@@ -197,7 +197,9 @@ class Generator:
     arguments_lib.check_count('batch_size', batch_size)
     (stops,) = text_options.stops_of_rows(options.get('stop', ()), 1)
     of_ids = text_options.with_ids(self.pair, options, (stops,) * batch_size)
-    drafter, of_ids = drafters.chosen(self.drafter, of_ids, None)
+    drafter, of_ids = drafters.chosen(
+      self.pair, self.drafter, of_ids, batch_size
+    )
     if self.store is not None:
       drafter = self.store.refreshed(drafter)
     seed: Any = options.get('seed', 0)

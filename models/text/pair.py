@@ -47,6 +47,9 @@ class Pair:
   eos_ids: tuple[int, ...]
   layout: sharding_lib.Layout = sharding_lib.Layout()
   head: head_lib.Head | block_lib.BlockDrafter | None = None
+  #: The time of a further row of the target's forward, in the time of the first
+  #: row; 0: not known.
+  row_cost: float = 0.0
 
   @property
   def drafting_model(self) -> model_lib.Network | None:
@@ -201,7 +204,8 @@ def load_weights(sources: sources_lib.Sources) -> Pair:
     )
   if sources.head is not None:
     head = heads.load(sources.head, target, draft_placement)
-  return Pair(target, draft, *tokens, placement.layout, head)
+  row_cost = build.row_cost() if placement.packed else 0.0
+  return Pair(target, draft, *tokens, placement.layout, head, row_cost)
 
 
 def _shared(params: Any, of_target: Any) -> Any:

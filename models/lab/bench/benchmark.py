@@ -230,7 +230,8 @@ def _own_arm(
     raise ValueError(f'arm {str(spec)!r}: {error}') from error
 
   def decode(batch, limit):
-    drafter, break_even = used[0], None
+    drafter = used[0]
+    break_even = drafters.usual_break_even(pair, drafter, len(batch))
     if planned is not None:  # Where only prompts are read, the limit is 0.
       longest = max(map(len, batch))
       drafter, break_even = planned.of_length(longest)
