@@ -463,7 +463,7 @@ _SHAPES = {
 
 
 # The third child, but not the first two, goes on.
-_RAGGED = topology_lib.from_paths(
+_RAGGED = topology_lib.Topology(
   [(0,), (1,), (2,), (2, 0), (2, 1), (2, 1, 0), (2, 1, 0, 0), (0, 3)]
 )
 

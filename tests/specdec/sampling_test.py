@@ -131,6 +131,4 @@ def test_no_temperature_and_no_penalty_brings_a_banned_token_back():
   )
   # Where nothing but it can be said, nothing can.
   only = np.where(np.arange(5) == 2, logits, -np.inf)
-  assert not np.any(
-    sampling_lib.is_usable(sampling_lib.adjust_logits(only, sampling, seen))
-  )
+  assert not np.any(sampling_lib.is_usable(adjust(only)))

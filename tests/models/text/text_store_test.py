@@ -1,6 +1,7 @@
 """A folder of earlier texts: its files, and what fills it."""
 
 import dataclasses
+import tempfile
 
 import command_lines
 import numpy as np
@@ -34,18 +35,19 @@ def test_stores_of_one_folder(tmp_path):
   assert _texts(store) == _texts(other) == [[5, 6], [1, 2, 3]]
 
 
-def test_the_index_follows(tmp_path):
+def test_the_index_follows():
   """It has what both stores add, once it is worth the sorting."""
-  store, other = (text_store.TextStore(tmp_path, 'digest', 2000) for _ in '12')
-  other.add([[1, 2, 3] * 4])
-  store.add([[7, 8]])
-  assert _indexed(store.index()) == {'1 2 3 1 2 3 1 2 3 1 2 3', '7 8'}
-  other.add([[5, 6] * 50])
-  sizes = [store.index().num_places.item()]
-  other.add([[5, 6]])
-  sizes.append(store.index().num_places.item())
-  other.add([[5, 9] * 10])
-  sizes.append(store.index().num_places.item())
+  with tempfile.TemporaryDirectory() as folder:
+    store, other = (text_store.TextStore(folder, 'digest', 2000) for _ in '12')
+    other.add([[1, 2, 3] * 4])
+    store.add([[7, 8]])
+    assert _indexed(store.index()) == {'1 2 3 1 2 3 1 2 3 1 2 3', '7 8'}
+    other.add([[5, 6] * 50])
+    sizes = [store.index().num_places.item()]
+    other.add([[5, 6]])
+    sizes.append(store.index().num_places.item())
+    other.add([[5, 9] * 10])
+    sizes.append(store.index().num_places.item())
   assert sizes == [111, 111, 131]
 
 
