@@ -25,8 +25,8 @@ from specdec.text import whole_files
 CONFIG = 'config.json'
 WEIGHTS = 'model.safetensors'
 _INDEX = 'model.safetensors.index.json'
-_BLOCKS = 'blocks.safetensors'  # Of a folder that `save` wrote.
-# What `save` copies: shape, tokenizer and chat template.
+_BLOCKS = 'blocks.safetensors'  # A folder of `save` has it.
+# `save` copies shape, tokenizer and chat template.
 _COPIED = ('*.json', '*.jinja', '*.txt', '*.model')
 
 

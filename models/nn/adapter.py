@@ -33,7 +33,7 @@ _FULL_ROWS = 8
 # path layer by layer where there are more (docs/accelerators.md).
 _LARGEST_LAYER = 8 << 20
 
-Path = tuple[Any, ...]  # Of a parameter in a module.
+Path = tuple[Any, ...]  # The place of a parameter in a module.
 # A module and its shape, of any family; a Mixtral is a Llama.
 Module = nn_gpt2.GPT2 | nn_llama.Llama
 Config = nn_gpt2.GPT2Config | nn_llama.LlamaConfig

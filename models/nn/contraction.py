@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 
 class Backend(NamedTuple):
-  """What computes a model; by default XLA, on any platform.
+  """Kernels or XLA compute a model; by default XLA, on any platform.
 
   Attributes:
     kernels: whether the kernels of `models/nn/cpu` do.

@@ -288,8 +288,8 @@ class Attention(nnx.Module):
     Returns:
       The cache.
     """
-    # What attends writes, so that bits do not depend on the caller. XLA leaves
-    # out the attention, which nobody reads.
+    # The function that attends writes, so bits do not depend on the caller. XLA
+    # leaves out the attention, which nobody reads.
     width = self.config.num_heads * self.head_width
     entries = layers.projections(rows, (self.k_proj, self.v_proj), None)
     queries = jnp.zeros((*rows.shape[:-1], width))

@@ -240,7 +240,7 @@ class _BestFirst:
     depth_limit: jax.Array,
     active: jax.Array,
   ) -> tuple[jax.Array, ...]:
-    """What another round would score in one row, and the expected gain.
+    """The nodes that another round would score in one row, and the gain.
 
     Nodes that are `expanded [M]` (see `_grow`) are scored only if the stage
     needs them as ancestors: their keys and values are seen by their

@@ -1,4 +1,4 @@
-"""What verification accepts: verdicts, rules, and the tokens that follow."""
+"""Verdicts of verification, its rules, and the tokens that follow."""
 
 import dataclasses
 

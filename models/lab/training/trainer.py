@@ -221,7 +221,7 @@ def _evaluate(
   }
 
 
-_MORE_BYTES = 1 << 16  # Of a checkpoint, its arrays apart.
+_MORE_BYTES = 1 << 16  # A checkpoint has fewer besides arrays.
 
 
 def _checkpoint_manager(folder: pathlib.Path) -> ocp.CheckpointManager:

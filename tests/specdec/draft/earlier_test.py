@@ -28,7 +28,7 @@ _L = lookup_lib.LONGEST_CONTEXT
 def _proposed(proposer, state, path):
   """Tokens after a path that is all text, with their log-probabilities."""
   tree = list_trees.to_arrays([list_trees.Node(path[-1])])
-  text = np.resize(path, 16)  # What is after the path is no text.
+  text = np.resize(path, 16)  # The text ends with the path.
   args = tree, jnp.zeros(1, jnp.int32), text, np.array(len(path))
   tokens, log_probs = _propose(proposer, state, *args)
   said = zip(tokens[0].tolist(), log_probs[0].tolist(), strict=True)

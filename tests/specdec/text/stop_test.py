@@ -70,7 +70,7 @@ def _slow(stops, special, token_bytes, tokens, sections, first):
 
 
 def _by_section(runs):
-  """What was said in each section, in one piece."""
+  """The text of each section, in one piece."""
   said = {section: b'' for section, _ in runs}
   for section, data in runs:
     said[section] += data
