@@ -16,28 +16,13 @@ from huggingface_hub.errors import StrictDataclassError
 from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints.keys import config_keys
 from specdec.models.checkpoints.keys import rope_keys
-from specdec.models.checkpoints.model_types import gemma_rows
-from specdec.models.checkpoints.model_types import llama_rows
-from specdec.models.checkpoints.model_types import mixture_rows
 from specdec.models.checkpoints.model_types import model_type as row_lib
-from specdec.models.checkpoints.model_types import recurrent_rows
+from specdec.models.checkpoints.model_types import registry
 from specdec.models.nn import adapter
 from specdec.models.nn import layers
 from specdec.models.nn import llama as nn_llama
 from specdec.models.nn import rope as rope_lib
 from specdec.text import text_files
-
-ROWS: tuple[row_lib.ModelType, ...] = (
-  *llama_rows.ROWS,
-  *gemma_rows.ROWS,
-  *mixture_rows.ROWS,
-  *recurrent_rows.ROWS,
-)
-MODEL_TYPES = {row.name: row for row in ROWS}
-# Models that have more than a language model.
-WHOLES = {row.whole: row for row in ROWS if row.whole}
-# By the names that GGUF files have.
-ARCHITECTURES = {row.gguf.name: (row, row.gguf) for row in ROWS if row.gguf}
 
 ASSISTANT = 'gemma4_assistant'
 NO_ASSISTANTS = (
@@ -64,7 +49,7 @@ _QUOTED = re.compile(r"field '(\w+)'")
 
 def family_of(config: adapter.Config) -> row_lib.ModelType:
   """The first model type with a shape of this class."""
-  return next(row for row in ROWS if row.shape is type(config))
+  return next(row for row in registry.ROWS if row.shape is type(config))
 
 
 def parameter_name(path: tuple[Any, ...]) -> str:
@@ -164,7 +149,7 @@ def _read_shape(config: Any, row: row_lib.ModelType) -> Any:
 def _read(
   raw: Mapping[str, Any],
 ) -> tuple[row_lib.ModelType, adapter.Config]:
-  name, supported = raw.get('model_type'), MODEL_TYPES
+  name, supported = raw.get('model_type'), registry.MODEL_TYPES
   if not isinstance(name, str) or name not in supported:
     raise ValueError(
       f'model_type {name!r} is not known; choose from {sorted(supported)}'
@@ -197,7 +182,7 @@ def _read(
 
 def _of_text(raw: Mapping[str, Any]) -> Mapping[str, Any]:
   """The keys of the language model; ValueError if the others matter."""
-  row = WHOLES.get(str(raw.get('model_type')))
+  row = registry.WHOLES.get(str(raw.get('model_type')))
   if row is None:
     return raw
   text: Any = raw.get('text_config')
@@ -262,7 +247,7 @@ def written_keys(
   """
   tokens = ('bos_token_id', 'eos_token_id', 'pad_token_id')
   for name in types:
-    row = MODEL_TYPES[name]
+    row = registry.MODEL_TYPES[name]
     if row.shape is not type(config):
       continue
     keys = {

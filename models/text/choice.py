@@ -185,7 +185,7 @@ class ModelChoice:
 
   @property
   def draft_vocab_size(self) -> int | None:
-    """How many tokens `draft_vocab` asks for; None: all."""
+    """The number of tokens in `draft_vocab`; None if it is all of them."""
     stated = self.draft_vocab
     if stated is None or isinstance(stated, int):
       return stated

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from specdec.models.checkpoints import families
 from specdec.models.checkpoints.gguf_parts import gguf_file
 from specdec.models.checkpoints.keys import config_keys as config_keys_lib
 from specdec.models.checkpoints.model_types import model_type as row_lib
+from specdec.models.checkpoints.model_types import registry
 from specdec.models.nn import rope as rope_lib
 from specdec.text import text_files
 
@@ -142,12 +142,12 @@ def architecture_of(
   """The architecture of a file, and its row; ValueError if it is not known."""
   check_is_model(header)
   name = header.metadata.get('general.architecture')
-  if name not in families.ARCHITECTURES:
+  if name not in registry.ARCHITECTURES:
     raise ValueError(
       f'architecture {name!r} is not known; choose from'
-      f' {sorted(families.ARCHITECTURES)}'
+      f' {sorted(registry.ARCHITECTURES)}'
     )
-  return families.ARCHITECTURES[name]
+  return registry.ARCHITECTURES[name]
 
 
 def num_layers(header: gguf_file.Header, name: str) -> int:
@@ -294,7 +294,7 @@ def _add_heads(
   if files.head_from_width is not None:
     by_width = files.head_from_width == keys['num_hidden_layers']
     keys[row_lib.QUERY_SCALAR] = from_width if by_width else head_width
-  row = families.MODEL_TYPES[keys['model_type']]
+  row = registry.MODEL_TYPES[keys['model_type']]
   if 'attention_multiplier' in row.class_keys:
     keys['attention_multiplier'] = keys.get(
       'attention_multiplier'
@@ -321,7 +321,7 @@ def _add_windows(
   window = keys.get('sliding_window')
   if window and files.windowed:
     keys['model_type'] = files.windowed
-  is_local = families.MODEL_TYPES[keys['model_type']].ropes == 'kinds'
+  is_local = registry.MODEL_TYPES[keys['model_type']].ropes == 'kinds'
   base = keys['rope_parameters']['rope_theta']
   if not is_local and metadata.get(theta, base) != base:
     raise ValueError(

@@ -26,6 +26,7 @@ from specdec.models.checkpoints.gguf_parts import gguf_keys
 from specdec.models.checkpoints.heads import head_tensors
 from specdec.models.checkpoints.keys import tensor_parts
 from specdec.models.checkpoints.model_types import model_type
+from specdec.models.checkpoints.model_types import registry
 from specdec.models.nn import delta as delta_lib
 from specdec.models.nn import eagle
 from specdec.models.nn import llama as nn_llama
@@ -75,9 +76,9 @@ class _File(head_tensors.HeadFile):
   def named(self) -> Iterator[tuple[str, Any]]:
     header = gguf_file.read_header(self.path)
     name = str(header.metadata.get('general.architecture'))
-    if name not in families.ARCHITECTURES:
+    if name not in registry.ARCHITECTURES:
       return
-    _, files = families.ARCHITECTURES[name]
+    _, files = registry.ARCHITECTURES[name]
     mtp_tensors = gguf_keys.of_further_tokens(header, name)
     names = {**files.names, **_NAMES_IN_FILES}
     first = gguf_keys.num_layers(header, name)
