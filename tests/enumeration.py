@@ -333,10 +333,11 @@ def finish(worlds: Worlds, mass: np.ndarray, length: int) -> None:
     spread(mass, worlds.following(states), more)
 
 
-def step(worlds: Worlds, states, mass, topology, rule):
+def step(worlds: Worlds, states, mass, topology, rule, guesses=None):
   """One step of rows `[n]` in some states; sums the masses of their outcomes.
 
-  Returns the mass of all states after it, and the expected number of accepted
+  Children are the best or drawn, or `guesses`: a token for each path. Returns
+  the mass of all states after it, and the expected number of accepted
   tokens of each world, `[W]`. There must be contexts for all that it may emit.
   """
   children = rule.children
@@ -352,6 +353,8 @@ def step(worlds: Worlds, states, mass, topology, rule):
     drawn = np.zeros(target.shape, bool)
     for rank in ranks:
       law = worlds.next_draw(states, drawn, rank, children)
+      if guesses is not None:
+        law[:] = np.arange(worlds.vocab_size) == guesses[*path, rank]
       at, tokens = np.nonzero(law)
       here = states[at]
       certain = np.eye(worlds.vocab_size, dtype=np.float32)[tokens]

@@ -23,8 +23,8 @@ def _draft(kind, config=_CHAIN, name='draft'):
   return tiny_drafters.model(tiny.draft(kind, num_layers=1), config, name)
 
 
-def _run(drafter, break_even=None):
-  return specdec.generate(
+def _run(drafter, break_even=None, run=specdec.generate):
+  return run(
     tiny.gpt2(num_layers=1),
     tiny.row_keys(_ROWS),
     tiny.prompts(_ROWS),
