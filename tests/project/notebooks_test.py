@@ -23,7 +23,7 @@ def test_it_runs_in_a_kernel(file):
   nbclient.execute(notebook, cwd=str(_FOLDER), timeout=300)
 
 
-# What 03 calls is in examples of `docs/api.md`, too.
+# Examples of `docs/api.md` make the same calls as notebook 03.
 @pytest.mark.parametrize(
   'file',
   [file for file in _FILES if file.stem != '03_staged'],

@@ -129,7 +129,7 @@ def test_reasoning_is_a_field_of_its_own(name):
     '\n[reasoning] Hm.\n\nm\n[answer] Hi!'
   )
   assert result.marked(0, color=False) == '\u2070Hm.\n\nm\n\n\u2070Hi!'
-  # What follows a text, and no message, is all text.
+  # After a text, and no message, all is text.
   alone = _generator(_FAMILIES[name], 'Hello')
   result = alone.generate('Hello', **_OPTIONS)
   assert result.reasoning == ['']
