@@ -293,7 +293,9 @@ class Attention(nnx.Module):
     width = self.config.num_heads * self.head_width
     entries = layers.projections(rows, (self.k_proj, self.v_proj), None)
     queries = jnp.zeros((*rows.shape[:-1], width))
-    mask = jnp.zeros((*rows.shape[:-1], cache.num_slots), bool)
+    # A cache that grows has no slots before.
+    num_slots = cache.num_slots or rows.shape[1]
+    mask = jnp.zeros((*rows.shape[:-1], num_slots), bool)
     _, written = self.attend([queries, *entries], rotation, mask, cache)
     return cast(cache_lib.KVCache, written)
 

@@ -54,7 +54,7 @@ def _arguments(shape):
     'sampling': specdec.Sampling(temperature=[0.0, 0.0, 0.8]),
     'log_probs': True,
     'eos_ids': [int(_TABLE.argmax(1)[0])],
-    'break_even': 2.5 if shape == 'gaps' else None,
+    'break_even': 1.5 if shape == 'gaps' else None,
   }
 
 
