@@ -39,10 +39,14 @@ def test_flags():
 
 
 def test_nothing_heavy_is_imported_before_flags_are_checked():
-  """transformers and torch take seconds, and a user would wait."""
+  """transformers and torch take seconds, and a user would wait.
+
+  The flags of `train.py` are fields of what trains.
+  """
+  quick = [script for script in _SCRIPTS if script != 'train.py']
   program = (
     f'import sys; sys.path.insert(0, {str(_TESTS)!r}); import command_lines\n'
-    f'runs = [(one, "--no_such_flag") for one in {_SCRIPTS!r}]\n'
+    f'runs = [(one, "--no_such_flag") for one in {quick!r}]\n'
     "for script, flag in [*runs, ('generate.py', '--width=999999')]:\n"
     '  ended = command_lines.run(script, flag)\n'
     '  assert ended.code == 2, (script, ended)\n'
