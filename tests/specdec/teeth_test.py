@@ -191,6 +191,63 @@ _BUGS = {
     'index <= count,',
     'recurrent.test_lengthening_and_going_back_by_hand()',
   ),
+  'target keeps the first nodes, not those of the path': (
+    'step',
+    'model_lib.keep(target_state, added)',
+    (
+      'model_lib.keep(target_state, added.replace('
+      'path=jnp.where(path >= 0, nodes[:, : path.shape[1]], path)))'
+    ),
+    'step.test_a_decode_of_all_that_a_step_does()',
+  ),
+  'target cache keeps one too many': (
+    'model',
+    'jnp.minimum(num_scored, added.count)',
+    'jnp.minimum(num_scored, added.count) + 1',
+    'cache.test_keeping_nodes_by_hand()',
+  ),
+  'draft cache forgets the root': (
+    'model',
+    'jnp.minimum(num_scored, added.count)',
+    'jnp.minimum(jnp.minimum(num_scored, added.count), added.count - 1)',
+    'cache.test_keeping_nodes_by_hand()',
+  ),
+  'only keys are moved': (
+    'cache',
+    'values=tuple(map(move, cache.values))',
+    'values=cache.values',
+    'cache.test_keep_by_hand()',
+  ),
+  'top-p before temperature': (
+    'sampling',
+    '(candidates, likeliest, top_p)',
+    '(lambda: temperature * candidates(), temperature * likeliest, top_p)',
+    'sampling.test_filters_against_numpy(None, 0.6, None)',
+  ),
+  'uniforms and bonus token from one stream': (
+    'randomness',
+    '2**31 - 1 - stream',
+    '2**31 - 1 - min(stream, 1)',
+    'enumeration.test_the_randomness_of_a_step_is_of_these_keys()',
+  ),
+  'residual of the target alone': (
+    'verify.rejection',
+    'jnp.maximum(target - draft, 0.0), target)',
+    'target, target)',
+    "enumeration.check_few('rejection', 'without_replacement')",
+  ),
+  'an MTP layer reads the state before the embedding': (
+    'models.nn.eagle',
+    'inputs[::-1] if self.config.state_first',
+    'inputs[::-1] if not self.config.state_first',
+    "own_heads.check_logits('qwen', 0)",
+  ),
+  'a drafted token of an assistant is rotated as itself': (
+    'models.nn.assistant',
+    'place > 0, place - 1',
+    'place < 0, place - 1',
+    "own_heads.check_logits('gemma', 0)",
+  ),
   'a row learns what another row was told': (
     'draft.lookup',
     'rows = jnp.arange(entry.shape[0])[:, None]',
