@@ -131,7 +131,7 @@ def _load(
     and not options.names_a_drafter()
   ):
     print(
-      'without --draft, prompt lookup drafts, which seldom suffices; name a'
+      'without --draft, lookup and recycling draft, which gains less than a'
       ' smaller model of the same family',
       file=sys.stderr,
     )
