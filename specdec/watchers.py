@@ -152,6 +152,7 @@ def log_probs(
   watchers: tuple[Watcher, ...], states: tuple[Any, ...]
 ) -> jax.Array | None:
   """The state of `LogProbs`, if it is among the watchers."""
-  pairs = zip(watchers, states, strict=True)
-  found = (state for watcher, state in pairs if isinstance(watcher, LogProbs))
-  return next(found, None)
+  for watcher, state in zip(watchers, states, strict=True):
+    if isinstance(watcher, LogProbs):
+      return state
+  return None

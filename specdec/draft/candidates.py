@@ -86,7 +86,7 @@ class Proposer:
 
 
 class CandidateState(flax.struct.PyTreeNode):
-  """The states of the proposers, of which some learn."""
+  """The states of the proposers; `()` for one that does not learn."""
 
   length: jax.Array  #: `[B]` int32, of the texts that they learned from.
   learned: tuple[Any, ...]  #: One per proposer.

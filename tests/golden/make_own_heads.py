@@ -26,7 +26,7 @@ import variants
 
 _OPTIONS = {'dtype': torch.float32, 'attn_implementation': 'eager'}
 _TEXT = torch.tensor(variants.LONG)
-# MiMo's names, and those of Qwen3.5.
+# The names of MiMo and of Qwen3.5.
 _NAMES = {
   'model.mtp_layers.0.token_layernorm': 'mtp.pre_fc_norm_embedding',
   'model.mtp_layers.0.hidden_layernorm': 'mtp.pre_fc_norm_hidden',

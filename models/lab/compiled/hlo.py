@@ -148,7 +148,7 @@ _LAUNCH = re.compile(r'( *)(?:\d+: k(\w+)|(condition|body):)')
 class Graphs:
   """The launches of the host in one round of a loop."""
 
-  number: int = 0  #: Graphs, without those of the loops within this one.
+  number: int = 0  #: Graphs of this loop; loops within it count their own.
   #: Launches outside of graphs end these; loops count, too. By kind.
   breaks: Counter[str] = dataclasses.field(default_factory=Counter)
   #: The loops within this one, in the order in which they run.
