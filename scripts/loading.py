@@ -27,8 +27,7 @@ from specdec.models.text import sources as sources_lib
 def models() -> choice_lib.ModelChoice:
   """The models of the flags; starts the devices of a mesh.
 
-  Prints which dtype `--dtype=auto` is. Flags of trees that were not given get
-  the defaults of the platform.
+  Prints which dtype `--dtype=auto` is.
   """
   choice = options.models()
   if choice.mesh is not None:
@@ -40,9 +39,18 @@ def models() -> choice_lib.ModelChoice:
     how = 'as stored in the file' if dtype == matrices.STORED else f'in {dtype}'
     print(f'computing with weights {how} (--dtype=auto)', file=sys.stderr)
     choice = dataclasses.replace(choice, dtype=dtype)
+  return choice
+
+
+def drafting(plan: plan_lib.Plan | None = None) -> settings_lib.DraftSettings:
+  """The drafting settings of the flags, with a plan for the method `plan`.
+
+  Flags of trees that were not given get the defaults of the platform. This
+  starts the devices; with a mesh, `models` must have started them.
+  """
   for name, value in settings_lib.usual_options().items():
     flags.set_default(options.DRAFTING[name], value)
-  return choice
+  return options.draft_settings(plan)
 
 
 def method() -> str:
@@ -60,7 +68,7 @@ def task(batch_size: int, plan: plan_lib.Plan | None = None) -> task_lib.Task:
   """The task of the flags, with a plan for the method `plan`."""
   return task_lib.Task(
     models=models(),
-    drafting=options.draft_settings(plan),
+    drafting=drafting(plan),
     batch_size=batch_size,
     **options.decoding(),
   )
@@ -91,7 +99,7 @@ def plan(
 
 def _check_contradictions(plan: plan_lib.Plan) -> None:
   """Refuses flags that were given and differ from the plan's usual way."""
-  settings, method = options.draft_settings(), flags.FLAGS['method']
+  settings, method = drafting(), flags.FLAGS['method']
   usual = plan.usual
   given = {
     name: (option.read(settings), option.read(usual.drafting))
@@ -120,7 +128,7 @@ def _load(
     loaded = generator_lib.load(
       **vars(models()),
       method=flags.FLAGS.method,
-      drafting=options.draft_settings(),
+      drafting=drafting(),
       plan=plan,
       messages=messages,
     )

@@ -88,7 +88,7 @@ def _draft() -> list[dict]:
     pair = pair_lib.load_pair(loading.models())
   return times.draft(
     pair,
-    options.draft_settings(),
+    loading.drafting(),
     context=_CONTEXT.value,
     repeats=_REPEATS.value,
   )

@@ -81,7 +81,7 @@ class _Text:
 
   tokens: list[int] = dataclasses.field(default_factory=list)
   marked: int = 0  # Tokens at which recurrent states are marked.
-  used: int = 0  # The larger, the later it was read.
+  used: int = 0  # The number of its last reading; the smallest is the oldest.
 
   def kept(self, prompt: Sequence[int], is_recurrent: bool) -> int:
     """How many tokens of a prompt need not be read; see `cache.usable`."""
@@ -320,9 +320,9 @@ class Slots:
   Three programs serve prompts of all lengths: one that makes the buffers, one
   that reads a prompt and one that decodes, the last for each size of the tree;
   `step` has another that decodes a prompt alone. All but the first have the
-  options that prompts under way set. Where `sampling` of all prompts has a
-  value that changes nothing, such as `top_p=1`, prompts that have another need
-  no other programs.
+  options that prompts under way set. With `top_p=1` in the `sampling` of all
+  prompts the programs have top-p from the start; a prompt with another value
+  needs no others.
 
   Args:
     target: the model whose output is kept exactly.
@@ -496,7 +496,7 @@ class Slots:
       By slot, what was added; the slots of prompts that ended are free again.
     """
     arguments_lib.check_count('num_steps', num_steps)
-    rows, growths = self._go_on(num_steps, 1, saves=True), dict[int, Growth]()
+    rows, growths = self._go_on(num_steps, 1, apart=True), dict[int, Growth]()
     if not rows:
       return growths
     state = self._state if self._alone is None else self._alone[-1]
@@ -599,11 +599,11 @@ class Slots:
     return True
 
   def _go_on(
-    self, num_steps: int, num_ended: int, *, saves: bool = False
+    self, num_steps: int, num_ended: int, *, apart: bool = False
   ) -> list[int]:
     """Reads new prompts, then decodes until `num_ended` of the read ones end.
 
-    `saves`: a row that is alone is decoded by a program of its own.
+    `apart`: whether a lone row may be decoded by a program for one row.
 
     Returns:
       The slots of the prompts that are read.
@@ -613,7 +613,7 @@ class Slots:
     pairs = enumerate(self._slots)
     rows = [row for row, slot in pairs if slot and slot.is_read]
     if not (
-      saves
+      apart
       and len(rows) == sum(map(bool, self._slots)) == 1 < len(self._slots)
       and len(self._state.length.devices()) == 1
       and self._options.are_apart

@@ -221,9 +221,9 @@ def _verify(
   )
   logits = ctx.adjusted(scores.logits, tree, nodes)
   nothing = jnp.zeros((*tree.token.shape, 0))
-  proposals = stages[0].proposals if drafter.stages else nothing
+  drawn_from = stages[0].drawn_from if drafter.stages else nothing
   verdict = config.rule(
-    tree, nodes, logits, proposals, ctx.randomness, ctx.sampling
+    tree, nodes, logits, drawn_from, ctx.randomness, ctx.sampling
   )
   ends, watched = watchers_lib.observe(
     request.watchers,

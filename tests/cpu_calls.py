@@ -44,7 +44,7 @@ def _products(rng: np.random.Generator, data: np.random.Generator) -> jax.Array:
     if dtype == 'blocks':
       kind = rng.choice([*blocks_lib.KINDS])
       return tiny_blocks.matrix(data, kind, (outputs, width))
-    make = matrices_lib.FORMATS[dtype].from_blocks
+    make = matrices_lib.FORMATS[dtype].from_rows
     return make([(slice(None), normal(outputs, width))], (outputs, width))
 
   matrices = [matrices_lib.pack(matrix()) for _ in range(number)]

@@ -41,7 +41,7 @@ class StoredTensor(Protocol):
   @property
   def shape(self) -> tuple[int, ...]: ...
 
-  def blocks(self) -> Iterator[blocks_lib.Rows]:
+  def row_batches(self) -> Iterator[blocks_lib.Rows]:
     """Yields indices of n rows and their values, `[n, in]` or `[n]`.
 
     Raises:
@@ -219,7 +219,7 @@ class Placement:
     layout: the devices that hold the tensors.
     outputs: `[N]` int, ascending, the tokens whose logits are computed; other
       logits are -inf. None: all.
-    on_host: whether parameters stay on the host, in the format alone.
+    on_host: whether parameters stay on the host: rounded, but not packed.
   """
 
   form: matrices_lib.WeightFormat
@@ -237,20 +237,20 @@ class Placement:
   ) -> Any:
     """Reads a parameter, and puts it on the devices as products read it.
 
-    The dtype is for an array; None: it is a matrix, which has the format.
+    `dtype` is that of a plain array. None means a matrix, held in `form`.
 
     Raises:
       ValueError: the tensor cannot be read or rounded.
     """
     host: Any
     if dtype is not None:
-      host = matrices_lib.fill(tensor.blocks(), tensor.shape, dtype=dtype)
+      host = matrices_lib.fill(tensor.row_batches(), tensor.shape, dtype=dtype)
     elif not self.form.keeps_blocks or (host := tensor.in_blocks()) is None:
       # Rows that are looked up cost little, so they have eight bits, too.
       heads = {config.embedding, config.looked_up, 'lm_head'}
       heads |= {*block_drafter.LOOKED_UP}
       make = heads.intersection(path) and self.form.of_head
-      host = (make or self.form.from_blocks)(tensor.blocks(), tensor.shape)
+      host = (make or self.form.from_rows)(tensor.row_batches(), tensor.shape)
     tied = self.outputs is not None and config.tie_embeddings
     head = config.embedding if tied else 'lm_head'
     if self.outputs is not None and path[0] == head:
@@ -266,14 +266,14 @@ class Placement:
     """Puts a copy of rows `ids` of an output matrix on the devices."""
     rows = np.asarray(matrices_lib.take_rows(matrix, jnp.asarray(ids)))
     few = matrices_lib.FewOutputs(
-      outputs=self.form.from_blocks([(slice(None), rows)], rows.shape),
+      outputs=self.form.from_rows([(slice(None), rows)], rows.shape),
       index=matrices_lib.index_of(ids, matrix.shape[0]),
     )
     few = matrices_lib.as_operand(few, packed=self.packed)
     return self.layout.put_parameter(('lm_head',), few, config)
 
 
-def make(
+def placement_of(
   dtype: jax.typing.DTypeLike = jnp.float32, **options: Any
 ) -> Placement:
   """The placement of a dtype; `options` are the other fields.

@@ -119,7 +119,7 @@ def _read_shape(config: Any, row: row_lib.ModelType) -> Any:
       f'{keys["activation"]}={fields["activation"]!r} is not known; choose from'
       f' {sorted(layers.ACTIVATIONS)}'
     )
-  if not row.rotates:
+  if not row.is_llama:
     return row.shape(**fields)
   window: int | None = getattr(config, 'sliding_window', None)
   windows = (window,) * config.num_hidden_layers
@@ -166,7 +166,7 @@ def _read(
   normalized = rope_keys.normalized(read, row.ropes)
   config = row.config.from_dict({**normalized, **row.given})
   shape, idle = _read_shape(config, row), row.idle
-  if row.rotates:
+  if row.is_llama:
     rope_keys.check_read(read, config.rope_parameters)
     _check_windows(raw, shape, row)
     idle += row_lib.WINDOWS
@@ -263,7 +263,7 @@ def written_keys(
       if (key := row_lib.ORIGINAL) in row.class_keys:
         keys[key] = rotation.get(key, config.num_positions)
     class_name = row.config.__name__.removesuffix('Config')
-    head = 'ForCausalLM' if row.rotates else 'LMHeadModel'
+    head = 'ForCausalLM' if row.is_llama else 'LMHeadModel'
     keys |= dict.fromkeys(tokens, eos_token_id) | {
       'model_type': name,
       'architectures': [class_name + head],

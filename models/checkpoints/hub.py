@@ -183,8 +183,8 @@ def load_module(
 def read_module(
   checkpoint: checkpoint_lib.Checkpoint, **options: Any
 ) -> adapter.Module:
-  """Loads a model; for options and errors see `checkpoint.make`."""
-  return load_network(checkpoint, checkpoint_lib.make(**options))[0]
+  """Loads a model; for options and errors see `checkpoint.placement_of`."""
+  return load_network(checkpoint, checkpoint_lib.placement_of(**options))[0]
 
 
 def load_network(
@@ -346,7 +346,7 @@ def save_pretrained(
     dtype=jnp.dtype(dtype or module.dtype).name,
     eos_token_id=None if tokenizer is None else tokenizer.eos_token_id,
   )
-  prefix = 'model.' if family.rotates else 'transformer.'
+  prefix = 'model.' if family.is_llama else 'transformer.'
   tensors = dict[str, np.ndarray]()
   for path, leaf in params.items():
     name = families.parameter_name(path)

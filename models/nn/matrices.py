@@ -464,9 +464,9 @@ class WeightFormat:
     float_dtype: of the KV cache, and of parameters that are no matrices of this
       format; norms are always float32.
     bytes_per_weight: in memory.
-    from_blocks: makes a matrix on the host, of `(blocks, shape)`; raises
+    from_rows: makes a matrix on the host, of `(blocks, shape)`; raises
       ValueError if a weight cannot be rounded.
-    of_head: the same for the token embedding and the head; None: `from_blocks`.
+    of_head: the same for the token embedding and the head; None: `from_rows`.
     keeps_blocks: whether a matrix in blocks of few bits stays as it is stored.
     has_kernels: whether the kernels of `models/nn/cpu` multiply it.
   """
@@ -474,7 +474,7 @@ class WeightFormat:
   name: str
   float_dtype: str
   bytes_per_weight: float
-  from_blocks: Callable[[Blocks, tuple[int, ...]], Any]
+  from_rows: Callable[[Blocks, tuple[int, ...]], Any]
   of_head: Callable[[Blocks, tuple[int, ...]], Any] | None = None
   keeps_blocks: bool = False
   has_kernels: bool = True

@@ -274,13 +274,13 @@ def drawn_pair(choice: choice_lib.ModelChoice) -> Pair:
     stored = block_drafters.StoredBlockDrafter(
       hub.locate(choice.head).path, checkpoint.config, drawn=True
     )
-  placement = checkpoint_lib.make(choice.dtype, packed=packed)
+  placement = checkpoint_lib.placement_of(choice.dtype, packed=packed)
   module, _ = hub.load_network(checkpoint, placement, drawn=True)
   hidden = () if stored is None else stored.config.reads
   target = adapter.as_model(module, hidden=hidden)
   if stored is not None:
     size = choice.draft_vocab_size
-    draft_placement = checkpoint_lib.make(
+    draft_placement = checkpoint_lib.placement_of(
       choice.draft_dtype or choice.dtype,
       packed=packed,
       outputs=None if size is None else np.arange(size),

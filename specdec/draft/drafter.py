@@ -362,7 +362,7 @@ class StageState(flax.struct.PyTreeNode):
   scored: jax.Array  #: `[B, M]` bool, nodes that it has scored in this step.
   #: `[B, M, V]` float32, the distributions that the children of each node were
   #: drawn from in this step; of size 0 if none are drawn.
-  proposals: jax.Array
+  drawn_from: jax.Array
   #: `[B, 2]` int32, forwards and visible cache slots of this step.
   counted: jax.Array
   counters: StageCounters  #: The counters of the steps before.
@@ -382,11 +382,11 @@ def _num_scored(drafter: Drafter) -> list[int]:
 
 
 def start(
-  drafter: Drafter, texts: carried_lib.Texts, drawn_from: int = 0
+  drafter: Drafter, texts: carried_lib.Texts, drawn_size: int = 0
 ) -> tuple[StageState, ...]:
   """The states of all stages before the first step; see `Scorer.start`.
 
-  `drawn_from` is V if children are drawn, else 0.
+  `drawn_size` is V if children are drawn, else 0.
   """
   batch_size, capacity = texts.tokens.shape[0], drafter.shape.capacity
 
@@ -394,7 +394,7 @@ def start(
     return StageState(
       scorer=stage.scorer.start(texts, num_scored),
       scored=jnp.zeros((batch_size, capacity), bool),
-      proposals=jnp.zeros((batch_size, capacity, drawn_from)),
+      drawn_from=jnp.zeros((batch_size, capacity, drawn_size)),
       counted=jnp.zeros((batch_size, 2), jnp.int32),
       counters=StageCounters.zeros(batch_size),
     )

@@ -143,7 +143,7 @@ def _score(
   state = state.replace(
     scorer=scorer,
     scored=state.scored | _contains(scores.nodes, tree.capacity),
-    proposals=jax.vmap(put)(state.proposals, entries, scores.drawn_from),
+    drawn_from=jax.vmap(put)(state.drawn_from, entries, scores.drawn_from),
     counted=state.counted + read,
   )
   return state, tree

@@ -56,7 +56,7 @@ class Rule:
     tree: tree_lib.TokenTree,
     nodes: jax.Array,
     logits: jax.Array,
-    proposals: jax.Array,
+    drawn_from: jax.Array,
     randomness: randomness_lib.Randomness,
     sampling: sampling_lib.SamplingParams,
   ) -> Verdict:
@@ -67,7 +67,7 @@ class Rule:
       nodes: `[B, N]` int32, the verified nodes, ascending, a connected subtree
         with the root in front; `NO_NODE` for entries without a node.
       logits: `[B, N, V]` float32, the target's after each of them, adjusted.
-      proposals: `[B, M, V]` float32, the distributions that the children of
+      drawn_from: `[B, M, V]` float32, the distributions that the children of
         each node were drawn from; of size 0 if they were not drawn.
       randomness: of the step.
       sampling: the parameters.
@@ -92,11 +92,11 @@ class MatchRule(Rule):
     tree: tree_lib.TokenTree,
     nodes: jax.Array,
     logits: jax.Array,
-    proposals: jax.Array,
+    drawn_from: jax.Array,
     randomness: randomness_lib.Randomness,
     sampling: sampling_lib.SamplingParams,
   ) -> Verdict:
-    del proposals
+    del drawn_from
     noise = randomness.noise.at(jax.vmap(tree_lib.pick)(tree.depth, nodes))
     choices = sampling_lib.choose(logits, noise, sampling)
     max_depth = randomness.noise.num_positions - 1

@@ -118,7 +118,7 @@ class _Nodes(flax.struct.PyTreeNode):
   is_drawn: jax.Array  # [B] bool; others are as drawn from point masses
   uniform: jax.Array  # [B, N]
   logits: jax.Array  # [B, N, V]
-  proposals: jax.Array  # [B, M, V]; of size 0 if nothing is drawn
+  drawn_from: jax.Array  # [B, M, V]; of size 0 if nothing is drawn
   sampling: sampling_lib.SamplingParams
 
   def target_after(self, place: jax.Array) -> jax.Array:
@@ -143,8 +143,8 @@ class _Nodes(flax.struct.PyTreeNode):
     draft: jax.Array,
   ) -> tuple[jax.Array, jax.Array]:
     """Both distributions; in some rows those at a node before any child."""
-    if self.proposals.shape[2]:
-      draft = _where(where, _at(self.proposals, _at(self.node, place)), draft)
+    if self.drawn_from.shape[2]:
+      draft = _where(where, _at(self.drawn_from, _at(self.node, place)), draft)
     return _where(where, self.target_after(place), target), draft
 
 
@@ -261,7 +261,7 @@ class RejectionRule(accept.Rule):
     tree: tree_lib.TokenTree,
     nodes: jax.Array,
     logits: jax.Array,
-    proposals: jax.Array,
+    drawn_from: jax.Array,
     randomness: randomness_lib.Randomness,
     sampling: sampling_lib.SamplingParams,
   ) -> accept.Verdict:
@@ -276,7 +276,7 @@ class RejectionRule(accept.Rule):
       is_drawn=draws & sampling.is_stochastic,
       uniform=randomness.uniforms,
       logits=logits,
-      proposals=proposals if draws else proposals[:, :, :0],
+      drawn_from=drawn_from if draws else drawn_from[:, :, :0],
       sampling=sampling,
     )
     shape = (nodes.shape[0], randomness.noise.num_positions)

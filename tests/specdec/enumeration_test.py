@@ -453,7 +453,7 @@ def _grown(scorer, sampling, key, text, length, *, children):
   states = drafter_lib.start(drafter, texts, drawn_from)
   ctx = ctx.replace(randomness=randomness)
   [state], tree = growth.grow(drafter.stages, states, ctx.root_trees(), ctx)
-  grown = tree, state.proposals, state.scorer.tokens
+  grown = tree, state.drawn_from, state.scorer.tokens
   return jax.tree.map(lambda array: array[0], grown)
 
 

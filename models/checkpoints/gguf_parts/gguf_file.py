@@ -260,7 +260,7 @@ class Tensor:
         f'it is of type {self._kind.name}, which gguf cannot read'
       ) from error
 
-  def blocks(self) -> Iterator[blocks_lib.Rows]:
+  def row_batches(self) -> Iterator[blocks_lib.Rows]:
     per_block, _ = quants().GGML_QUANT_SIZES[self._kind]
     expanded: Iterator[blocks_lib.Rows]
     if self.transposed:

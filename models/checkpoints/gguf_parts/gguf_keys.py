@@ -270,7 +270,7 @@ def config_keys(header: gguf_file.Header) -> dict[str, Any]:
   keys |= files.fixed
   if num_experts > 0:
     keys |= {'norm_topk_prob': True, 'num_experts': num_experts}
-  if row.rotates:
+  if row.is_llama:
     # Classes of transformers have other defaults.
     keys.setdefault('num_key_value_heads', keys['num_attention_heads'])
     keys['rope_parameters'] = rope_parameters(metadata, header)
@@ -421,7 +421,7 @@ def _longrope(
   for key, name in LONGROPE.items():
     if name not in header.tensors:
       raise ValueError(f'lacks the tensor {name} of its longrope')
-    [(_, stored)] = gguf_file.Tensor(header.tensors[name]).blocks()
+    [(_, stored)] = gguf_file.Tensor(header.tensors[name]).row_batches()
     parameters[key] = stored.tolist()
   whole = metadata['context_length']
   parameters['original_max_position_embeddings'] = metadata.get(
@@ -435,7 +435,7 @@ def _longrope(
 def _divided(header: gguf_file.Header, theta: float) -> dict[str, Any]:
   """The keys of a scaling, from the stored divisors of its frequencies."""
   info = header.tensors[row_lib.ROPE_FACTORS]
-  [(_, stored)] = gguf_file.Tensor(info).blocks()
+  [(_, stored)] = gguf_file.Tensor(info).row_batches()
   kept = np.count_nonzero(stored == 1)
   if np.all(stored[:kept] == 1) and np.all(stored[kept:] >= _NEVER):
     part = part_of(int(kept), len(stored))

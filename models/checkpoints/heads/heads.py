@@ -249,13 +249,13 @@ def load(
   """Loads a head; it may take embedding and output matrix from the target.
 
   With `outputs` it has a copy of their rows of the output matrix. Without a
-  placement it is held as `checkpoint.make(**options)` says.
+  placement it is held as `checkpoint.placement_of(**options)` says.
 
   Raises:
     ValueError: a tensor is unknown, missing or misshapen, or the head has a
       reduced vocabulary of its own.
   """
-  placement = placement or checkpoint_lib.make(**options)
+  placement = placement or checkpoint_lib.placement_of(**options)
   config, outputs = head.config, placement.outputs
   placement = dataclasses.replace(placement, outputs=None)
   module, extras = hub.load_network(head, placement, drawn=head.drawn)

@@ -101,7 +101,7 @@ class Tensor:
     outputs, *rest = shape[::-1] if self.transposed else shape
     return (len(range(outputs)[self.part.rows]), *rest)
 
-  def blocks(self) -> Iterator[blocks_lib.Rows]:
+  def row_batches(self) -> Iterator[blocks_lib.Rows]:
     if self.dtype not in FLOATS:
       raise ValueError(
         f'it has dtype {self.dtype}, expected one of {sorted(FLOATS)}'
@@ -144,7 +144,7 @@ class HostTensor:
   def shape(self) -> tuple[int, ...]:
     return self.array.shape
 
-  def blocks(self) -> Iterator[blocks_lib.Rows]:
+  def row_batches(self) -> Iterator[blocks_lib.Rows]:
     yield slice(None), np.asarray(self.array, np.float32)
 
   def in_blocks(self) -> None:
@@ -157,7 +157,7 @@ class Packed:
   def in_blocks(self) -> blocks_lib.BlockMatrix:
     raise NotImplementedError
 
-  def blocks(self) -> Iterator[blocks_lib.Rows]:
+  def row_batches(self) -> Iterator[blocks_lib.Rows]:
     matrix = self.in_blocks()
     for start in range(0, len(matrix.words), _ROWS):
       rows = slice(start, start + _ROWS)

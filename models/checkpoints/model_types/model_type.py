@@ -99,8 +99,8 @@ class Architecture:
 
   name: str
   _: dataclasses.KW_ONLY
-  # The `model_type` of files with experts. None: there are none; the type that
-  # has this record: there are no others.
+  # The `model_type` of files with experts. None: no file has experts; the type
+  # that has this record: every file has them.
   experts: str | None = None
   # The `model_type` if layers have a window, None if it is the same.
   windowed: str | None = None
@@ -230,7 +230,7 @@ class Family:
 
 @dataclasses.dataclass(frozen=True)
 class ModelType(Family):
-  """A `model_type`, which is its name, by default of a Llama.
+  """A value of `model_type`, which is its name; all defaults are a Llama's.
 
   The canonical name of a parameter is its path in the module, joined by dots,
   with the leaf names of checkpoints: `h.0.ln_1.weight`.
@@ -294,8 +294,8 @@ class ModelType(Family):
     return frozenset(field.name for field in dataclasses.fields(self.config))
 
   @functools.cached_property
-  def rotates(self) -> bool:
-    """Whether positions are rotations: whether it is of Llama's kind."""
+  def is_llama(self) -> bool:
+    """Whether its shape is a `LlamaConfig`."""
     return issubclass(self.shape, nn_llama.LlamaConfig)
 
   @functools.cached_property
@@ -318,7 +318,7 @@ class ModelType(Family):
   def reads(self) -> frozenset[str]:
     sometimes = self.class_keys & {*WINDOWS, *_SOMETIMES}
     named = {*self.key_of_field.values(), *self.extra, *self.constants}
-    return (_ROPE_KEYS if self.rotates else _TOKENS) | named | sometimes
+    return (_ROPE_KEYS if self.is_llama else _TOKENS) | named | sometimes
 
 
 _PREFIX = re.compile(r'(transformer|model)\.')

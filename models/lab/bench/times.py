@@ -356,7 +356,7 @@ def kernels(num_rows: Sequence[int], repeats: int) -> list[Row]:
   for dtype in _MADE_DTYPES:
     shape = features_out, features_in
     blocks = [[(slice(None), draw(*shape))] for _ in range(matrices)]
-    make = matrices_lib.FORMATS[dtype].from_blocks
+    make = matrices_lib.FORMATS[dtype].from_rows
     made = [make(matrix, shape) for matrix in blocks]
     weights = {
       'xla': jax.device_put(matrices_lib.for_xla(made)),

@@ -395,7 +395,7 @@ def test_tensors_lie_by_the_alignment_that_a_file_says(path):
   tiny_blocks.finish(writer)
   tensors = gguf_file.read_header(path).tensors
   for name, array in arrays.items():
-    [(_, stored)] = gguf_file.Tensor(tensors[name]).blocks()
+    [(_, stored)] = gguf_file.Tensor(tensors[name]).row_batches()
     np.testing.assert_array_equal(stored, array)
 
 

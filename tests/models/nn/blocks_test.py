@@ -81,7 +81,7 @@ def test_four_bits_are_near_the_weights(width, is_head, kind, simpler):
   weights = _RNG.standard_normal(shape, np.float32)
   weights[3], weights[4, :40] = 0.0, 0.5
   form = matrices_lib.FORMATS['int4']
-  make = form.of_head if is_head else form.from_blocks
+  make = form.of_head if is_head else form.from_rows
   parts = [(slice(10), weights[:10]), (slice(10, 30), weights[10:])]
   matrix = make(parts, shape)
   assert matrix.kind == kind

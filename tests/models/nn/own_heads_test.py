@@ -132,7 +132,7 @@ def _file(kind):
 
   def add(tensors):
     for name, tensor in heads.own(hub.locate(folder)).tensors():
-      array = np.concatenate([rows for _, rows in tensor.blocks()])
+      array = np.concatenate([rows for _, rows in tensor.row_batches()])
       in_blocks = array.ndim > 1 and array.shape[-1] % 32 == 0
       type_ = gguf_files.Kind[kind if in_blocks else 'F32']
       stored = gguf_files.nextn_name(name, 'qwen35', layers)
