@@ -65,16 +65,20 @@ class DrawnNoise(flax.struct.PyTreeNode):
 
   def of_all(self, vocab_size: int) -> jax.Array:
     """`[B, L, V]` float32; if no row has noise, none is drawn."""
-    tokens = jnp.arange(vocab_size) if self.tokens is None else self.tokens
-    # The bits of `jax.random.gumbel` depend on `jax_threefry_partitionable`.
-    of_position = lambda key: jax.vmap(_of_token, (None, 0))(key, tokens)
-    noise = lax.cond(
+    size = vocab_size if self.tokens is None else len(self.tokens)
+
+    def draw(keys: jax.Array) -> jax.Array:
+      tokens = jnp.arange(vocab_size) if self.tokens is None else self.tokens
+      # The bits of `jax.random.gumbel` depend on `jax_threefry_partitionable`.
+      of_position = lambda key: jax.vmap(_of_token, (None, 0))(key, tokens)
+      return self._where_drawn(jax.vmap(jax.vmap(of_position))(keys))
+
+    return lax.cond(
       jnp.any(self.is_drawn),
-      jax.vmap(jax.vmap(of_position)),
-      lambda keys: jnp.zeros((*keys.shape, len(tokens))),
+      draw,
+      lambda keys: jnp.zeros((*keys.shape, size)),
       self.keys,
     )
-    return self._where_drawn(noise)
 
   def _where_drawn(self, noise: jax.Array) -> jax.Array:
     return jnp.where(self.is_drawn[:, None, None], noise, 0.0)

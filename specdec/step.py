@@ -122,7 +122,10 @@ def step_context(
       max_depth=drafter.max_depth,
       num_nodes=drafter.shape.num_nodes,
       vocab_size=target.spec.vocab_size,
-      wants_all=rule.shares_noise and not sampling.has_filters,
+      # Look-ups want it of few tokens, and a step may verify the root alone.
+      wants_all=rule.shares_noise
+      and not sampling.has_filters
+      and not drafter.looks_up,
     ),
     shape=drafter.shape,
     max_depth=drafter.max_depth,
