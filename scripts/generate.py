@@ -39,8 +39,8 @@ _JSON = flags.DEFINE_bool('json', False, 'print one JSON object and no more')
 _COMPARE = flags.DEFINE_bool(
   'compare',
   None,
-  'also decode without drafting, and say how many times faster drafting was;'
-  ' default: if the target is the embedded one',
+  'also decode plainly, and say how many times as fast drafting was; default:'
+  ' only with the embedded target, and without --json and --stream',
 )
 # Both ways are timed this often in turn, and the best time of each counts: a
 # short decode takes a tenth of a second, too little for one measurement.
@@ -120,6 +120,11 @@ def main() -> None:
     raise ValueError('--stream shows one prompt; leave out --batch_size')
   if _COMPARE.value and (_STREAM.value or _JSON.value):
     raise ValueError('--compare prints a line; leave out --stream and --json')
+  if _COMPARE.value and loading.method() == 'plain':
+    raise ValueError(
+      '--compare compares a method with plain decoding; leave out --compare, or'
+      ' choose another --method than plain'
+    )
   if _SYSTEM.value is not None and not _CHAT.value:
     raise ValueError(
       '--system is the system message of a chat; give --chat too'

@@ -229,6 +229,7 @@ def test_a_table_follows_the_text_and_origins_are_marked(pair, monkeypatch):
   text = _output(*flags)
   assert text.startswith('def add')
   assert 'block efficiency' in text
+  assert 'plain decoding' not in text
   flags += ('--show_origin',)
   monkeypatch.setenv('NO_COLOR', '1')
   plain = _output(*flags)
