@@ -22,6 +22,7 @@ import refusals
 import tiny_demo
 
 import specdec
+from specdec.models import extras
 from specdec.models import waiting
 from specdec.models.checkpoints import hub
 from specdec.models.lab import task as task_lib
@@ -509,7 +510,7 @@ def test_flags_of_the_endpoint_become_settings(pair, monkeypatch):
   monkeypatch.delattr('specdec.models.serve.app')
   monkeypatch.setitem(sys.modules, 'uvicorn', None)
   refused = command_lines.refusal('serve.py', *pair, '--method=plain')
-  assert "uvicorn is needed: pip install 'specdec-jax[serve]'" in refused
+  assert f'uvicorn is needed: {extras.command("serve")}' in refused
 
 
 @pytest.mark.long
