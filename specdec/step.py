@@ -41,9 +41,11 @@ class DecodeConfig:
   max_new_tokens: int = 128
   #: The rule of verification, see `specdec.verify`.
   rule: accept.Rule = dataclasses.field(default_factory=accept.MatchRule)
-  #: Whether decoding may go on plainly where speculation does not pay, see
-  #: `Request.break_even`.
+  #: Whether plain steps may come between speculative ones, see
+  #: `specdec.fallback`.
   fallback: bool = False
+  #: Whether `Request.break_even` asks for them, and not the caller alone.
+  has_break_even: bool = False
 
 
 class Request(flax.struct.PyTreeNode):
@@ -158,7 +160,7 @@ def step(
   verify = functools.partial(
     _verify, target, drafter, request, config, ctx, (stages, tree)
   )
-  if config.fallback and drafter.looks_up:
+  if config.fallback and config.has_break_even and drafter.looks_up:
     pays = state.fallback.speculating & fallback_lib.tree_pays(
       tree, nodes, ctx.active, request.break_even
     )
