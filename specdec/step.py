@@ -160,7 +160,7 @@ def step(
   verify = functools.partial(
     _verify, target, drafter, request, config, ctx, (stages, tree)
   )
-  if config.fallback and config.has_break_even and drafter.looks_up:
+  if config.has_break_even and drafter.looks_up:
     pays = state.fallback.speculating & fallback_lib.tree_pays(
       tree, nodes, ctx.active, request.break_even
     )
@@ -181,7 +181,7 @@ def _all_or_root(
   nodes: jax.Array,
   verifies_all: jax.Array,
 ) -> _Verified:
-  """`verify(state, nodes)`, or of the first of `nodes [B, N]` alone.
+  """Verifies all of `nodes [B, N]`, or only the first of each row, its root.
 
   `verifies_all` is `[]` bool. These are loops of at most one round, because a
   conditional of XLA would copy the caches.
@@ -284,8 +284,9 @@ def _account(
   if not config.fallback:
     return fallback
   if nodes.shape[1] == 1:
+    # What `PLAIN` decodes, whose trees have no depth, the stages do not read.
     return fallback_lib.after_plain_step(
-      fallback, request.break_even, stages_lag=not ctx.max_depth
+      fallback, request.break_even, stages_lag=ctx.max_depth == 0
     )
   return fallback_lib.after_speculative_step(
     fallback, emitted, ctx.active, request.break_even
