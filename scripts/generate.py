@@ -53,7 +53,7 @@ def _show(begin):
   from specdec.models.text import result as result_lib
 
   with command_line.interrupts() as interrupts:
-    with waiting.announced('compiling, and reading the prompt'):
+    with waiting.announced('compiling and reading the prompt'):
       stream = begin()
       shown = result_lib.labelled(new for (new,) in stream.said())
       first = next(shown, '')

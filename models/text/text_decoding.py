@@ -164,7 +164,7 @@ def timed(
     `compile_seconds`.
   """
   start = time.perf_counter()
-  with waiting.announced(f'{name}: compiling, and reading the prompt'):
+  with waiting.announced(f'{name}: compiling and reading the prompt'):
     begin().compile()
   with waiting.announced(f'{name}: decoding'):
     compiled = time.perf_counter()

@@ -250,7 +250,7 @@ def test_a_comparison_says_what_it_waits_for(pair, waits):
   assert output.endswith('times as fast as plain decoding, the same tokens\n')
   both = 'chain', 'plain'
   names = ['chain', *(f'{way}, {n} of 3' for n in (1, 2, 3) for way in both)]
-  phases = 'compiling, and reading the prompt', 'decoding'
+  phases = 'compiling and reading the prompt', 'decoding'
   expected = [f'{name}: {phase}' for name in names for phase in phases]
   assert [wait for wait in waits if ': ' in wait] == expected
 
@@ -262,7 +262,7 @@ def test_a_text_is_shown_while_it_grows(pair, tokenizer, waits):
   flags += [f'--logit_bias={letter}:1000,{line_end}:990', r'--stop=\nxx']
   text, _, table = _output('generate.py', *flags, '--stream').partition('\n\n')
   assert text == 'defx'
-  assert waits[-1] == 'compiling, and reading the prompt'
+  assert waits[-1] == 'compiling and reading the prompt'
   assert re.match('finish reasons .*stop', table)
 
 
