@@ -237,10 +237,10 @@ def make_planned(
   )
 
 
-def _usual_break_even(
+def _break_even_of_lookups(
   pair: pair_lib.Pair, drafter: drafter_lib.Drafter, num_rows: int
 ) -> float | None:
-  """The `break_even` of look-ups, if their target's `row_cost` is known.
+  """The `break_even` of a drafter that only looks up; None: it is not known.
 
   Look-ups take no time, so it compares two forwards of the target: over all
   nodes of the trees, and over their roots alone.
@@ -264,7 +264,7 @@ def of_batch(
   """
   break_even: float | None
   if not isinstance(drafter, Planned):
-    break_even = _usual_break_even(pair, drafter, num_rows)
+    break_even = _break_even_of_lookups(pair, drafter, num_rows)
   elif prompts is None:
     drafter, break_even = drafter.usual
   else:
