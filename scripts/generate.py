@@ -5,6 +5,7 @@ python scripts/generate.py --temperature=0.8 --prompt='import ' --show_origin
 
 import dataclasses
 import functools
+import itertools
 import sys
 
 from absl import flags
@@ -38,23 +39,26 @@ _JSON = flags.DEFINE_bool('json', False, 'print one JSON object and no more')
 _COMPARE = flags.DEFINE_bool(
   'compare',
   None,
-  'also decode without drafting, and say how many times faster drafting was;'
-  ' default: if the target is the embedded one',
+  'also decode plainly, and say how many times as fast drafting was; default:'
+  ' only with the embedded target, and without --json and --stream',
 )
 # Both ways are timed this often in turn, and the best time of each counts: a
 # short decode takes a tenth of a second, too little for one measurement.
 _REPEATS = 3
 
 
-def _show(stream):
+def _show(begin):
   """Prints a text while it grows, until its end or Ctrl-C; its result."""
+  from specdec.models import waiting
   from specdec.models.text import result as result_lib
 
-  print(stream.prompts[0], end='', flush=True)
-  new = (said for (said,) in stream.said())
   with command_line.interrupts() as interrupts:
-    for shown in result_lib.labelled(new):
-      print(shown, end='', flush=True)
+    with waiting.announced('compiling and reading the prompt'):
+      stream = begin()
+      shown = result_lib.labelled(new for (new,) in stream.said())
+      first = next(shown, '')
+    for new in itertools.chain([stream.prompts[0] + first], shown):
+      print(new, end='', flush=True)
       if interrupts:
         break
   return stream.result()
@@ -73,15 +77,25 @@ def _comparison(generator, begin):
 
   `begin` makes a decode of a generator.
   """
+  import loading
+
   import specdec
   from specdec.models.text import text_decoding
 
   # A store would have the answers of the round before.
   generator = dataclasses.replace(generator, store=None)
-  ways = generator, dataclasses.replace(generator, drafter=specdec.PLAIN)
+  ways = {
+    loading.method(): generator,
+    'plain': dataclasses.replace(generator, drafter=specdec.PLAIN),
+  }
   rounds = [
-    [text_decoding.timed(functools.partial(begin, way)) for way in ways]
-    for _ in range(_REPEATS)
+    [
+      text_decoding.timed(
+        functools.partial(begin, way), f'{name}, {number + 1} of {_REPEATS}'
+      )
+      for name, way in ways.items()
+    ]
+    for number in range(_REPEATS)
   ]
   best, plain = (
     min(result.stats.seconds for result in results)
@@ -95,7 +109,6 @@ def _comparison(generator, begin):
 def main() -> None:
   import loading
 
-  from specdec.models import waiting
   from specdec.models.text import chat_template
   from specdec.models.text import result as result_lib
   from specdec.models.text import text_decoding
@@ -107,6 +120,11 @@ def main() -> None:
     raise ValueError('--stream shows one prompt; leave out --batch_size')
   if _COMPARE.value and (_STREAM.value or _JSON.value):
     raise ValueError('--compare prints a line; leave out --stream and --json')
+  if _COMPARE.value and loading.method() == 'plain':
+    raise ValueError(
+      '--compare compares a method with plain decoding; leave out --compare, or'
+      ' choose another --method than plain'
+    )
   if _SYSTEM.value is not None and not _CHAT.value:
     raise ValueError(
       '--system is the system message of a chat; give --chat too'
@@ -128,12 +146,13 @@ def main() -> None:
     **options.constraint(),
   }
   if _STREAM.value:
-    result = _show(generator.stream(given, **arguments))
+    result = _show(functools.partial(generator.stream, given, **arguments))
     print(f'\n\n{result.table()}')
   else:
     begin = lambda way: way.stream(given, **arguments)
-    with waiting.announced('compiling and decoding'):
-      result = text_decoding.timed(functools.partial(begin, generator))
+    result = text_decoding.timed(
+      functools.partial(begin, generator), loading.method()
+    )
     if _JSON.value:
       print(result.to_json())
     elif _SHOW_ORIGIN.value:

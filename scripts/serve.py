@@ -27,13 +27,15 @@ several_hosts.refuse('requests come to one host; leave it out')
 def main() -> None:
   import loading
 
+  from specdec.models import extras
+  from specdec.models import waiting
+
   try:
     from specdec.models.serve import app
   except ImportError as error:
     raise ValueError(
-      f"the package {error.name} is needed: pip install 'specdec-jax[serve]'"
+      f'the package {error.name} is needed: {extras.command("serve")}'
     ) from error
-  from specdec.models import waiting
   from specdec.models.serve import asked
   from specdec.models.serve import engine as engine_lib
 

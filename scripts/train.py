@@ -14,6 +14,7 @@ from typing import Any
 from absl import flags
 import command_line
 
+from specdec.models import extras
 from specdec.models.text import fields
 
 try:
@@ -24,8 +25,7 @@ try:
   from specdec.models.lab.training import trainer
 except ImportError as error:
   sys.exit(
-    f'train.py: the package {error.name} is needed: pip install'
-    " 'specdec-jax[train]'"
+    f'train.py: the package {error.name} is needed: {extras.command("train")}'
   )
 
 _FLAGS = flags.FLAGS

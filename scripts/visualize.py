@@ -37,6 +37,7 @@ def _read(name: str) -> specdec.Trace:
 
 def main() -> None:
   from specdec import tracing
+  from specdec.models import waiting
 
   page = pathlib.Path(_OUTPUT.value)
   if page.suffix not in ('.html', '.htm'):
@@ -48,7 +49,8 @@ def main() -> None:
     prompts = options.given_prompts(_PROMPT, 1)
     generator = loading.generator(prompts, 1)
     arguments = options.decoding() | {'log_probs': True}
-    (trace,) = generator.stream(prompts, **arguments).trace()
+    with waiting.announced('compiling and decoding'):
+      (trace,) = generator.stream(prompts, **arguments).trace()
     data = page.with_suffix('.json')
     whole_files.write_text(data, trace.to_json() + '\n')
     print(data)

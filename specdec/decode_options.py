@@ -340,6 +340,7 @@ def prepare(
       options.get('verify', 'match'), options.get('children'), drafter
     ),
     fallback=bool(drafter.stages and (threshold > 0 or takes_plain_steps)),
+    has_break_even=bool(drafter.stages and threshold > 0),
   )
   memory.check_fits(
     memory.decode_bytes(

@@ -12,8 +12,9 @@ initial credit, the premiums and one last step longer than plain decoding: under
 5 % of 512 tokens. The balance is capped, so that a draft that turns bad late is
 noticed soon.
 
-Look-ups draft at no cost. So with these alone, a step first grows its tree, and
-is plain if the tree is expected to yield fewer than `break_even` tokens.
+Look-ups draft at no cost. So where they alone draft, every step grows its tree.
+It is plain while the account is empty, and if the tree is expected to yield
+fewer than `break_even` tokens.
 
 The fallback changes the speed, never the tokens of match verification, nor the
 distribution of the tokens of the other rules.
@@ -74,9 +75,9 @@ def after_plain_step(
 ) -> FallbackState:
   """The state after a plain step; `break_even` as above.
 
-  If `Slots` chose a plain step because of the batch size, or the tree did not
-  pay, the credit does not change. `stages_lag`: whether the stages have not
-  read what was decoded.
+  The credit grows only if the account was empty: other plain steps are chosen
+  by `Slots` for the size of the batch, or by `tree_pays`. `stages_lag`: whether
+  the stages have not read what was decoded.
   """
   credit = state.credit + jnp.where(state.speculating, 0.0, _PREMIUM)
   is_paid = credit >= _STEPS_PER_TRIAL * (break_even - 1.0)
@@ -98,8 +99,8 @@ def tree_pays(
 
   Args:
     tree: grown, `[B, M]` per field.
-    nodes: `[B, N]` int32, the chosen nodes. The root among them is certain, and
-      stands for the target's own token.
+    nodes: `[B, N]` int32, the chosen nodes. The root among them counts for the
+      target's own token, which is certain.
     active: `[B]` bool, rows that are not done.
     break_even: as above.
 

@@ -186,7 +186,8 @@ def advance(
   # A plain drafter has nothing to fall back from.
   if not (config.fallback and drafter.stages):
     steps_done, state = repeat(drafter, carry)
-  elif drafter.looks_up:  # Each step decides for itself.
+  elif drafter.looks_up or not config.has_break_even:
+    # Each step decides for itself, or all speculate.
     steps_done, state = repeat(drafter, (carry[0], _caught_up(drafter, state)))
   else:
     steps_done, state = lax.while_loop(goes_on, alternate, carry)

@@ -41,9 +41,11 @@ class DecodeConfig:
   max_new_tokens: int = 128
   #: The rule of verification, see `specdec.verify`.
   rule: accept.Rule = dataclasses.field(default_factory=accept.MatchRule)
-  #: Whether decoding may go on plainly where speculation does not pay, see
-  #: `Request.break_even`.
+  #: Whether plain steps may come between speculative ones, see
+  #: `specdec.fallback`.
   fallback: bool = False
+  #: Whether `Request.break_even` asks for them, and not the caller alone.
+  has_break_even: bool = False
 
 
 class Request(flax.struct.PyTreeNode):
@@ -161,7 +163,7 @@ def step(
   verify = functools.partial(
     _verify, target, drafter, request, config, ctx, (stages, tree)
   )
-  if config.fallback and drafter.looks_up:
+  if config.has_break_even and drafter.looks_up:
     pays = state.fallback.speculating & fallback_lib.tree_pays(
       tree, nodes, ctx.active, request.break_even
     )
@@ -182,7 +184,7 @@ def _all_or_root(
   nodes: jax.Array,
   verifies_all: jax.Array,
 ) -> _Verified:
-  """`verify(state, nodes)`, or of the first of `nodes [B, N]` alone.
+  """Verifies all of `nodes [B, N]`, or only the first of each row, its root.
 
   `verifies_all` is `[]` bool. These are loops of at most one round, because a
   conditional of XLA would copy the caches.
@@ -285,8 +287,9 @@ def _account(
   if not config.fallback:
     return fallback
   if nodes.shape[1] == 1:
+    # What `PLAIN` decodes, whose trees have no depth, the stages do not read.
     return fallback_lib.after_plain_step(
-      fallback, request.break_even, stages_lag=not ctx.max_depth
+      fallback, request.break_even, stages_lag=ctx.max_depth == 0
     )
   return fallback_lib.after_speculative_step(
     fallback, emitted, ctx.active, request.break_even

@@ -244,7 +244,7 @@ class Engine:
     self.most_choices = batch_size + queue_size
     self.most_eos_ids = slots_lib.room_for_eos_ids(self.pair.eos_ids)
     given: Any = options | {'eos_ids': self.pair.eos_ids}
-    drafter, given = drafters.chosen(
+    drafter, given = drafters.of_batch(
       self.pair, generator.drafter, given, batch_size
     )
     self._options = given | {'num_slots': batch_size, 'context': self.context}

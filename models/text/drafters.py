@@ -237,33 +237,34 @@ def make_planned(
   )
 
 
-def usual_break_even(
+def _break_even_of_lookups(
   pair: pair_lib.Pair, drafter: drafter_lib.Drafter, num_rows: int
 ) -> float | None:
-  """The time of a step of look-ups in plain ones, if it is known; else None.
+  """The `break_even` of a drafter that only looks up; None: it is not known.
 
-  Look-ups take no time, so this is the time of the target's forward.
+  Look-ups take no time, so it compares two forwards of the target: over all
+  nodes of the trees, and over their roots alone.
   """
   if not (pair.row_cost and drafter.looks_up):
     return None
-  seconds = lambda rows: 1 + pair.row_cost * (rows - 1)
-  return seconds(num_rows * drafter.shape.num_nodes) / seconds(num_rows)
+  time_of = lambda rows: 1 + pair.row_cost * (rows - 1)
+  return time_of(num_rows * drafter.shape.num_nodes) / time_of(num_rows)
 
 
-def chosen(
+def of_batch(
   pair: pair_lib.Pair,
   drafter: drafter_lib.Drafter | Planned,
   options: decode_options.Options,
   num_rows: int,
   prompts: list[list[int]] | None = None,
 ) -> tuple[drafter_lib.Drafter, decode_options.Options]:
-  """The drafter of a batch, and the options with its `break_even`.
+  """The drafter of a batch, and the options, with its `break_even` if unset.
 
   A plan chooses by the longest of the prompts, token ids; None: its usual way.
   """
   break_even: float | None
   if not isinstance(drafter, Planned):
-    break_even = usual_break_even(pair, drafter, num_rows)
+    break_even = _break_even_of_lookups(pair, drafter, num_rows)
   elif prompts is None:
     drafter, break_even = drafter.usual
   else:

@@ -98,7 +98,7 @@ class Generator:
     so far, and its `trace` every step.
     """
     request = text_options.make_request(self.pair, as_list(prompts), options)
-    drafter, of_ids = drafters.chosen(
+    drafter, of_ids = drafters.of_batch(
       self.pair, self.drafter, request.options, len(request.ids), request.ids
     )
     if self.store is not None:
@@ -197,7 +197,7 @@ class Generator:
     arguments_lib.check_count('batch_size', batch_size)
     (stops,) = text_options.stops_of_rows(options.get('stop', ()), 1)
     of_ids = text_options.with_ids(self.pair, options, (stops,) * batch_size)
-    drafter, of_ids = drafters.chosen(
+    drafter, of_ids = drafters.of_batch(
       self.pair, self.drafter, of_ids, batch_size
     )
     if self.store is not None:

@@ -47,8 +47,8 @@ class Pair:
   eos_ids: tuple[int, ...]
   layout: sharding_lib.Layout = sharding_lib.Layout()
   head: head_lib.Head | block_lib.BlockDrafter | None = None
-  #: The time of a further row of the target's forward, in the time of the first
-  #: row; 0: not known.
+  #: What each row after the first adds to the time of the target's forward, in
+  #: the time of the first; 0: not known.
   row_cost: float = 0.0
 
   @property

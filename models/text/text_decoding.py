@@ -8,6 +8,7 @@ import time
 
 import specdec
 from specdec import tracing
+from specdec.models import waiting
 from specdec.models.text import chat_template
 from specdec.models.text import pair as pair_lib
 from specdec.models.text import result as result_lib
@@ -148,11 +149,14 @@ class TextDecoding:
     )
 
 
-def timed(begin: Callable[[], TextDecoding]) -> result_lib.TextGeneration:
+def timed(
+  begin: Callable[[], TextDecoding], name: str = 'decode'
+) -> result_lib.TextGeneration:
   """The result of a decode that is compiled before the clock starts.
 
   Args:
     begin: makes the decode, such as a call of `Generator.stream`; called twice.
+    name: of the decode, for the lines on stderr that say what takes long.
 
   Returns:
     A generation whose statistics also have `seconds` of decoding (with the
@@ -160,11 +164,13 @@ def timed(begin: Callable[[], TextDecoding]) -> result_lib.TextGeneration:
     `compile_seconds`.
   """
   start = time.perf_counter()
-  begin().compile()
-  compiled = time.perf_counter()
-  decoding = begin()
-  decoding.run()
-  seconds = time.perf_counter() - compiled
+  with waiting.announced(f'{name}: compiling and reading the prompt'):
+    begin().compile()
+  with waiting.announced(f'{name}: decoding'):
+    compiled = time.perf_counter()
+    decoding = begin()
+    decoding.run()
+    seconds = time.perf_counter() - compiled
   result = decoding.result()
   stats = dataclasses.replace(
     result.stats,

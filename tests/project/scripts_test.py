@@ -1,6 +1,7 @@
 """The command lines, end to end, on a tiny pair of their own."""
 
 import builtins
+import contextlib
 import dataclasses
 import inspect
 import io
@@ -21,6 +22,8 @@ import refusals
 import tiny_demo
 
 import specdec
+from specdec.models import extras
+from specdec.models import waiting
 from specdec.models.checkpoints import hub
 from specdec.models.lab import task as task_lib
 from specdec.models.lab.bench import times
@@ -91,6 +94,20 @@ def prompts(tmp_path):
 @pytest.fixture(autouse=True)
 def _offline(monkeypatch):
   monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
+
+
+@pytest.fixture(name='waits')
+def _waits(monkeypatch):
+  """What a user would be told if it took long."""
+  waits = []
+
+  @contextlib.contextmanager
+  def announced(what):
+    waits.append(what)
+    yield
+
+  monkeypatch.setattr(waiting, 'announced', announced)
+  return waits
 
 
 def _output(script, *flags):
@@ -213,6 +230,7 @@ def test_a_table_follows_the_text_and_origins_are_marked(pair, monkeypatch):
   text = _output(*flags)
   assert text.startswith('def add')
   assert 'block efficiency' in text
+  assert 'plain decoding' not in text
   flags += ('--show_origin',)
   monkeypatch.setenv('NO_COLOR', '1')
   plain = _output(*flags)
@@ -225,13 +243,26 @@ def test_a_table_follows_the_text_and_origins_are_marked(pair, monkeypatch):
   assert '\x1b[30;42m draft \x1b[0m' in _output(*flags)
 
 
-def test_a_text_is_shown_while_it_grows(pair, tokenizer):
+def test_a_comparison_says_what_it_waits_for(pair, waits):
+  output = _output(
+    'generate.py', *pair, *_CHAIN, '--prompt=def add', '--compare'
+  )
+  assert output.endswith('times as fast as plain decoding, the same tokens\n')
+  both = 'chain', 'plain'
+  names = ['chain', *(f'{way}, {n} of 3' for n in (1, 2, 3) for way in both)]
+  phases = 'compiling and reading the prompt', 'decoding'
+  expected = [f'{name}: {phase}' for name in names for phase in phases]
+  assert [wait for wait in waits if ': ' in wait] == expected
+
+
+def test_a_text_is_shown_while_it_grows(pair, tokenizer, waits):
   """It ends before a stop string; the tokens of the string count."""
   letter, line_end = tokenizer.convert_tokens_to_ids(['x', 'Ċ'])
   flags = [*pair, *_CHAIN, '--prompt=def', '--repetition_penalty=1.5']
   flags += [f'--logit_bias={letter}:1000,{line_end}:990', r'--stop=\nxx']
   text, _, table = _output('generate.py', *flags, '--stream').partition('\n\n')
   assert text == 'defx'
+  assert waits[-1] == 'compiling and reading the prompt'
   assert re.match('finish reasons .*stop', table)
 
 
@@ -479,7 +510,7 @@ def test_flags_of_the_endpoint_become_settings(pair, monkeypatch):
   monkeypatch.delattr('specdec.models.serve.app')
   monkeypatch.setitem(sys.modules, 'uvicorn', None)
   refused = command_lines.refusal('serve.py', *pair, '--method=plain')
-  assert "uvicorn is needed: pip install 'specdec-jax[serve]'" in refused
+  assert f'uvicorn is needed: {extras.command("serve")}' in refused
 
 
 @pytest.mark.long

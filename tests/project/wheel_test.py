@@ -13,6 +13,7 @@ import zipfile
 import pytest
 
 from specdec import __main__ as commands
+from specdec.models import extras
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _SETUPTOOLS = int(importlib.metadata.version('setuptools').split('.')[0])
@@ -93,6 +94,17 @@ def test_commands_run_in_a_fresh_environment(wheel, tmp_path):
   prompts.write_text('import \n')
   flags = f'--prompt_file={prompts}', '--max_new_tokens=8', '--batch_sizes=1'
   run('check_lossless', *flags)  # Its status is 1 if a token differs.
+
+
+def test_a_missing_package_is_installed_from_where_the_library_is(
+  tmp_path, monkeypatch
+):
+  monkeypatch.chdir(_ROOT)
+  assert extras.command('gguf') == "pip install -e '.[gguf]'"  # As in README.
+  monkeypatch.chdir(tmp_path)
+  assert extras.command('gguf') == f"pip install -e '{_ROOT}[gguf]'"
+  monkeypatch.setattr(extras, '__file__', tmp_path / 'models/extras.py')
+  assert extras.command('gguf') == "pip install 'specdec-jax[gguf]'"
 
 
 def test_every_script_is_a_command(monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """The adaptive fallback: its worst cost, unchanged tokens, and catching up."""
 
 import functools
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import tiny
 import tiny_drafters
 
 import specdec
+from specdec import decode_options
 from specdec.draft import lookup
 from specdec.tree import topology as topology_lib
 
@@ -135,6 +137,33 @@ def test_a_tree_of_look_ups_is_verified_only_if_it_pays():
   assert decoding.result().tokens == whole.tokens
   assert whole.stats.plain_steps == decided.count(False) > 0
   assert any(decided)
+
+
+@pytest.mark.parametrize('break_even', [None, 1.5])
+@pytest.mark.parametrize('kind', ['a draft', 'look-ups'])
+def test_programs_have_plain_steps_only_if_a_break_even_asks_for_them(
+  monkeypatch, kind, break_even
+):
+  """Not if the caller alone takes plain steps, as `Slots` do."""
+  drafter = _draft('perfect')
+  if kind == 'look-ups':
+    lookups = specdec.PromptLookup((0.5,))
+    drafter = tiny_drafters.candidates(lookups, config=tiny_drafters.TREE)
+  plain = mock.Mock(wraps=specdec.fallback.after_plain_step)
+  monkeypatch.setattr(specdec.fallback, 'after_plain_step', plain)
+  tokens, ones = np.zeros((2, 16), np.int32), np.ones(2, np.int32)
+  request, config = decode_options.prepare(
+    tiny.gpt2(num_layers=1),
+    drafter,
+    tiny.row_keys(2),
+    decode_options.Prompts(tokens, ones, ones, 16),
+    {'break_even': break_even},
+    takes_plain_steps=True,
+  )
+  traced = tiny.gpt2(num_layers=1), drafter, request
+  state = specdec.loop.start.eval_shape(*traced, config=config)
+  specdec.loop.advance.eval_shape(*traced, state, 1, 1, config=config)
+  assert plain.called == (break_even is not None)
 
 
 @pytest.mark.parametrize('bad', [0, -1.0, np.nan, np.inf, 'no', True])

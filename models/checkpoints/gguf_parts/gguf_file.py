@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from specdec.models import extras
 from specdec.models.checkpoints.keys import tensor_parts
 from specdec.models.nn import blocks as blocks_lib
 from specdec.models.nn import rope as rope_lib
@@ -181,7 +182,7 @@ def quants() -> types.ModuleType:
     import gguf
   except ImportError as error:
     raise ValueError(
-      "a GGUF file needs the package gguf: pip install 'specdec-jax[gguf]'"
+      f'a GGUF file needs the package gguf: {extras.command("gguf")}'
     ) from error
   return gguf
 

@@ -220,23 +220,20 @@ def _own_arm(
   """An arm of this library, and the bytes of its weights and tables."""
   try:
     drafting = settings_lib.with_options(task.drafting, dict(spec.options))
+    ways: specdec.Drafter | drafters.Planned
     if spec.method == settings_lib.PLANNED:
-      planned = drafters.make_planned(drafting.plan, pair)
-      used = [*planned.by_name.values()]
+      ways = drafters.make_planned(drafting.plan, pair)
+      used = [*ways.by_name.values()]
     else:
-      planned = None
-      used = [drafters.make_drafter(spec.method, pair, drafting)]
+      ways = drafters.make_drafter(spec.method, pair, drafting)
+      used = [ways]
   except ValueError as error:
     raise ValueError(f'arm {str(spec)!r}: {error}') from error
 
   def decode(batch, limit):
-    drafter = used[0]
-    break_even = drafters.usual_break_even(pair, drafter, len(batch))
-    if planned is not None:  # Where only prompts are read, the limit is 0.
-      longest = max(map(len, batch))
-      drafter, break_even = planned.of_length(longest)
-    if task.break_even is not None:
-      break_even = task.break_even
+    drafter, options = drafters.of_batch(
+      pair, ways, {'break_even': task.break_even}, len(batch), batch
+    )
     return specdec.generate(
       pair.target,
       jax.random.key(task.seed),
@@ -248,7 +245,7 @@ def _own_arm(
       eos_ids=pair.eos_ids,
       verify=task.verify,
       children=task.children if drafter.stages else None,
-      break_even=break_even,
+      break_even=options['break_even'],
     )
 
   arrays = {id(leaf): leaf for leaf in jax.tree.leaves((pair.target, used))}

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from specdec.models import extras
+
 _COLORS = (
   '#4477aa',
   '#ee6677',
@@ -30,8 +32,8 @@ def check_folder(plots: str | None) -> pathlib.Path | None:
     return None
   if importlib.util.find_spec('matplotlib') is None:
     raise ValueError(
-      f'--plots={plots} needs matplotlib; pip install'
-      " 'specdec-jax[plot]', or leave it out"
+      f'--plots={plots} needs matplotlib: {extras.command("plot")}, or leave'
+      ' --plots out'
     )
   folder = pathlib.Path(plots)
   folder.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ import tiny
 import tiny_blocks
 import variants
 
+from specdec.models import extras
 from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.checkpoints import hub
 from specdec.models.checkpoints.gguf_parts import gguf_file
@@ -471,5 +472,5 @@ def test_what_is_not_there(path, monkeypatch):
   with pytest.raises(ValueError, match=r'model\.gguf has no tokenizer'):
     pair_lib.load_pair(choice_lib.ModelChoice(str(path), None))
   monkeypatch.setitem(sys.modules, 'gguf', None)
-  with pytest.raises(ValueError, match=re.escape('specdec-jax[gguf]')):
+  with pytest.raises(ValueError, match=re.escape(extras.command('gguf'))):
     hub.load_module(path)

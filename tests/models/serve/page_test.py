@@ -141,6 +141,7 @@ def test_a_chat_shows_who_proposed_what_and_proves_it(tmp_path):
 
 
 def test_a_model_without_a_chat_goes_on_with_a_text(tmp_path):
+  """Plainly, too, which says first that it compiles."""
   lm = _generator(template=None)
   expected = lm.generate('abc', max_new_tokens=9).text[0]
   with _browsing(lm, tmp_path) as browser:
@@ -148,3 +149,10 @@ def test_a_model_without_a_chat_goes_on_with_a_text(tmp_path):
     browser.on('#send', 'click')
     browser.wait('document.querySelector(".prove")')
     assert browser.texts('.answer') == [expected]
+    browser.run('at("method").value = "plain"')
+    # A script ends before the first part of an answer comes.
+    said = '[...document.querySelectorAll(".figures")].at(-1).textContent'
+    first = f'(at("form").requestSubmit(), {said})'
+    assert 'the first time, this compiles' in browser.run(first)
+    browser.wait('document.querySelectorAll(".prove").length === 2')
+    assert browser.texts('.answer') == [expected] * 2
