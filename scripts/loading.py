@@ -106,9 +106,6 @@ def _check_contradictions(plan: plan_lib.Plan) -> None:
     for name, option in settings_lib.OPTIONS.items()
     if options.DRAFTING[name].present
   }
-  if options.LOOKUP_CONFIDENCE.present:
-    lookups = settings.lookup.confidence, usual.drafting.lookup.confidence
-    given['lookup_confidence'] = lookups
   if method.present and method.value != settings_lib.PLANNED:
     given['method'] = method.value, usual.method
   for name, (value, planned) in given.items():

@@ -79,12 +79,6 @@ BREAK_EVEN = flags.DEFINE_float(
   ' while a speculative step emits fewer tokens, decoding is plain; default: as'
   ' the plan; without one, by the processor for look-ups alone, else never',
 )
-LOOKUP_CONFIDENCE = flags.DEFINE_list(
-  'lookup_confidence',
-  [str(value) for value in _DEFAULTS.lookup.confidence],
-  'probability that the text goes on as it did after a match of 1 token, 2'
-  ' tokens and so on; 0: ignore such matches',
-)
 
 
 _SAMPLING: dict[str, flags.FlagHolder] = {
@@ -322,14 +316,11 @@ def decoding() -> dict[str, Any]:
 
 def draft_settings(plan: Any = None) -> settings_lib.DraftSettings:
   """The drafting settings of the flags, with the plan of the method `plan`."""
-  with named_as_flag('lookup_confidence: '):
-    confidence = tuple(map(float, LOOKUP_CONFIDENCE.value))
-    lookup = specdec.PromptLookup(confidence=confidence)
   with named_as_flag():
     changed = settings_lib.with_options(
       _DEFAULTS, {name: flag.value for name, flag in DRAFTING.items()}
     )
-  return dataclasses.replace(changed, lookup=lookup, plan=plan)
+  return dataclasses.replace(changed, plan=plan)
 
 
 @command_line.checked_first

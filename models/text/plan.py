@@ -16,7 +16,6 @@ import pathlib
 from typing import Any
 
 from specdec import arguments as arguments_lib
-from specdec.draft import lookup as lookup_lib
 from specdec.models import user_cache
 from specdec.models.checkpoints import checkpoint as checkpoint_lib
 from specdec.models.text import pair as pair_lib
@@ -176,8 +175,6 @@ def _to_record(settings: settings_lib.DraftSettings) -> dict[str, Any]:
   }
   if settings.topology is not None:
     record['topology'] = settings.topology.paths
-  if settings.lookup != usual.lookup:
-    record['lookup'] = vars(settings.lookup)
   return record
 
 
@@ -198,8 +195,7 @@ _TYPES_OF_CONTEXT = {
 }
 _TYPES_OF_DRAFTING = {
   name: option.field.type for name, option in settings_lib.OPTIONS.items()
-} | {'topology': list[list[int]], 'lookup': dict}
-_TYPES_OF_LOOKUP = {'confidence': list[float], 'num_matches': int}
+} | {'topology': list[list[int]], 'lookup_confidence': list[float]}
 
 
 def _checked(
@@ -238,14 +234,11 @@ def _from_record(
   record: dict[str, Any], place: str
 ) -> settings_lib.DraftSettings:
   _checked(record, _TYPES_OF_DRAFTING, place, _TYPES_OF_DRAFTING)
-  lookup, paths = record.pop('lookup', {}), record.pop('topology', None)
-  _checked(lookup, _TYPES_OF_LOOKUP, f'{place}lookup.', _TYPES_OF_LOOKUP)
-  if 'confidence' in lookup:
-    lookup['confidence'] = tuple(lookup['confidence'])
-  if paths is not None:
-    record['topology'] = topology_lib.Topology(paths)
-  settings = settings_lib.with_options(settings_lib.DraftSettings(), record)
-  return dataclasses.replace(settings, lookup=lookup_lib.PromptLookup(**lookup))
+  if 'topology' in record:
+    record['topology'] = topology_lib.Topology(record['topology'])
+  if 'lookup_confidence' in record:
+    record['lookup_confidence'] = tuple(record['lookup_confidence'])
+  return settings_lib.with_options(settings_lib.DraftSettings(), record)
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:

@@ -107,13 +107,30 @@ class DraftSettings:
     'folder of earlier texts that lookup also searches; what is decoded is'
     ' added; made if need be; default: none',
   )
-  lookup: lookup_lib.PromptLookup = lookup_lib.PromptLookup()
+  lookup_confidence: tuple[float, ...] | None = fields.described(
+    None,
+    'probability that the text goes on as it did after a match of 1 token, 2'
+    ' tokens and so on, separated by commas; 0: ignore such matches; default:'
+    f' {",".join(map(str, lookup_lib.PromptLookup().confidence))}',
+    parse=lambda text: tuple(map(float, text.split(','))),
+  )
   plan: Any = None
 
   def __post_init__(self) -> None:
     topology_lib.check_settings(
       self, ('num_draft_tokens', 'draft_prompt', 'inner_rounds_alone')
     )
+    _ = self.lookup
+
+  @property
+  def lookup(self) -> lookup_lib.PromptLookup:
+    """The look-ups; ValueError if the confidence is out of range."""
+    if self.lookup_confidence is None:
+      return lookup_lib.PromptLookup()
+    try:
+      return lookup_lib.PromptLookup(self.lookup_confidence)
+    except ValueError as error:
+      raise ValueError(f'lookup_{error}') from error
 
 
 ON_CPU: Mapping[str, int] = {'num_nodes': 8, 'width': 2, 'branching': 2}
@@ -140,6 +157,7 @@ _INNER_OPTIONS = (
   *(name for name in OPTIONS if name.startswith('inner')),
   'ngram',
   'store',
+  'lookup_confidence',
 )
 _STOPPING = ('rounds', 'calibration', 'cost_ratio')
 _CHAIN = ('num_draft_tokens', 'draft_prompt')

@@ -32,9 +32,7 @@ _CONTEXT = plan_lib.Context(
 )
 _USUAL = settings_lib.DraftSettings()
 _STAGED = settings_lib.with_options(
-  dataclasses.replace(
-    _USUAL, lookup=specdec.PromptLookup(confidence=(0.0, 0.5))
-  ),
+  dataclasses.replace(_USUAL, lookup_confidence=(0.0, 0.5)),
   {'num_nodes': 16, 'width': 4, 'cost_ratio': 0.03, 'inner_rounds': 1},
 )
 _CHAIN = settings_lib.DraftSettings(
