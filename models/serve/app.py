@@ -455,3 +455,12 @@ class Server(uvicorn.Server):
         f'ready: open {self.address} in a browser; the base URL for clients is'
         f' {self.address}/v1'
       )
+
+  async def shutdown(self, sockets: Any = None) -> None:
+    """Called after Ctrl-C."""
+    under_way = sum(self.engine.gauges().values())
+    _tell(
+      'ending once the step or compilation under way is done; requests that get'
+      f' an error: {under_way}'
+    )
+    await super().shutdown(sockets)

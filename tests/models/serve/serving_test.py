@@ -488,6 +488,7 @@ def test_a_full_queue_refuses_and_a_stopped_server_ends_its_streams(capsys):
     assert http.post('/v1/completions', json=body).status_code == 503
   told = capsys.readouterr().err
   assert f'ready: open {server.address} in a browser; ' in told
+  assert 'requests that get an error: 1\n' in told
 
 
 def test_a_failure_in_decoding_harms_no_later_request(monkeypatch):
