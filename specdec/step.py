@@ -287,7 +287,7 @@ def _account(
   if not config.fallback:
     return fallback
   if nodes.shape[1] == 1:
-    # What `PLAIN` decodes, whose trees have no depth, the stages do not read.
+    # The stages do not read what `PLAIN` decodes; its trees have no depth.
     return fallback_lib.after_plain_step(
       fallback, request.break_even, stages_lag=ctx.max_depth == 0
     )

@@ -309,6 +309,11 @@ class _Answering(_Response):
     yield b'data: [DONE]\n\n'
 
 
+def _tell(line: str) -> None:
+  """Tells a line to who started the server."""
+  print(line, file=sys.stderr, flush=True)
+
+
 def _sent(event: _Json) -> bytes:
   """An event as the server sends it."""
   return b'data: ' + event.body + b'\n\n'
@@ -446,4 +451,16 @@ class Server(uvicorn.Server):
       host, port, *_ = server.sockets[0].getsockname()
       host = f'[{host}]' if ':' in host else host
       self.address = f'http://{host}:{port}'
-      print(f'listening at {self.address}', file=sys.stderr, flush=True)
+      _tell(
+        f'ready: open {self.address} in a browser; the base URL for clients is'
+        f' {self.address}/v1'
+      )
+
+  async def shutdown(self, sockets: Any = None) -> None:
+    """Called after Ctrl-C."""
+    under_way = sum(self.engine.gauges().values())
+    _tell(
+      'ending once the step or compilation under way is done; requests that get'
+      f' an error: {under_way}'
+    )
+    await super().shutdown(sockets)

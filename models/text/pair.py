@@ -47,7 +47,7 @@ class Pair:
   eos_ids: tuple[int, ...]
   layout: sharding_lib.Layout = sharding_lib.Layout()
   head: head_lib.Head | block_lib.BlockDrafter | None = None
-  #: What each row after the first adds to the time of the target's forward, in
+  #: Each row after the first adds this to the time of the target's forward, in
   #: the time of the first; 0: not known.
   row_cost: float = 0.0
 

@@ -98,7 +98,7 @@ def _offline(monkeypatch):
 
 @pytest.fixture(name='waits')
 def _waits(monkeypatch):
-  """What a user would be told if it took long."""
+  """Lines that tell a user what takes long."""
   waits = []
 
   @contextlib.contextmanager

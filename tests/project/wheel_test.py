@@ -100,7 +100,7 @@ def test_a_missing_package_is_installed_from_where_the_library_is(
   tmp_path, monkeypatch
 ):
   monkeypatch.chdir(_ROOT)
-  assert extras.command('gguf') == "pip install -e '.[gguf]'"  # As in README.
+  assert extras.command('gguf') == "pip install -e '.[gguf]'"
   monkeypatch.chdir(tmp_path)
   assert extras.command('gguf') == f"pip install -e '{_ROOT}[gguf]'"
   monkeypatch.setattr(extras, '__file__', tmp_path / 'models/extras.py')

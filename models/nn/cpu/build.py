@@ -187,7 +187,7 @@ def is_available() -> bool:
 
 
 def row_cost() -> float:
-  """What each row after the first adds to a forward, in the time of the first.
+  """The time that each row after the first adds to a forward, over the first's.
 
   It was measured for the instructions that the kernels have (docs/cpu.md). 0:
   there are no kernels.

@@ -464,7 +464,7 @@ def test_broken_and_slow_connections_take_no_slot(http, server, monkeypatch):
   assert http.get('/health').json() == {'status': 'ok'}
 
 
-def test_a_full_queue_refuses_and_a_stopped_server_ends_its_streams():
+def test_a_full_queue_refuses_and_a_stopped_server_ends_its_streams(capsys):
   body = {'prompt': 'ab', 'max_tokens': 70, 'stream': True}
   body |= {'logit_bias': _NO_ENDS}
   with _served(_generator(), batch_size=1, queue_size=0) as (server, http):
@@ -486,6 +486,9 @@ def test_a_full_queue_refuses_and_a_stopped_server_ends_its_streams():
       'stopped'
     )
     assert http.post('/v1/completions', json=body).status_code == 503
+  told = capsys.readouterr().err
+  assert f'ready: open {server.address} in a browser; ' in told
+  assert 'requests that get an error: 1\n' in told
 
 
 def test_a_failure_in_decoding_harms_no_later_request(monkeypatch):
