@@ -221,8 +221,12 @@ def _verify(
   from the trees, the root first.
   """
   stages, tree = grown
+  # Between steps the window is empty. A root needs one slot of it, and then
+  # nothing has to be moved.
+  size = 1 if nodes.shape[1] == 1 else state.target.window.shape[1]
+  before = state.target.replace(window=state.target.window[:, :size])
   scores, target_state = model_lib.forward_nodes(
-    target, state.target, tree, nodes, ctx, may_lag=False
+    target, before, tree, nodes, ctx, may_lag=False
   )
   logits = ctx.adjusted(scores.logits, tree, nodes)
   nothing = jnp.zeros((*tree.token.shape, 0))
