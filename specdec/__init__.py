@@ -106,4 +106,4 @@ def __dir__() -> list[str]:
   return sorted({*globals(), *_TEXT_MODULES})
 
 
-__version__ = '0.9.0.dev0'
+__version__ = '0.9.0'
