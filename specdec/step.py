@@ -221,10 +221,10 @@ def _verify(
   from the trees, the root first.
   """
   stages, tree = grown
-  # Between steps the window is empty. A root needs one slot of it, and then
-  # nothing has to be moved.
-  size = 1 if nodes.shape[1] == 1 else state.target.window.shape[1]
-  before = state.target.replace(window=state.target.window[:, :size])
+  # The window is empty, and may be larger than these nodes need: a root alone
+  # has nothing to move in it.
+  window = state.target.window[:, : nodes.shape[1]]
+  before = state.target.replace(window=window)
   scores, target_state = model_lib.forward_nodes(
     target, before, tree, nodes, ctx, may_lag=False
   )

@@ -162,17 +162,13 @@ def write(
 
 def edit_tensors(
   folder: pathlib.Path,
-  edits: Mapping[str, Callable[[dict[str, np.ndarray]], np.ndarray] | None],
+  edits: Mapping[str, Callable[[dict[str, np.ndarray]], np.ndarray]],
 ) -> None:
-  """Replaces or adds tensors of a checkpoint of one file; None removes one."""
+  """Replaces or adds tensors of a checkpoint of one file."""
   path = folder / 'model.safetensors'
   tensors = safetensors_numpy.load_file(path)
-  for name, edit in edits.items():
-    if edit is None:
-      del tensors[name]
-    else:
-      tensors[name] = edit(tensors)
-  safetensors_numpy.save_file(tensors, path)
+  edited = {name: edit(tensors) for name, edit in edits.items()}
+  safetensors_numpy.save_file(tensors | edited, path)
 
 
 def tokens(variant: Variant | str) -> np.ndarray:

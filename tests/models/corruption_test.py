@@ -1,19 +1,15 @@
-"""Models and programs whose files are cut, emptied or filled with zeros.
+"""Models whose files are cut, emptied or filled with zeros.
 
-A program is compiled again; a model is refused by the name of its path. The
-tests of other files are next to the tests of the code that reads them.
+They are refused by the name of their path. The tests of other files are next to
+the tests of the code that reads them.
 """
 
 import json
 import re
-import shutil
 import struct
 
 import gguf
 import gguf_files
-import jax
-from jax.experimental.compilation_cache import compilation_cache
-import numpy as np
 import pytest
 from safetensors import numpy as safetensors_numpy
 import tiny
@@ -25,41 +21,10 @@ from specdec.models.nn import rope as rope_lib
 from specdec.models.text import choice as choice_lib
 from specdec.models.text import pair as pair_lib
 
-_CACHE_FOLDER = 'jax_compilation_cache_dir'
-_CACHE = {
-  _CACHE_FOLDER: None,
-  'jax_compilation_cache_max_size': 2**20,
-  'jax_persistent_cache_min_compile_time_secs': 0,
-}
-
 
 def _damaged(content):
   """A file may be left in parts, or others may stand in its place."""
   return b'', content[: len(content) // 2], bytes(len(content)), b'3'
-
-
-def test_a_damaged_program_is_compiled_again(tmp_path):
-  """JAX says so, and goes on; its cache is what scripts use."""
-  before = {name: getattr(jax.config, name) for name in _CACHE}
-  compute = lambda: jax.jit(lambda x: 3 * x + 1)(np.arange(4)).tolist()
-  try:
-    for name, value in (_CACHE | {_CACHE_FOLDER: str(tmp_path)}).items():
-      jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    assert compute() == [1, 4, 7, 10]
-    (file,) = tmp_path.glob('jit__lambda*-cache')
-    whole = file.read_bytes()
-    for content in _damaged(whole):
-      file.write_bytes(content)
-      with pytest.warns(UserWarning, match='persistent compilation cache'):
-        assert compute() == [1, 4, 7, 10]
-  finally:
-    for name, value in before.items():
-      jax.config.update(name, value)
-    compilation_cache.reset_cache()
-
-
-# Models: whatever is loaded, it is loaded or refused with the name of its path.
 
 
 def _tokenizer():
@@ -68,13 +33,10 @@ def _tokenizer():
   )
 
 
-def _llama(**changes):
-  return tiny.llama_module('llama', num_layers=1, vocab_size=288, **changes)
-
-
 def _folder(path):
   """Two files of weights with their index, and all else that may be read."""
-  hub.save_pretrained(_llama(), path, tokenizer=_tokenizer())
+  module = tiny.llama_module('llama', num_layers=1, vocab_size=288)
+  hub.save_pretrained(module, path, tokenizer=_tokenizer())
   weights = path / 'model.safetensors'
   tensors = safetensors_numpy.load_file(weights)
   parts = {name: f'part_{place % 2}' for place, name in enumerate(tensors)}
@@ -94,13 +56,6 @@ def _folder(path):
   (path / 'chat_template.jinja').write_text("{{ messages[0]['content'] }}")
 
 
-def _rounded_folder(path):
-  wide = _llama(width=32, inner_width=32)
-  hub.save_pretrained(wide, path / 'floats', tokenizer=_tokenizer())
-  hub.save_in_four_bits(str(path / 'floats'), path)
-  shutil.rmtree(path / 'floats')
-
-
 def _gguf_file(path):
   path.mkdir()
   tokenizer = _tokenizer()
@@ -111,11 +66,6 @@ def _gguf_file(path):
   kind = gguf.GGMLQuantizationType.Q8_0
   file = path / 'model.gguf'
   gguf_files.write(file, module, 'llama', kind, tokenizer=tokenizer)
-
-
-def _head_folder(path):
-  values = tiny_heads.tensors('eagle3', reduced=True)
-  tiny_heads.write(path, 'sglang', values, reduced=True)
 
 
 def _head_file(path):
@@ -134,9 +84,7 @@ def _load_model(path):
   ('write', 'load'),
   [
     (_folder, _load_model),
-    (_rounded_folder, _load_model),
     (_gguf_file, _load_model),
-    (_head_folder, tiny_heads.load),
     (_head_file, tiny_heads.load),
   ],
 )

@@ -76,14 +76,6 @@ def test_comments_begin_with_a_subject():
   assert not fragments, '\n'.join(['give these a subject:', *fragments])
 
 
-def test_fragments_are_found():
-  lines = 'x = 1\n# Of rows.\n# Of no block.\ny = 2  #: What is kept.\n'
-  assert _headless(lines) == ['2: # Of rows.', '4: y = 2  #: What is kept.']
-  assert _headless('"""Those of text."""\n') == ['1: """Those of text."""']
-  assert _headless('a;\n// As of rows\n') == ['2: // As of rows']
-  assert not _headless('# Each row\n# What it has.\n"""Texts of rows."""\n')
-
-
 def test_pages_are_short_and_begin_with_what_they_say():
   """A reader has time for `_MOST_WORDS` words; numbers do not count.
 

@@ -8,11 +8,6 @@ import pytest
 from specdec.models.nn import mixtral
 
 
-def test_blocks_are_about_the_share_of_an_expert():
-  sizes = {1: 1, 40: 16, 80: 32, 256: 64, 4096: 128}
-  assert {size: mixtral._block_size(size, 2, 8) for size in sizes} == sizes
-
-
 @pytest.mark.parametrize(
   ('block', 'computed'),
   [(3, [3] * (3 + 2 + 0 + 2)), (128, [8] * 3)],

@@ -14,7 +14,6 @@ import transformers
 import specdec
 from specdec.models.checkpoints import hub
 from specdec.models.lab.training import tokenizer as tokenizer_lib
-from specdec.models.nn import adapter
 from specdec.models.nn import other_tokens
 from specdec.models.text import vocabulary
 
@@ -32,20 +31,17 @@ def _tables(seed=0):
   return rng.permutation(tiny.VOCAB_SIZE).astype('i4'), parts.astype('i4')
 
 
-def _model(name='gpt2'):
+def _model():
   draft = tiny.gpt2(num_layers=1)
-  if name != 'gpt2':
-    draft = adapter.as_model(tiny.llama_module(name))
   return other_tokens.with_other_tokens(draft, *_tables()), draft
 
 
 _logits = jax.jit(specdec.LanguageModel.logits)
 
 
-@pytest.mark.parametrize('name', ['gpt2', 'llama'])
-def test_a_token_is_read_as_all_its_parts(name):
+def test_a_token_is_read_as_all_its_parts():
   """The logits are the draft's logits after all parts of all tokens."""
-  model, draft = _model(name)
+  model, draft = _model()
   same, parts = _tables()
   same = np.where(np.arange(tiny.VOCAB_SIZE) % 5 == 2, -1, same)
   model = model.replace(params=model.params | {'same': same})
@@ -81,16 +77,14 @@ def _decode(kind, prompts=_PROMPTS):
   return decoding
 
 
-@pytest.mark.parametrize('kind', ['chain', 'staged'])
-def test_the_caches_keep_the_parts_of_the_path(kind):
+def test_the_caches_keep_the_parts_of_the_path():
   """Drafting for itself, the model is right as long as its caches are."""
-  decoding, plain = _decode(kind), _decode('plain').result()
+  decoding, plain = _decode('staged'), _decode('plain').result()
   _, parts = _tables()
   assert (parts[np.ravel(plain.tokens), -2] >= 0).any()
   result = decoding.result()
   assert result.tokens == plain.tokens
-  if kind == 'chain':
-    assert result.stats.accepted_histogram == [0, 0, 0, 6]
+  assert result.stats.block_efficiency > 2.5
   # The next turn reads what the caches lack.
   pairs = zip(_PROMPTS, result.tokens, strict=True)
   longer = [prompt + new + [8, 2] for prompt, new in pairs]
@@ -163,40 +157,26 @@ def folders(tmp_path_factory):
   return folder
 
 
-_DECODE = {'max_new_tokens': 24, 'eos_ids': (), 'seed': 5}
-_DECODE |= {'sampling': specdec.Sampling(temperature=0.9, top_p=0.95)}
-
-
-@pytest.mark.parametrize(
-  ('draft', 'method', 'verify', 'size'),
-  [
-    ('draft', 'chain', 'rejection', 262),
-    ('target', 'staged', 'match', 60),
-  ],
-)
-def test_tokens_of_the_draft_alone_are_drafted(
-  folders, draft, method, verify, size, caplog
-):
-  """It has another tokenizer, or computes some of its tokens."""
-  paths = folders / 'target', folders / draft
-  load = lambda **options: specdec.load(
-    *map(str, paths), dtype='float32', **options
+def test_tokens_of_the_draft_alone_are_drafted(folders, caplog):
+  """A draft with another tokenizer, which computes some of its tokens."""
+  paths, size = (folders / 'target', folders / 'draft'), 262
+  lm = specdec.load(
+    *map(str, paths), dtype='float32', method='chain', draft_vocab=size
   )
-  lm = load(method=method, draft_vocab=size)
-  lines = [message for message in caplog.messages if 'tokenizers of' in message]
+  (line,) = [text for text in caplog.messages if 'tokenizers of' in text]
+  shared = vocabulary.of_checkpoints(*map(hub.locate, paths))
+  assert all(str(path) in line for path in paths)
+  assert f'share {(shared.same >= 0).sum()} tokens' in line
+  assert f'about {100 * shared.share:.0f} %' in line
   texts = ['def add(first', 'return']
-  result = lm.generate(texts, verify=verify, **_DECODE)
-  if verify == 'match':
-    plain = load(method='plain')
-    assert result.tokens == plain.generate(texts, **_DECODE).tokens
-  same = np.arange(280)
-  if draft == 'draft':
-    shared = vocabulary.of_checkpoints(*map(hub.locate, paths))
-    same = shared.same
-    (line,) = lines
-    assert all(str(path) in line for path in paths)
-    assert f'share {(same >= 0).sum()} tokens' in line
-    assert f'about {100 * shared.share:.0f} %' in line
+  result = lm.generate(
+    texts,
+    verify='rejection',
+    max_new_tokens=24,
+    eos_ids=(),
+    seed=5,
+    sampling=specdec.Sampling(temperature=0.9, top_p=0.95),
+  )
   label = result.labels.index('draft')
   proposed = [
     token
@@ -206,7 +186,7 @@ def test_tokens_of_the_draft_alone_are_drafted(
   ]
   assert proposed
   # The ids of a draft vocabulary are the draft's; it has all special tokens.
-  assert all(0 <= same[token] < (size or 281) for token in proposed)
+  assert all(0 <= shared.same[token] < size for token in proposed)
   (logits,) = jax.jit(lambda draft: draft.logits(np.arange(8)[None]))(
     lm.pair.draft
   )

@@ -3,12 +3,9 @@
 import dataclasses
 import pathlib
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from specdec.models.lab import cost_model
-from specdec.models.lab.bench import record
 from specdec.models.lab.compiled import hlo
 from specdec.models.lab.compiled import programs
 
@@ -21,22 +18,6 @@ _PROGRAM = (_GOLDEN / 'compiled_step.txt').read_text()
 
 def _step(program=_PROGRAM):
   return hlo.count(hlo.parse(program)).loops[0]
-
-
-def test_shapes_are_read_with_their_layout():
-  arrays = hlo.parse_arrays(
-    '(f32[2,3]{1,0}, bf16[4,2]{0,1:T(8,128)S(1)}, s32[])'
-  )
-  assert arrays == (
-    hlo.Array('f32', (2, 3), '1,0'),
-    hlo.Array('bf16', (4, 2), '0,1:T(8,128)S(1)'),
-    hlo.Array('s32', ()),
-  )
-  assert [array.memory_space for array in arrays] == [0, 1, 0]
-  assert [array.num_bytes for array in arrays] == [24, 16, 4]
-  bits = hlo.parse_arrays('(pred[7], s4[8], token[])')
-  assert [array.num_bytes for array in bits] == [7, 4, 0]
-  assert str(arrays[1]) == 'bf16[4,2]'
 
 
 def test_kernels_of_a_step_by_layer_and_next_to_the_model():
@@ -136,22 +117,6 @@ def test_exchanges_between_devices():
     assert step.figures(frozenset({elements}))['whole_tensors'] == count
 
 
-def test_a_report_names_the_loops():
-  expected = 'to_apply=%less, backend_config={"estimated_cycles":"7"}'
-  program = _PROGRAM.replace('to_apply=%less', expected)
-  compiled = programs.Compiled(
-    program, None, {}, frozenset(), ('draft', 'lookup')
-  )
-  step, growth = compiled.loops()
-  assert step['loop'] == 'decode step'
-  assert (step['bookkeeping'], step['host_transfers']) == (3, 1)
-  assert growth['loop'] == 'growth round of draft, before'
-  assert growth['kernels'] == 4
-  # It sorts three times.
-  assert (step['cycles'], growth['cycles']) == (0, 3 * 7)
-  assert '1 f32[96,171] |' in record.rows_to_table([step, growth])
-
-
 def test_what_is_no_program_is_refused():
   with pytest.raises(ValueError, match='no ENTRY'):
     hlo.parse('module @jit_advance { func.func public @main() }')
@@ -164,14 +129,3 @@ def test_what_is_no_program_is_refused():
     programs.compile_program('tree', task, 'cpu')
   with pytest.raises(ValueError, match='is for 8 devices, but cpu has 1'):
     programs.compile_program('plain', task, 'cpu', {'model': 8})
-
-
-def test_what_a_compiler_does_not_say_is_left_out(monkeypatch):
-  """A compiler for GPUs says less where none is present."""
-  program = jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile()
-  figures = lambda: programs.memory_of(program, [jnp.ones(2)], 1)[0]
-  assert figures().keys() == {'held', 'least_held', 'temporary', 'accessed'}
-  assert figures()['accessed'] >= 2 * 4 * 64
-  for method in ('cost_analysis', 'memory_analysis'):
-    monkeypatch.setattr(jax.stages.Compiled, method, lambda self: None)
-  assert figures() == {'held': 8, 'least_held': 8}

@@ -8,7 +8,6 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import tiny
 import tiny_heads
 
@@ -51,41 +50,31 @@ def _learned():
   return nnx.merge(graph, params)
 
 
-def _drafter(scorer, kind):
-  if kind == 'chain':
-    depth = scorer.drafter.spec.depth
-    return specdec.fixed_drafter(scorer, topology_lib.chain(depth))
+def test_a_drafter_drafts_what_it_knows_by_heart(tmp_path):
+  """In trees that grow; `block_drafter_test` has chains."""
+  block_drafters.save(_learned(), tmp_path, num_target_layers=2)
+  drafter = tiny_heads.load(tmp_path)
+  assert drafter.spec.depth == _ROWS
   config = specdec.StageConfig(
     width=8, branching=3, rounds=4, cost_ratio=0, calibration=4.0
   )
   shape = topology_lib.TreeShape(num_nodes=12, capacity=48)
-  return specdec.Drafter((specdec.Stage(scorer, config),), shape)
-
-
-@pytest.mark.parametrize(
-  ('kind', 'dtype'), [('chain', 'int4'), ('tree', 'float32')]
-)
-def test_a_drafter_drafts_what_it_knows_by_heart(kind, dtype, tmp_path):
-  block_drafters.save(_learned(), tmp_path, num_target_layers=2)
-  drafter = tiny_heads.load(tmp_path, dtype=dtype)
-  assert drafter.spec.depth == _ROWS
+  stage = specdec.Stage(block_lib.BlockScorer(drafter), config)
   texts = by_heart.texts()
   result = by_heart.generate(
-    _drafter(block_lib.BlockScorer(drafter), kind),
-    texts[:, : by_heart.PROMPT].tolist(),
+    specdec.Drafter((stage,), shape), texts[:, : by_heart.PROMPT].tolist()
   )
   assert result.tokens == texts[:, by_heart.PROMPT :].tolist()
   accepted = by_heart.by_position(result.stats.accepted_histogram)
-  # Where rounding to four bits leaves it depends on the processor.
-  assert (accepted[:_ROWS] >= (0.8 if dtype == 'int4' else 0.95)).all()
+  assert (accepted[:_ROWS] >= 0.95).all()
   forwards = result.stats.stage_forwards['block']
   assert forwards == result.stats.target_forwards
 
 
-@pytest.mark.parametrize('markov_rank', [0, 8])
-def test_what_is_written_is_read_again(markov_rank, tmp_path):
-  config = _training(markov_rank=markov_rank).config(tiny_heads.TARGET)
-  assert config.depth == _ROWS - (markov_rank == 0)
+def test_what_is_written_is_read_again(tmp_path):
+  """Without an edge term; `_learned` has one."""
+  config = _training(markov_rank=0).config(tiny_heads.TARGET)
+  assert config.depth == _ROWS - 1
   module = nnx.merge(*_module(config))
   block_drafters.save(module, tmp_path, num_target_layers=2)
   loaded = heads.locate(tmp_path, tiny_heads.TARGET).config
