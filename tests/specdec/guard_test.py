@@ -9,6 +9,7 @@ import tiny
 import tiny_drafters
 
 import specdec
+from specdec import cache as cache_lib
 from specdec import decode_options
 from specdec.draft import lookup
 from specdec.tree import topology as topology_lib
@@ -162,8 +163,12 @@ def test_programs_have_plain_steps_only_if_a_break_even_asks_for_them(
   )
   traced = tiny.gpt2(num_layers=1), drafter, request
   state = specdec.loop.start.eval_shape(*traced, config=config)
+  in_place = mock.Mock(wraps=cache_lib.advance)
+  monkeypatch.setattr(cache_lib, 'advance', in_place)
   specdec.loop.advance.eval_shape(*traced, state, 1, 1, config=config)
   assert plain.called == (break_even is not None)
+  if kind == 'look-ups':  # A root alone is where it belongs, nothing is moved.
+    assert in_place.called == plain.called
 
 
 @pytest.mark.parametrize('bad', [0, -1.0, np.nan, np.inf, 'no', True])
