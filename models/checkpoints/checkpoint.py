@@ -237,7 +237,7 @@ class Placement:
   ) -> Any:
     """Reads a parameter, and puts it on the devices as products read it.
 
-    `dtype` is that of a plain array. None means a matrix, held in `form`.
+    An array gets the `dtype`. None means a matrix, which gets the `form`.
 
     Raises:
       ValueError: the tensor cannot be read or rounded.
