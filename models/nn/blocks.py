@@ -20,10 +20,7 @@ a `matrices.PackedMatrix`; XLA multiplies a `GroupedMatrix`.
 
 from collections.abc import Iterable
 from collections.abc import Sequence
-import contextlib
 import dataclasses
-import math
-import mmap
 from typing import Any
 
 import flax.struct
@@ -37,8 +34,6 @@ from specdec.models.nn import contraction
 Rows = tuple[slice | np.ndarray, np.ndarray]
 """Indices of n rows, and these rows `[n, in]`; of a vector `[n]`."""
 
-_HUGE_PAGE = 1 << 21  # Bytes.
-_ALIGNMENT = 64  # Bytes; JAX copies arrays on the CPU that begin elsewhere.
 _ROWS = 4096  # Rows that are read at once.
 
 
@@ -107,26 +102,6 @@ KINDS = {
 # Twice the floats of four bits (OCP Microscaling Formats 1.0, section 5.3.3).
 _FLOAT4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _MOST_EXPONENT = 252  # Twelve times its scale is finite.
-
-
-def aligned_zeros(shape: tuple[int, ...]) -> np.ndarray:
-  """Zeros of uint32 that JAX can take as they are, without a copy.
-
-  Large arrays use huge pages if Linux has them; kernels read those faster.
-  """
-  size = 4 * math.prod(shape)
-  huge = size // _HUGE_PAGE * _HUGE_PAGE
-  if huge and hasattr(mmap, 'MADV_HUGEPAGE'):
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    pages = mmap.mmap(-1, size + _HUGE_PAGE, flags)
-    memory = np.frombuffer(pages, np.uint8)
-    start = -memory.ctypes.data % _HUGE_PAGE
-    with contextlib.suppress(OSError):  # This system has none.
-      pages.madvise(mmap.MADV_HUGEPAGE, start, huge)
-  else:
-    memory = np.zeros(size + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-  return memory[start : start + size].view(np.uint32).reshape(shape)
 
 
 def check_finite(words: np.ndarray, kind: str) -> None:

@@ -28,6 +28,7 @@ from specdec.models.lab.bench import timing
 from specdec.models.nn import attention
 from specdec.models.nn import matrices as matrices_lib
 from specdec.models.nn.cpu import build
+from specdec.models.nn.cpu import memory
 from specdec.models.nn.cpu import ops
 from specdec.models.text import drafters
 from specdec.models.text import pair as pair_lib
@@ -59,13 +60,20 @@ _NEW_TOKENS = 24  # Tokens of a decode whose steps are timed.
 class Bandwidth:
   """Measures how fast the default device reads, sample by sample.
 
-  That is the rate of reading a large array by the faster of two kernels.
+  That is the rate of reading a large array by the faster of two kernels. On CPU
+  the array lies in memory as weights for kernels do.
   """
 
   def __init__(self) -> None:
     platform = jax.default_backend()
     size = _READ_BYTES.get(platform, _READ_BYTES['default'])
-    self._array = jnp.ones((size // (4 * _COLUMNS), _COLUMNS), jnp.float32)
+    shape = size // (4 * _COLUMNS), _COLUMNS
+    if platform == 'cpu':
+      array = memory.zeros(shape).view(np.float32)
+      array[...] = 1
+      self._array = jax.device_put(array)
+    else:
+      self._array = jnp.ones(shape, jnp.float32)
     self._vector = jnp.ones(_COLUMNS, jnp.float32)
     self._samples: list[float] = []
     self.sample()  # compiles

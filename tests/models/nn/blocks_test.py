@@ -18,6 +18,7 @@ from specdec.models.nn import adapter
 from specdec.models.nn import blocks as blocks_lib
 from specdec.models.nn import matrices as matrices_lib
 from specdec.models.nn.cpu import build
+from specdec.models.nn.cpu import memory
 
 _RNG = np.random.default_rng(0)
 _kernels = pytest.mark.skipif(
@@ -41,9 +42,9 @@ def _drawn(kind, shape):
 @pytest.mark.parametrize('kind', ['Q4_K', 'int8'])
 def test_a_packed_matrix_lies_where_it_was_packed(kind, outputs, monkeypatch):
   made = []
-  make = blocks_lib.aligned_zeros
+  make = memory.zeros
   keep = lambda shape: made.append(make(shape)) or made[-1]
-  monkeypatch.setattr(blocks_lib, 'aligned_zeros', keep)
+  monkeypatch.setattr(memory, 'zeros', keep)
   if kind == 'int8':
     matrix = matrices_lib.quantize(np.ones((outputs, 512)))
   else:
