@@ -65,7 +65,7 @@ hypothesis.settings.load_profile('suite')
 # A process may have 65,530 memory mappings, and compiled programs need many.
 _MAX_MAPPINGS = 25_000
 
-# By test file: how many programs it may have compiled, and the seconds it took
+# How many programs all tests may have compiled, and the seconds of each file
 # when that was counted (for the order of files, longest first).
 _BUDGETS = pathlib.Path(__file__).parent / 'golden/budgets.json'
 
@@ -79,15 +79,13 @@ _compiled = []
 
 
 @pytest.fixture(autouse=True, scope='module')
-def _few_mappings(request):
+def _few_mappings():
   """Forgets compiled programs before the process dies of them.
 
-  Between files, so that no file has a program of its own compiled twice. Before
-  each file, if budgets are counted: these must not depend on other files.
+  Between files, so that no file has a program of its own compiled twice.
   """
   maps = pathlib.Path('/proc/self/maps')
-  many = maps.exists() and maps.read_bytes().count(b'\n') > _MAX_MAPPINGS
-  if many or request.config.getoption('--update_limits'):
+  if maps.exists() and maps.read_bytes().count(b'\n') > _MAX_MAPPINGS:
     jax.clear_caches()
     gc.collect()
 
@@ -122,7 +120,7 @@ def pytest_addoption(parser):
     '--update_limits',
     action='store_true',
     help='make what is counted now the limits: of counted work (in'
-    ' counted_work_test.py) and of programs per file',
+    ' counted_work_test.py) and of programs',
   )
 
 
@@ -155,13 +153,13 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
       if item.get_closest_marker('long'):
         item.add_marker(pytest.mark.skip(reason='takes minutes; --long'))
-  budgets = json.loads(_BUDGETS.read_text())
-  seconds = lambda item: budgets.get(_file_of(item), {}).get('seconds', 0)
+  budgets = json.loads(_BUDGETS.read_text())['seconds']
+  seconds = lambda item: budgets.get(_file_of(item), 0)
   if config.getoption('--fast'):
     _deselect(config, items, lambda item: seconds(item) > _SLOW)
   if config.getoption('--shard'):
     index, number = map(int, config.getoption('--shard').split('/'))
-    took = lambda file: budgets.get(file, {}).get('seconds', 0)
+    took = lambda file: budgets.get(file, 0)
     files = shard_of({*map(_file_of, items)}, took, index, number)
     _deselect(config, items, lambda item: _file_of(item) not in files)
   # Two workers end at about the same time only if long files come first.
@@ -196,22 +194,21 @@ def pytest_sessionfinish(session):
   if hasattr(session.config, 'workerinput'):
     return  # One of several processes hears from all.
   budgets = json.loads(_BUDGETS.read_text())
+  count, budget = _programs.total(), budgets['programs']
+  is_whole = budgets['seconds'].keys() <= _seconds.keys()
   if session.config.getoption('--update_limits'):
-    budgets |= {
-      file: {'programs': _programs[file], 'seconds': round(seconds)}
-      for file, seconds in _seconds.items()
-    }
+    budgets['seconds'] |= {file: round(took) for file, took in _seconds.items()}
+    if is_whole:
+      budgets['programs'] = count
     _BUDGETS.write_text(json.dumps(budgets, indent=1, sort_keys=True) + '\n')
-  elif not session.config.getoption('--long'):
-    # A tenth more, and five, pass: single operations that JAX forgot meanwhile
-    # are compiled again, which depends on the files that the worker ran before.
-    _complaints[:] = [
-      f'{file} had {count} programs compiled; its budget is {budget}. Share'
-      ' programs that other tests have, or raise the budget with'
-      ' --update_limits.'
-      for file, count in _programs.items()
-      if count > 1.1 * (budget := budgets.get(file, {}).get('programs', 0)) + 5
-    ]
+  elif is_whole and not session.config.getoption('--long'):
+    # The count of a file depends on the files that its worker ran before.
+    if count > 1.15 * budget:
+      _complaints.append(
+        f'{count} programs were compiled; the budget is {budget}. Share'
+        ' programs that other tests have, or raise the budget with'
+        ' --update_limits.'
+      )
     if _complaints and session.exitstatus == pytest.ExitCode.OK:
       session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -225,5 +222,6 @@ def pytest_terminal_summary(terminalreporter):
     for file, seconds in _seconds.most_common():
       if seconds >= 2:
         terminalreporter.line(f'{seconds:6.0f} {_programs[file]:5} {file}')
+    terminalreporter.line(f'{_seconds.total():6.0f} {_programs.total():5}')
   for complaint in _complaints:
     terminalreporter.line(complaint, red=True)

@@ -17,7 +17,7 @@ _HUGE_PAGE = 1 << 21  # Bytes.
 _CHUNK = 32 << 20  # Bytes; arrays of a layer are smaller, and share chunks.
 
 _lock = threading.Lock()
-_rest = np.zeros(0, np.uint8)  # What is free of the last chunk.
+_rest = np.zeros(0, np.uint8)  # The free end of the last chunk.
 
 
 def _allocate(size: int) -> np.ndarray:
