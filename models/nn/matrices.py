@@ -27,7 +27,7 @@ import numpy as np
 from specdec.models.nn import blocks as blocks_lib
 from specdec.models.nn import contraction
 from specdec.models.nn import four_bits
-from specdec.models.nn.cpu import memory
+from specdec.models.nn.cpu import huge_pages
 from specdec.models.nn.cpu import ops
 
 # -128 has no counterpart, so rounding is symmetric without it.
@@ -357,7 +357,7 @@ def _words_of(rows: np.ndarray, blocks: int, words: int) -> np.ndarray:
   """`PackedMatrix.words` of rows `[out, ...]`, padded with zeros."""
   rows = rows.reshape(len(rows), -1)
   groups = -(-len(rows) // _GROUP)
-  packed = memory.zeros((groups, blocks, 2, words, _LANES))
+  packed = huge_pages.zeros((groups, blocks, 2, words, _LANES))
   width = blocks * words * 4 // rows.dtype.itemsize
   for group in range(groups):
     some = rows[group * _GROUP : (group + 1) * _GROUP]

@@ -28,7 +28,7 @@ from specdec.models.lab.bench import timing
 from specdec.models.nn import attention
 from specdec.models.nn import matrices as matrices_lib
 from specdec.models.nn.cpu import build
-from specdec.models.nn.cpu import memory
+from specdec.models.nn.cpu import huge_pages
 from specdec.models.nn.cpu import ops
 from specdec.models.text import drafters
 from specdec.models.text import pair as pair_lib
@@ -69,7 +69,7 @@ class Bandwidth:
     size = _READ_BYTES.get(platform, _READ_BYTES['default'])
     shape = size // (4 * _COLUMNS), _COLUMNS
     if platform == 'cpu':
-      array = memory.zeros(shape).view(np.float32)
+      array = huge_pages.zeros(shape).view(np.float32)
       array[...] = 1
       self._array = jax.device_put(array)
     else:

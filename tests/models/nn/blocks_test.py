@@ -18,7 +18,7 @@ from specdec.models.nn import adapter
 from specdec.models.nn import blocks as blocks_lib
 from specdec.models.nn import matrices as matrices_lib
 from specdec.models.nn.cpu import build
-from specdec.models.nn.cpu import memory
+from specdec.models.nn.cpu import huge_pages
 
 _RNG = np.random.default_rng(0)
 _kernels = pytest.mark.skipif(
@@ -42,9 +42,9 @@ def _drawn(kind, shape):
 @pytest.mark.parametrize('kind', ['Q4_K', 'int8'])
 def test_a_packed_matrix_lies_where_it_was_packed(kind, outputs, monkeypatch):
   made = []
-  make = memory.zeros
+  make = huge_pages.zeros
   keep = lambda shape: made.append(make(shape)) or made[-1]
-  monkeypatch.setattr(memory, 'zeros', keep)
+  monkeypatch.setattr(huge_pages, 'zeros', keep)
   if kind == 'int8':
     matrix = matrices_lib.quantize(np.ones((outputs, 512)))
   else:

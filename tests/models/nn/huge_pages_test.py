@@ -9,43 +9,43 @@ import jax
 import numpy as np
 import pytest
 
-from specdec.models.nn.cpu import memory
+from specdec.models.nn.cpu import huge_pages
 
 
 def test_small_arrays_lie_next_to_one_another(monkeypatch):
-  monkeypatch.setattr(memory, '_rest', np.zeros(0, np.uint8))
-  arrays = [memory.zeros((size,)) for size in (3, 40, 1000)]
+  monkeypatch.setattr(huge_pages, '_rest', np.zeros(0, np.uint8))
+  arrays = [huge_pages.zeros((size,)) for size in (3, 40, 1000)]
   starts = [array.ctypes.data for array in arrays]
   assert np.diff(starts).tolist() == [64, 192]
-  assert starts[0] % memory._ALIGNMENT == 0
+  assert starts[0] % huge_pages._ALIGNMENT == 0
   for number, array in enumerate(arrays):
     array += np.uint32(number + 1)
   for number, array in enumerate(arrays):  # None wrote into another.
     assert (array == number + 1).all()
     assert jax.device_put(array).unsafe_buffer_pointer() == array.ctypes.data
-  assert not memory.zeros((7,)).any()
+  assert not huge_pages.zeros((7,)).any()
 
 
 def test_a_large_array_leaves_the_chunk_of_others(monkeypatch):
-  monkeypatch.setattr(memory, '_CHUNK', 1 << 10)
-  monkeypatch.setattr(memory, '_rest', np.zeros(0, np.uint8))
-  first = memory.zeros((16,))
-  large = memory.zeros((1 << 10, 2))
-  after = memory.zeros((16,))
+  monkeypatch.setattr(huge_pages, '_CHUNK', 1 << 10)
+  monkeypatch.setattr(huge_pages, '_rest', np.zeros(0, np.uint8))
+  first = huge_pages.zeros((16,))
+  large = huge_pages.zeros((1 << 10, 2))
+  after = huge_pages.zeros((16,))
   assert after.ctypes.data == first.ctypes.data + first.nbytes
-  assert not np.shares_memory(large, memory._rest)
+  assert not np.shares_memory(large, huge_pages._rest)
   assert large.shape == (1 << 10, 2)
 
 
 def test_a_chunk_ends_with_its_arrays(monkeypatch):
-  monkeypatch.setattr(memory, '_rest', np.zeros(0, np.uint8))
+  monkeypatch.setattr(huge_pages, '_rest', np.zeros(0, np.uint8))
   made = []
-  allocate = memory._allocate
+  allocate = huge_pages._allocate
   keep = lambda size: made.append(allocate(size)) or made[-1]
-  monkeypatch.setattr(memory, '_allocate', keep)
-  array = memory.zeros((1000,))
+  monkeypatch.setattr(huge_pages, '_allocate', keep)
+  array = huge_pages.zeros((1000,))
   chunk = weakref.ref(made.pop().base)
-  memory._rest = np.zeros(0, np.uint8)
+  huge_pages._rest = np.zeros(0, np.uint8)
   gc.collect()
   assert chunk() is not None
   del array
@@ -58,8 +58,8 @@ def test_a_chunk_ends_with_its_arrays(monkeypatch):
   reason='this system has no huge pages',
 )
 def test_small_arrays_ask_for_huge_pages(monkeypatch):
-  monkeypatch.setattr(memory, '_rest', np.zeros(0, np.uint8))
-  address = memory.zeros((1000,)).ctypes.data
+  monkeypatch.setattr(huge_pages, '_rest', np.zeros(0, np.uint8))
+  address = huge_pages.zeros((1000,)).ctypes.data
   smaps = pathlib.Path('/proc/self/smaps').read_text()
   areas = re.finditer(r'^(\w+)-(\w+) (?:.*\n)*?VmFlags: (.*)$', smaps, re.M)
   flags = [
