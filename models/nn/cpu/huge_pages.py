@@ -14,7 +14,7 @@ import numpy as np
 
 _ALIGNMENT = 64  # Bytes; JAX copies arrays on the CPU that begin elsewhere.
 _HUGE_PAGE = 1 << 21  # Bytes.
-_CHUNK = 32 << 20  # Bytes; arrays of a layer are smaller, and share chunks.
+_CHUNK = 32 << 20  # Bytes; larger arrays have memory of their own.
 
 _lock = threading.Lock()
 _rest = np.zeros(0, np.uint8)  # The free end of the last chunk.
