@@ -340,9 +340,15 @@ def test_a_head_drafts_on_several_devices():
 
 # Two layers of Llama 3.2 1B.
 _LARGE = nn_llama.LlamaConfig(
-  **{'vocab_size': 128256, 'num_positions': 4096, 'width': 2048},
-  **{'num_layers': 2, 'inner_width': 8192, 'tie_embeddings': True},
-  **{'num_heads': 32, 'num_kv_heads': 8, 'head_width': 64},
+  vocab_size=128256,
+  num_positions=4096,
+  width=2048,
+  num_layers=2,
+  inner_width=8192,
+  tie_embeddings=True,
+  num_heads=32,
+  num_kv_heads=8,
+  head_width=64,
 )
 
 

@@ -237,8 +237,12 @@ LLAMA_CONFIGS['lfm2'] = lfm2_lib.Lfm2Config(
 )
 LLAMA_CONFIGS['delta'] = delta_lib.DeltaConfig(
   **_LFM2 | {'num_layers': 2},
-  **{'key_heads': 2, 'value_heads': 4, 'key_width': 16, 'value_width': 8},
-  **{'conv_size': 4, 'mixers': ('linear_attn', 'self_attn')},
+  key_heads=2,
+  value_heads=4,
+  key_width=16,
+  value_width=8,
+  conv_size=4,
+  mixers=('linear_attn', 'self_attn'),
 )
 
 

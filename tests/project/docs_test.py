@@ -65,7 +65,10 @@ def _headless(text):
 def test_comments_begin_with_a_subject():
   listed = subprocess.run(
     ['git', 'ls-files', '*.py', '*.cc', '*.h'],
-    **{'cwd': _ROOT, 'capture_output': True, 'text': True, 'check': True},
+    cwd=_ROOT,
+    capture_output=True,
+    text=True,
+    check=True,
   )
   fragments = [
     f'{name}:{fragment}'

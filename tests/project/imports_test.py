@@ -172,20 +172,27 @@ def _is_spelled_for_a_formatter(node):
       key is None and isinstance(value, ast.Dict)
       for key, value in zip(node.keys, node.values, strict=True)
     )
-  parts = node.args if isinstance(node, ast.Call) else ()
-  parts = node.elts if _is_display(node) else parts
+  if isinstance(node, ast.Call):
+    parts, keywords = node.args, node.keywords
+  else:
+    parts, keywords = node.elts if _is_display(node) else (), ()
   return any(
     isinstance(part, ast.Starred) and _is_display(part.value) for part in parts
+  ) or any(
+    str(getattr(key, 'value', '')).isidentifier()
+    for keyword in keywords
+    if keyword.arg is None and isinstance(keyword.value, ast.Dict)
+    for key in keyword.value.keys
   )
 
 
 def test_no_expression_is_spelled_for_a_formatter():
   """Whatever has several entries has each on a line, as everybody writes it."""
-  bad = ('f(*(a, b), c=d)', '[*(a, b), c]', '{**{a: b}, c: d}')
-  good = 'f(a, *b, [*a, b], {**a, b: c}, (*f(a), b))'
+  bad = ('f(*(a, b), c=d)', '[*(a, b), c]', '{**{a: b}, c: d}', "f(**{'a': b})")
+  good = 'f(a, *b, [*a, b], {**a, b: c}, (*f(a), b), **{a: b})'
   trees = [ast.walk(ast.parse(text)) for text in (*bad, good)]
   spliced = [any(map(_is_spelled_for_a_formatter, tree)) for tree in trees]
-  assert spliced == [True, True, True, False]
+  assert spliced == [True] * 4 + [False]
   places = [
     f'{path}:{node.lineno}'
     for folder in (*_FOLDERS, 'tests', 'docs')

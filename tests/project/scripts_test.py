@@ -571,6 +571,9 @@ def test_messages_are_plain_lines():
   )
   ended = subprocess.run(
     [sys.executable, '-c', program],
-    **{'cwd': _SCRIPTS, 'capture_output': True, 'text': True, 'check': True},
+    cwd=_SCRIPTS,
+    capture_output=True,
+    text=True,
+    check=True,
   )
   assert ended.stderr == '2 rows are left\n'

@@ -78,7 +78,9 @@ def test_commands_run_in_a_fresh_environment(wheel, tmp_path):
   def run(*arguments):
     return subprocess.check_output(
       [tmp_path / 'env/bin/specdec', *arguments],
-      **{'cwd': tmp_path, 'env': environment, 'text': True},
+      cwd=tmp_path,
+      env=environment,
+      text=True,
     )
 
   where = [python, '-c', 'import specdec; print(specdec.__file__)']

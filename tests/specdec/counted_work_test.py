@@ -145,9 +145,14 @@ def test_the_compiled_loops_of_the_demo_pair(device, method, update):
 # Qwen2.5 1.5B and 0.5B with one layer each: 467 and 272 MB of embeddings.
 _VOCABULARY = {
   name: nn_llama.LlamaConfig(
-    **{'vocab_size': 151_936, 'num_positions': 4096, 'width': width},
-    **{'num_heads': width // head_width, 'head_width': head_width},
-    **{'num_layers': 1, 'num_kv_heads': 2, 'inner_width': inner_width},
+    vocab_size=151_936,
+    num_positions=4096,
+    width=width,
+    num_heads=width // head_width,
+    head_width=head_width,
+    num_layers=1,
+    num_kv_heads=2,
+    inner_width=inner_width,
     qkv_bias=True,
     tie_embeddings=True,
   )

@@ -262,9 +262,12 @@ def _random_trees(case, children):
     nodes[row, [0, *np.sort(places)]] = verified
   zeros = np.zeros(token.shape, np.float32)
   tree = tree_lib.TokenTree(
-    **{'token': np.int32(token), 'parent': np.int32(parent)},
-    **{'depth': depths, 'origin': np.int32(zeros)},
-    **{'cond_log_prob': zeros, 'log_prob': zeros},
+    token=np.int32(token),
+    parent=np.int32(parent),
+    depth=depths,
+    origin=np.int32(zeros),
+    cond_log_prob=zeros,
+    log_prob=zeros,
     size=np.full(len(token), _CAPACITY, np.int32),
   )
   return tree, nodes

@@ -21,8 +21,12 @@ _CONTEXT = tiny.MAX_POSITIONS
 _EOS = 3
 # Neutral values, so that prompts can differ without another program.
 _SAMPLING = specdec.Sampling(
-  **{'logit_bias': {}, 'repetition_penalty': 1.2, 'temperature': 0.0},
-  **{'top_k': 20, 'top_p': 1.0, 'min_p': 0.0},
+  logit_bias={},
+  repetition_penalty=1.2,
+  temperature=0.0,
+  top_k=20,
+  top_p=1.0,
+  min_p=0.0,
 )
 _SAMPLED = dataclasses.replace(_SAMPLING, temperature=1.5, top_k=9)
 _OF_JOBS = (

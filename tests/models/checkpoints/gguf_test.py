@@ -81,26 +81,35 @@ _CONFIGS = {
   'gemma2': gemma_lib.GemmaConfig(**_GEMMA, score_cap=5.0, logit_cap=3.0),
   'gemma3': gemma_lib.GemmaConfig(
     **_GEMMA | {'num_layers': 7, 'window': (*[8] * 5, None, 8)},
-    **{'qk_norm': True, 'rope': (*[_LOCAL] * 5, _GLOBAL, _LOCAL)},
+    qk_norm=True,
+    rope=(*[_LOCAL] * 5, _GLOBAL, _LOCAL),
   ),
   'gemma4': gemma_lib.Gemma4Config(
     **_GEMMA
     | {'num_layers': 4, 'window': (8, None) * 2, 'head_width': (64, 128) * 2}
     | {'inner_width': (256, 256, 512, 512), 'kv_source': (None, None, 0, 1)},
-    **{'rope': (rope_lib.Rope(theta=5e3), _PROPORTIONAL) * 2},
+    rope=(rope_lib.Rope(theta=5e3), _PROPORTIONAL) * 2,
     attention_scale=1.0,
-    **{'qk_norm': True, 'value_norm': True, 'layer_width': 256},
+    qk_norm=True,
+    value_norm=True,
+    layer_width=256,
     logit_cap=3.0,
   ),
   'qwen35': delta_lib.DeltaConfig(
     **_LLAMA | {'rope': rope_lib.Rope(fraction=0.25), 'num_layers': 3},
-    **{'qk_norm': True, 'mixers': ('linear_attn', 'self_attn', 'linear_attn')},
-    **{'key_heads': 2, 'value_heads': 4, 'key_width': 64, 'value_width': 32},
-    **{'conv_size': 4, 'tiled': True},
+    qk_norm=True,
+    mixers=('linear_attn', 'self_attn', 'linear_attn'),
+    key_heads=2,
+    value_heads=4,
+    key_width=64,
+    value_width=32,
+    conv_size=4,
+    tiled=True,
   ),
   'olmo2': nn_llama.LlamaConfig(
     **_LLAMA | {'pre_norm': False, 'post_norm': True, 'window': (8, None)},
-    **{'qk_norm': True, 'joint_qk_norm': True},
+    qk_norm=True,
+    joint_qk_norm=True,
     rope=(_WIDE, dataclasses.replace(_WIDE, scaling=_YARN_OF_8)),
   ),
   'smollm3': nn_llama.LlamaConfig(

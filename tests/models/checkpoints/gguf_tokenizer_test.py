@@ -163,8 +163,11 @@ def test_lines_are_merged_as_for_llama_cpp(text, expected, path):
   _write(
     path,
     [*words, *pieces],
-    **{'model': 'gemma4', 'kinds': kinds, 'merges': merges},
-    **{'bos_token_id': 2, 'eos_token_id': 1},
+    model='gemma4',
+    kinds=kinds,
+    merges=merges,
+    bos_token_id=2,
+    eos_token_id=1,
   )
   tokenizer = hub.locate(path).tokenizer
   ids = tokenizer(text)['input_ids']

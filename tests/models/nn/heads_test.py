@@ -424,8 +424,12 @@ def test_an_overfitted_head_drafts_its_text(tmp_path):
   config = eagle.HeadConfig(
     vocab_size=tiny.VOCAB_SIZE,
     num_positions=tiny.MAX_POSITIONS,
-    **{'width': tiny_heads.WIDTH, 'num_layers': 1, 'inner_width': 128},
-    **{'num_heads': 4, 'num_kv_heads': 2, 'head_width': 16},
+    width=tiny_heads.WIDTH,
+    num_layers=1,
+    inner_width=128,
+    num_heads=4,
+    num_kv_heads=2,
+    head_width=16,
     target_width=tiny_heads.WIDTH,
     reads=tiny_heads.READS,
   )

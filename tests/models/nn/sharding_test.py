@@ -36,7 +36,9 @@ def test_on_eight_devices(marks):
   command = [sys.executable, '-m', 'pytest', '--long', '-m', marks]
   ended = subprocess.run(
     [*command, 'tests/on_devices.py'],
-    **{'capture_output': True, 'text': True, 'cwd': _ROOT},
+    capture_output=True,
+    text=True,
+    cwd=_ROOT,
     env=environment,
   )
   assert ended.returncode == 0, ended.stdout

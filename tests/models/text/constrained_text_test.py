@@ -53,7 +53,8 @@ def _tokenizer():
     *fill,
     '<end>',
     '<taboo>',
-    **{'eos_token': '<end>', 'chat_template': _TEMPLATE},
+    eos_token='<end>',
+    chat_template=_TEMPLATE,
   )
 
 

@@ -282,7 +282,8 @@ def test_a_block_drafter_by_hand():
     texts.length,
     noise,
     _params([1.0]),
-    **{'shape': topology_lib.TreeShape(), 'hidden': hidden},
+    shape=topology_lib.TreeShape(),
+    hidden=hidden,
   )
   config = specdec.StageConfig(branching=3, calibration=0.4)
   tree = list_trees.stack([list_trees.to_arrays(nodes)])

@@ -118,8 +118,11 @@ def _block(drafter, states, tokens, anchor):
 def test_the_loss_is_that_of_blocks_as_they_are_decoded():
   """One forward gives all blocks of a window, the same as decoding."""
   training = _training(
-    **{'block_size': _DEPTH, 'markov_rank': 4, 'inner_width': 24},
-    **{'length': _LENGTH - 1, 'answer_tokens': 8},
+    block_size=_DEPTH,
+    markov_rank=4,
+    inner_width=24,
+    length=_LENGTH - 1,
+    answer_tokens=8,
   )
   config = training.config(tiny_heads.TARGET)
   ids = tiny_heads.IDS

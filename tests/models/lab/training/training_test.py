@@ -310,10 +310,18 @@ def trained(tmp_path_factory):
     (texts / f'{number}.py').write_text(CODE.replace('add', f'f{number}') * 9)
   training = model_trainer.ModelTraining(
     corpus=corpus_lib.Corpus(folder=str(texts), held_out_percent=30),
-    **{'num_steps': 40, 'eval_every': 20, 'eval_tokens': 64},
-    **{'batch_tokens': 32, 'learning_rate': 0.03, 'dtype': 'float32'},
-    **{'width': 16, 'num_layers': 3, 'num_heads': 2, 'num_positions': 64},
-    **{'vocab_size': 270, 'phases': ((1, 16),)},
+    num_steps=40,
+    eval_every=20,
+    eval_tokens=64,
+    batch_tokens=32,
+    learning_rate=0.03,
+    dtype='float32',
+    width=16,
+    num_layers=3,
+    num_heads=2,
+    num_positions=64,
+    vocab_size=270,
+    phases=((1, 16),),
   )
   folder = tmp_path_factory.mktemp('trained')
   return training, _train_killed(training, folder)
@@ -357,10 +365,18 @@ def test_a_model_learns_a_corpus_and_another_its_distribution(
 def test_a_head_learns_from_a_model_and_drafts(trained, tmp_path):
   training, target = trained
   head = head_trainer.HeadTraining(
-    **{'corpus': training.corpus, 'target': str(target), 'dtype': 'float32'},
-    **{'target_dtype': 'float32', 'vocabulary': 40, 'depth': 2, 'length': 16},
-    **{'feature_gigabytes': 4e-5, 'num_steps': 4, 'batch_tokens': 32},
-    **{'eval_every': 2, 'eval_windows': 3},
+    corpus=training.corpus,
+    target=str(target),
+    dtype='float32',
+    target_dtype='float32',
+    vocabulary=40,
+    depth=2,
+    length=16,
+    feature_gigabytes=4e-5,
+    num_steps=4,
+    batch_tokens=32,
+    eval_every=2,
+    eval_windows=3,
   )
   for number, (change, message) in enumerate(
     (
@@ -390,11 +406,22 @@ def test_a_head_learns_from_a_model_and_drafts(trained, tmp_path):
 def test_a_block_drafter_learns_from_answers_and_drafts(trained, tmp_path):
   training, target = trained
   block = block_trainer.BlockTraining(
-    **{'corpus': training.corpus, 'target': str(target), 'dtype': 'float32'},
-    **{'target_dtype': 'float32', 'length': 16, 'answer_tokens': 8},
-    **{'feature_gigabytes': 4e-5, 'num_steps': 4, 'batch_tokens': 32},
-    **{'eval_every': 2, 'eval_windows': 3, 'block_size': 3, 'num_layers': 1},
-    **{'markov_rank': 4, 'num_anchors': 5, 'vocabulary': 40},
+    corpus=training.corpus,
+    target=str(target),
+    dtype='float32',
+    target_dtype='float32',
+    length=16,
+    answer_tokens=8,
+    feature_gigabytes=4e-5,
+    num_steps=4,
+    batch_tokens=32,
+    eval_every=2,
+    eval_windows=3,
+    block_size=3,
+    num_layers=1,
+    markov_rank=4,
+    num_anchors=5,
+    vocabulary=40,
   )
   wide = dataclasses.replace(block, block_size=9)
   with pytest.raises(ValueError, match='--block_size=9 does not fit after'):
