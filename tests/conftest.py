@@ -33,6 +33,7 @@ import gc
 import json
 import os
 import pathlib
+import shutil
 from unittest import mock
 
 # Set before anything else imports JAX. An explicit choice wins, so the suite
@@ -45,7 +46,6 @@ if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
   os.environ['JAX_COMPILATION_CACHE_DIR'] = str(
     pathlib.Path(__file__).parents[1] / 'build/programs'
   )
-  os.environ['JAX_COMPILATION_CACHE_MAX_SIZE'] = str(2**30)
   os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.1'
 
 import hypothesis
@@ -65,6 +65,11 @@ hypothesis.settings.load_profile('suite')
 # A process may have 65,530 memory mappings, and compiled programs need many.
 _MAX_MAPPINGS = 25_000
 
+# Kept programs, and the bytes after which they are deleted. JAX's own limit
+# reads the size of every file whenever it writes one.
+_PROGRAMS = pathlib.Path(__file__).parents[1] / 'build/programs'
+_MOST_KEPT = 2**30
+
 # How many programs all tests may have compiled, and the seconds of each file
 # when that was counted (for the order of files, longest first).
 _BUDGETS = pathlib.Path(__file__).parent / 'golden/budgets.json'
@@ -82,16 +87,20 @@ _compiled = []
 def _few_mappings():
   """Forgets compiled programs before the process dies of them.
 
-  Between files, so that no file has a program of its own compiled twice.
+  Between files, so that no file has a program of its own compiled twice. What
+  is kept is left out of garbage collection, which took a tenth of the time.
   """
   maps = pathlib.Path('/proc/self/maps')
   if maps.exists() and maps.read_bytes().count(b'\n') > _MAX_MAPPINGS:
+    gc.unfreeze()
     jax.clear_caches()
     gc.collect()
+  gc.freeze()
 
 
 def pytest_configure(config):
   """Here programs run for moments; with `--long` they compile as for users."""
+  gc.set_threshold(50_000, 20, 20)
   if not config.getoption('--long'):
     with mock.patch.dict(os.environ, quick.environment()):
       jax.devices()  # XLA reads its flags once
@@ -193,6 +202,9 @@ def pytest_runtest_logreport(report):
 def pytest_sessionfinish(session):
   if hasattr(session.config, 'workerinput'):
     return  # One of several processes hears from all.
+  kept = sum(file.stat().st_size for file in _PROGRAMS.glob('*'))
+  if kept > _MOST_KEPT:
+    shutil.rmtree(_PROGRAMS)
   budgets = json.loads(_BUDGETS.read_text())
   count, budget = _programs.total(), budgets['programs']
   is_whole = budgets['seconds'].keys() <= _seconds.keys()

@@ -46,7 +46,7 @@ def _learned():
   function = block_trainer.loss_function(
     graph, config, by_heart.PROMPT - 1, 12, 'float32'
   )
-  params = by_heart.fitted(function, params, config.reads, steps=2000)
+  params = by_heart.fitted(function, params, config.reads, steps=1200)
   return nnx.merge(graph, params)
 
 
