@@ -126,7 +126,10 @@ def compile_library(
   for library in folder.glob(f'{name}-*.so'):
     if library.stem == f'{name}-{_digest(library.read_bytes())}':
       return library
-  print(f'Compiling the CPU kernels with {compiler}, once.', file=sys.stderr)
+  print(
+    f'Compiling the CPU kernels with {compiler}, once, for some 20 seconds.',
+    file=sys.stderr,
+  )
   folder.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryDirectory(dir=folder) as scratch:
     command = [program, *flags, '-isystem', str(include)]
