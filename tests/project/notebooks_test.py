@@ -35,7 +35,7 @@ def test_its_cells_run(file, monkeypatch, tmp_path):
 
   tiny_demo.stand_in(monkeypatch)
   monkeypatch.setenv('IPYTHONDIR', str(tmp_path))
-  monkeypatch.setenv('SPECDEC_STEPS', '4')
+  monkeypatch.setenv('SPECDEC_STEPS', '1')
   monkeypatch.chdir(_FOLDER)
   shell = InteractiveShell()
   shell.enable_gui = lambda gui=None: None  # For `%matplotlib inline`.
