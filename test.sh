@@ -21,9 +21,11 @@ if ! $fast; then
 fi
 ruff check .
 ruff format --check .
-mypy
+mypy &
+types=$!
 if ! $fast; then
   # Anew, because what was read before does not warn again.
   python -m sphinx --fresh-env -W --keep-going --quiet docs build/docs
 fi
+wait $types
 python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder "$@"

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import contextlib
+import gc
 import io
 import logging as standard_logging
 import os
@@ -186,6 +187,9 @@ def run(main: Callable[[], None]) -> None:
   if isinstance(sys.stdout, io.TextIOWrapper):
     # A terminal that lacks a character of a text shows a question mark.
     sys.stdout.reconfigure(errors='replace')
+  # Tracing makes many objects that live on. Looking for garbage among them as
+  # often as Python does by default took a tenth of a short command.
+  gc.set_threshold(50_000, 20, 20)
   logging.set_verbosity(logging.WARNING)  # JAX logs the backends it lacks.
   # A person reads the messages, so they have no time and no place of the code.
   logging.get_absl_handler().setFormatter(standard_logging.Formatter())

@@ -287,7 +287,7 @@ def test_a_whole_decode_at_the_edge_of_top_p():
   )
   model = specdec.LanguageModel(params=jnp.asarray(_base()), spec=spec)
   top_p = [*_around(_edge(6)), 1.0]
-  plain, *drafted = (
+  plain, drafted = (
     specdec.generate(
       model,
       jax.random.key(0),
@@ -297,9 +297,8 @@ def test_a_whole_decode_at_the_edge_of_top_p():
       sampling=specdec.Sampling(temperature=1.0, top_p=top_p),
       log_probs=True,
     )
-    for kind in ('plain', 'chain', 'tree')
+    for kind in ('plain', 'tree')
   )
-  for result in drafted:
-    assert result.tokens == plain.tokens
-    assert result.log_probs == plain.log_probs
-    assert result.stats.block_efficiency > 1.5
+  assert drafted.tokens == plain.tokens
+  assert drafted.log_probs == plain.log_probs
+  assert drafted.stats.block_efficiency > 1.5
