@@ -187,8 +187,8 @@ def run(main: Callable[[], None]) -> None:
   if isinstance(sys.stdout, io.TextIOWrapper):
     # A terminal that lacks a character of a text shows a question mark.
     sys.stdout.reconfigure(errors='replace')
-  # Tracing makes many objects that live on. Looking for garbage among them as
-  # often as Python does by default took a tenth of a short command.
+  # Tracing makes many objects that live on. Python would look for garbage among
+  # them so often that short commands took noticeably longer.
   gc.set_threshold(50_000, 20, 20)
   logging.set_verbosity(logging.WARNING)  # JAX logs the backends it lacks.
   # A person reads the messages, so they have no time and no place of the code.

@@ -43,10 +43,12 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 # Compiling takes long. What one process has compiled serves others that compile
 # alike: workers, one script after another, and the next run.
 if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
-  os.environ['JAX_COMPILATION_CACHE_DIR'] = str(
-    pathlib.Path(__file__).parents[1] / 'build/programs'
-  )
+  _programs_kept = pathlib.Path(__file__).parents[1] / 'build/programs'
+  os.environ['JAX_COMPILATION_CACHE_DIR'] = str(_programs_kept)
   os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.1'
+  # JAX's own limit reads the size of every file whenever it writes one.
+  if sum(file.stat().st_size for file in _programs_kept.glob('*')) > 2**30:
+    shutil.rmtree(_programs_kept)
 
 import hypothesis
 import jax
@@ -64,11 +66,6 @@ hypothesis.settings.load_profile('suite')
 
 # A process may have 65,530 memory mappings, and compiled programs need many.
 _MAX_MAPPINGS = 25_000
-
-# Kept programs, and the bytes after which they are deleted. JAX's own limit
-# reads the size of every file whenever it writes one.
-_PROGRAMS = pathlib.Path(__file__).parents[1] / 'build/programs'
-_MOST_KEPT = 2**30
 
 # How many programs all tests may have compiled, and the seconds of each file
 # when that was counted (for the order of files, longest first).
@@ -88,7 +85,7 @@ def _few_mappings():
   """Forgets compiled programs before the process dies of them.
 
   Between files, so that no file has a program of its own compiled twice. What
-  is kept is left out of garbage collection, which took a tenth of the time.
+  is kept is left out of garbage collection, which otherwise takes long.
   """
   maps = pathlib.Path('/proc/self/maps')
   if maps.exists() and maps.read_bytes().count(b'\n') > _MAX_MAPPINGS:
@@ -202,9 +199,6 @@ def pytest_runtest_logreport(report):
 def pytest_sessionfinish(session):
   if hasattr(session.config, 'workerinput'):
     return  # One of several processes hears from all.
-  kept = sum(file.stat().st_size for file in _PROGRAMS.glob('*'))
-  if kept > _MOST_KEPT:
-    shutil.rmtree(_PROGRAMS)
   budgets = json.loads(_BUDGETS.read_text())
   count, budget = _programs.total(), budgets['programs']
   is_whole = budgets['seconds'].keys() <= _seconds.keys()

@@ -362,21 +362,23 @@ def test_a_model_learns_a_corpus_and_another_its_distribution(
   np.testing.assert_array_equal(*embeddings)
 
 
+_FROM_A_TARGET = {
+  'dtype': 'float32',
+  'target_dtype': 'float32',
+  'vocabulary': 40,
+  'length': 16,
+  'feature_gigabytes': 4e-5,
+  'num_steps': 4,
+  'batch_tokens': 32,
+  'eval_every': 2,
+  'eval_windows': 3,
+}
+
+
 def test_a_head_learns_from_a_model_and_drafts(trained, tmp_path):
   training, target = trained
   head = head_trainer.HeadTraining(
-    corpus=training.corpus,
-    target=str(target),
-    dtype='float32',
-    target_dtype='float32',
-    vocabulary=40,
-    depth=2,
-    length=16,
-    feature_gigabytes=4e-5,
-    num_steps=4,
-    batch_tokens=32,
-    eval_every=2,
-    eval_windows=3,
+    corpus=training.corpus, target=str(target), depth=2, **_FROM_A_TARGET
   )
   for number, (change, message) in enumerate(
     (
@@ -408,20 +410,12 @@ def test_a_block_drafter_learns_from_answers_and_drafts(trained, tmp_path):
   block = block_trainer.BlockTraining(
     corpus=training.corpus,
     target=str(target),
-    dtype='float32',
-    target_dtype='float32',
-    length=16,
     answer_tokens=8,
-    feature_gigabytes=4e-5,
-    num_steps=4,
-    batch_tokens=32,
-    eval_every=2,
-    eval_windows=3,
     block_size=3,
     num_layers=1,
     markov_rank=4,
     num_anchors=5,
-    vocabulary=40,
+    **_FROM_A_TARGET,
   )
   wide = dataclasses.replace(block, block_size=9)
   with pytest.raises(ValueError, match='--block_size=9 does not fit after'):
